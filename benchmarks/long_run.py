@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.topics import ledger, weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.ledger import Entry, Planned
@@ -63,7 +63,7 @@ def built(steps: int) -> MemoryLog:
         first, saved = step * GROUPS, list(range(step - step % EVERY, 0, -EVERY))[:2]
         checkpoints = places.checkpoints(saved)
         version, manifests = places.anchor(checkpoints[-1][0] if checkpoints else 0)
-        mark = ResumeMark(
+        mark = ResumePoint(
             below=first + GROUPS, settled=(), drops=0, dropped=0, checkpoints=checkpoints, manifests=manifests, version=version,
             rebased=None,
             positions={f"groups/{partition}": first // PARTITIONS for partition in range(PARTITIONS)},

@@ -33,7 +33,7 @@ CARRIERS = frozenset(
         "Group",
         "GroupRequest",
         "Completion",
-        "InHand",
+        "GroupInFlight",
         "TokenSequence",
         "TokenBatch",
         "ndarray",
@@ -54,9 +54,9 @@ OTHER_RECORDS = (
     "topics/metrics",
     "topics/runs",
     "topics/weight",
-    "pipeline/scheduling/resume_mark",
+    "pipeline/scheduling/resume_point",
 )
-"""Files of what is in no record of a sample; `resume_mark` is what a ledger entry says beside its step."""
+"""Files of what is in no record of a sample; `resume_point` is what a ledger entry says beside its step."""
 WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/drawing/weight_prefetch")
 """Files that carry weights, which are tensors too."""
 LAST = ("workers/trainer/worker.py", "Trainer.end")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, EngineKind, GroupRequest, InHand, Span
+from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, EngineKind, GroupInFlight, GroupRequest, Span
 from penstock.infra.tensors.stream import TensorBytes
 
 TOKENS = 5
@@ -49,8 +49,8 @@ class SleepingEngine:
         self._work.pop(group, None)
         return []
 
-    def in_hand(self) -> list[InHand]:
-        return [InHand(group=group, tokens=0, oldest_version=self.version) for group in sorted(self._work)]
+    def groups_in_flight(self) -> list[GroupInFlight]:
+        return [GroupInFlight(group=group, tokens=0, oldest_version=self.version) for group in sorted(self._work)]
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         del tensors
@@ -73,4 +73,4 @@ class SleepingEngine:
 
 def kind(step_s: float) -> EngineKind:
     """The engine for the registry."""
-    return EngineKind(open=lambda _: SleepingEngine(step_s), swaps_in_flight=True, draws_side_by_side=True)
+    return EngineKind(open=lambda _: SleepingEngine(step_s), swaps_in_flight=True, continuous_batching=True)

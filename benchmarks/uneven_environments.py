@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(Path(folder) / "model", lesson=LAKE, steps=0)
+        model = make_tiny_model(Path(folder) / "model", task=LAKE, steps=0)
         found = {"turns": turns, "redundancy": redundancy}[chosen.what](model, chosen)
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=2))

@@ -150,7 +150,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     log = KafkaLog(bootstrap, client_id="publisher")
     session = join(run=RUN, role="trainer", log=log, worker="trainer", model=None, stop=threading.Event())
     assert session is not None
-    writer = RunWriter(session, log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story)
+    writer = RunWriter(session, log.transactions(f"{RUN}.trainer"), read_past(log, RUN).ledger_state)
     writer.write("run-opened", details="{}")
     held = load_file(Path(session.config.model.path) / "model.safetensors")
 

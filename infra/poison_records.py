@@ -18,7 +18,7 @@ from penstock.topics.wire.record import Record
 DEADLY = 3
 """Number of deaths after which a record is not decoded again."""
 
-Place = tuple[str, int, int]
+RecordId = tuple[str, int, int]
 """Topic, partition and offset of a record."""
 
 _IN_HAND = struct.Struct("<qqH")
@@ -36,7 +36,7 @@ class Attempts:
 
     def __init__(self, path: Path | None) -> None:
         """Read what the previous process left at `path`; with None, or a path that cannot be written, nothing is kept."""
-        self.deaths: dict[Place, int] = {}
+        self.deaths: dict[RecordId, int] = {}
         """Record -> number of deaths while it was being decoded."""
         self._counts = path.with_name(f"{path.name}.json") if path else None
         self._page = _page(path)
@@ -100,7 +100,7 @@ class Attempts:
             beside.replace(self._counts)
 
 
-def _place(record: Record) -> Place:
+def _place(record: Record) -> RecordId:
     return record.topic, record.partition, record.offset
 
 

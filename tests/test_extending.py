@@ -118,7 +118,7 @@ def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = replace(engines.ENGINES["toy"], open=lambda settings: ToyEngine(capacity=settings.concurrency), swaps_in_flight=False)
-    monkeypatch.setitem(engines.ENGINES, "own", replace(kind, min_temperature=0.5, draws_side_by_side=True))
+    monkeypatch.setitem(engines.ENGINES, "own", replace(kind, min_temperature=0.5, continuous_batching=True))
     engine = make_engine(config(rollout={"engine": "own"}))
     assert isinstance(engine, ToyEngine)
     assert config(rollout={"engine": "own", "concurrency": 16}, schedule={"samples_per_prompt": 8}).slots == 6

@@ -38,7 +38,7 @@ class Backend(Protocol):
     """False: every `backward` must be given the step's `denominator`, so a step starts only when its plan is whole."""
     sharded: bool
     """True: each process holds a part of the weights only, and copying them out is a collective."""
-    saves_beside: bool
+    saves_in_background: bool
     """True: `save` and `export` only read what `step` and `load` change, so that a thread may run them beside `backward`."""
     steps: int
     """Optimizer steps taken so far; sets the learning rate."""
@@ -120,4 +120,4 @@ class BackendKind:
     """Takes the config section `trainer`; returns one line about values that contradict each other, else None."""
     packages: tuple[Package, ...] = ()
     sleeps: bool = False
-    """True if its backends are `Sleeper`s: asleep, between two steps, their state lies on the host, and can be read and saved there."""
+    """True if its backends are `Sleepable`: asleep, between two steps, their state lies on the host, and can be read and saved there."""

@@ -26,7 +26,7 @@ class TorchBackend(LocalModel):
 
     name = "torch"
     divides_late = True
-    saves_beside = True
+    saves_in_background = True
     sharded = False
 
     def __init__(self, **settings: Any) -> None:

@@ -104,7 +104,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InHand:
+class GroupInFlight:
     """How far an engine is with a group: tokens drawn for its wanted samples, those that ended included."""
 
     group: int
@@ -141,7 +141,7 @@ class Engine(Protocol):
     def abort(self, group: int) -> list[Completion]:
         """End a group in hand: what is drawn of its wanted samples that have not ended, perhaps nothing, with finish "abort"."""
 
-    def in_hand(self) -> list[InHand]:
+    def groups_in_flight(self) -> list[GroupInFlight]:
         """The groups in hand, lowest number first."""
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
@@ -195,9 +195,9 @@ class EngineKind:
     swaps_in_flight: bool
     """True if weights may be loaded while groups are in hand, whose samples then go on under the new ones."""
     sleeps: bool = False
-    """True if its engines are `Sleeper`s: asleep they have no weights, their version is `DIRECTORY_VERSION`, and awake again they are given
+    """True if its engines are `Sleepable`: asleep they have no weights, their version is `DIRECTORY_VERSION`, and once awake they are given
     some before they draw."""
-    draws_side_by_side: bool = False
+    continuous_batching: bool = False
     """True if it fills `concurrency` rows with samples of several groups; False if it draws one group at a time."""
     min_temperature: float = 0.0
     """Lower temperatures would be raised to this one without a word, and their logprobs would be of another distribution."""

@@ -15,7 +15,7 @@ POLL_S = 0.05
 
 
 @runtime_checkable
-class Sleeper(Protocol):
+class Sleepable(Protocol):
     """A model that gives the memory of its device back while it does not compute."""
 
     def sleep(self) -> None:
@@ -38,7 +38,7 @@ class SharedDevice:
         self._queue, self._device = ((directory / name).open("wb") for name in ("device.queue", "device.lock"))
         self._queued = False
         self.held = False
-        self.model: Sleeper | None = None
+        self.model: Sleepable | None = None
         """What sleeps while others have the device; None until it is loaded, with the device held."""
 
     @property

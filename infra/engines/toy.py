@@ -16,8 +16,8 @@ from penstock.infra.engines.base import (
     Completion,
     EngineKind,
     Finish,
+    GroupInFlight,
     GroupRequest,
-    InHand,
     Span,
     check_tensors,
     uniforms,
@@ -89,10 +89,10 @@ class ToyEngine:
         self._drawing = [drawn for drawn in self._drawing if drawn.request.group != group]
         return [completion for drawn in began for completion in drawn.aborted()]
 
-    def in_hand(self) -> list[InHand]:
-        groups = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+    def groups_in_flight(self) -> list[GroupInFlight]:
+        groups = [GroupInFlight(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
         groups += [
-            InHand(group=drawn.request.group, tokens=drawn.tokens, oldest_version=drawn.spans[0].version if drawn.steps else None)
+            GroupInFlight(group=drawn.request.group, tokens=drawn.tokens, oldest_version=drawn.spans[0].version if drawn.steps else None)
             for drawn in self._drawing
         ]
         return sorted(groups, key=lambda drawn: drawn.group)

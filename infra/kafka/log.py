@@ -84,7 +84,7 @@ class KafkaLog:
         """How many partitions a topic has; None when it does not exist."""
         return self._admin.partitions(topic)
 
-    def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+    def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Partition -> the first offset that is still kept."""
         return self._admin.offsets(partitions, end=False, committed=True)
 

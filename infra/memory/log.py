@@ -68,7 +68,7 @@ class MemoryLog:
         with self._state.change:
             return len(self._state.topics[topic][1]) if topic in self._state.topics else None
 
-    def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+    def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Partition -> the first offset that is still kept."""
         with self._state.change:
             return {partition: self._state.part(partition).begin for partition in partitions}

@@ -59,7 +59,7 @@ class ArchivedLog:
         """How many partitions a topic has; None for another run's."""
         return self._note.partitions.get(self._plain(topic))
 
-    def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+    def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """The first offsets that were kept when the archive was begun."""
         return {(topic, number): self._note.begins[self._plain(topic)][number] for topic, number in partitions}
 
@@ -182,7 +182,7 @@ class ArchivedSource:
 
     def begin(self, topic: str, partition: int) -> int:
         """The offset from which on nothing is missing: what was deleted between two exports is missing as what was deleted before."""
-        begin = self._log.begin_offsets([(topic, partition)])[topic, partition]
+        begin = self._log.beginning_offsets([(topic, partition)])[topic, partition]
         return max(begin, self._log.archive.gap_end(kind_of(topic, partition), partition))
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:

@@ -63,7 +63,7 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
     offsets = {}
     for topic in topics:
         places = [(topic, partition) for partition in range(log.partitions(topic) or 0)]
-        begins, ends = log.begin_offsets(places), log.end_offsets(places)
+        begins, ends = log.beginning_offsets(places), log.end_offsets(places)
         offsets[topic] = sum(ends[place] - begins[place] for place in places)
     freed = log_bytes(embedded.topic_bytes(), run) + folder_bytes(directory, without=MODEL if keep_model else None)
     return Deletion(

@@ -147,7 +147,7 @@ def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
     begins = {}
     for topic, count in partitions.items():
         name = kind_of(topic, 0).kafka_name(archive.run)
-        offsets = log.begin_offsets([(name, partition) for partition in range(count)])
+        offsets = log.beginning_offsets([(name, partition) for partition in range(count)])
         begins[topic] = [offsets[name, partition] for partition in range(count)]
     note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=begins)
     archive.write_note(note)
@@ -175,7 +175,7 @@ class Work:
         """Export what is new of a topic."""
         name = kind_of(topic, 0).kafka_name(self.archive.run)
         places = [(name, partition) for partition in range(len(ends))]
-        begins = log.begin_offsets(places)
+        begins = log.beginning_offsets(places)
         for partition, end in enumerate(ends):
             kind = kind_of(topic, partition)
             first = self.archive.next_offset(kind, partition)

@@ -41,7 +41,7 @@ def skip(log: KafkaLog, run: str, topic: str, partition: int, offset: int) -> tu
     count = log.partitions(at[0])
     if count is None or partition >= count:
         raise ConfigError(f"run {run} has no {topic}/{partition}")
-    begin, end = log.begin_offsets([at])[at], log.end_offsets([at], committed=False)[at]
+    begin, end = log.beginning_offsets([at])[at], log.end_offsets([at], committed=False)[at]
     if not begin <= offset < end:
         raise ConfigError(f"{topic}/{partition} holds the offsets {begin} to {end - 1}")
     for place, known in dead_letters.stretches(log.letters(f"{run}.dead-letters"), run=run):

@@ -67,7 +67,7 @@ class LiveTables:
         topic = kind.kafka_name(self.run)
         count = self.log.partitions(topic) or 0
         places = [(topic, partition) for partition in range(count) if kind_of(kind.topic, partition) is kind]
-        begins, ends = self.log.begin_offsets(places), self.log.end_offsets(places)
+        begins, ends = self.log.beginning_offsets(places), self.log.end_offsets(places)
         reader = BulkReader(self.log.connection)
         try:
             blocks = [

@@ -33,7 +33,7 @@ Refuse = Callable[[Record, errors.Unusable], None]
 
 def weigh(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
     """Read every chunk partition to its end and recompute the digest of each version."""
-    held = Held()
+    held = LatestVersion()
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
     for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
         facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, held)
@@ -76,7 +76,7 @@ class Cursor:
         return True
 
 
-class Held:
+class LatestVersion:
     """The version that was put together last, in a file without a name: the next ones may be changes to it."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def _room(nbytes: int) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0))[:nbytes]
 
 
-def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: Held) -> Recomputed:
+def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: LatestVersion) -> Recomputed:
     places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
     if any(facts.deleted(Where("weights", *place)) for place in places):
         return Recomputed(None, None, released=True)

@@ -13,9 +13,9 @@ from penstock.pipeline.audit.anchors import of_trainer
 from penstock.pipeline.audit.begin import begin
 from penstock.pipeline.audit.chunk_digests import weigh
 from penstock.pipeline.audit.facts import INCOMPLETE, EntryFact, Facts, LetterFact, ManifestFact, ReplyFact, Unusable, WorkerFact
-from penstock.pipeline.audit.kept.drawn_turns import drawn_turns, tokens_hash, trajectory_flaw
 from penstock.pipeline.audit.kept.groups import HeldSamples, OutcomeFact, PlannedFact, PromptFact
 from penstock.pipeline.audit.kept.hashes import body_of, hash_of, prompt_hash, sample_hash
+from penstock.pipeline.audit.kept.sampled_turns import sampled_turns, tokens_hash, trajectory_flaw
 from penstock.pipeline.audit.kept.samples import SampleFact
 from penstock.pipeline.audit.kept.tables import Where
 from penstock.pipeline.audit.rules import oldest_trained
@@ -151,7 +151,7 @@ class Gatherer:
         held.most_sequences = max(held.most_sequences, len(rollout.segments or ((),)))
         if (flaw := trajectory_flaw(rollout)) is not None:
             held.flaws.append((fact, flaw))
-        if (prompt_ids := self._prompt_ids.get(rollout.group)) is not None and (turns := drawn_turns(rollout, prompt_ids)):
+        if (prompt_ids := self._prompt_ids.get(rollout.group)) is not None and (turns := sampled_turns(rollout, prompt_ids)):
             held.turns.append((fact, turns))
 
     def _kept(self, where: Where, group: int) -> None:

@@ -142,14 +142,14 @@ class Config(Section):
         return [name for name in ([source] if isinstance(source, str) else source) if name]
 
     @property
-    def lends_engine(self) -> bool:
+    def evaluates_on_rollout_engine(self) -> bool:
         """Whether a rollout worker evaluates on its own engine, in place of an evaluator."""
         return bool(self.eval_sources) and self.eval.engine == "rollout"
 
     @property
     def evaluating_role(self) -> str:
         """The role whose measurements of held-out prompts count."""
-        return "rollout" if self.lends_engine else "evaluator"
+        return "rollout" if self.evaluates_on_rollout_engine else "evaluator"
 
     @property
     def stops_early(self) -> bool:
@@ -194,7 +194,7 @@ class Config(Section):
         if self.environment.source is not None:
             return self.rollout.slots or -(-self.environment.in_flight // self.rules.samples_begun) + 2
         filling = -(-self.rollout.concurrency // self.rules.samples_begun)
-        return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
+        return self.rollout.slots or (2 * filling + 2 if self.engine.continuous_batching else 3)
 
     @property
     def turns_by_log(self) -> bool:
@@ -207,7 +207,7 @@ class Config(Section):
         return self.launch.environments if self.turns_by_log else 0
 
     @property
-    def max_drawn_tokens(self) -> int:
+    def max_completion_tokens(self) -> int:
         """The most tokens that the policy draws for one sample."""
         return self.sampling.max_new_tokens * (self.environment.max_turns if self.environment.source is not None else 1)
 

@@ -314,7 +314,7 @@ def _colocated(config: Config) -> str | None:
     for name, count in (("trainer.processes", config.trainer.processes), ("rollout.workers", config.rollout.workers)):
         if count > 1:
             return f"{key} is for one device, which one trainer and one rollout worker share; set {name} = 1, not {count}"
-    if config.eval_sources and not config.lends_engine:
+    if config.eval_sources and not config.evaluates_on_rollout_engine:
         return f"{key} leaves no room for an evaluator's own engine; set eval.engine = 'rollout'"
     return None
 

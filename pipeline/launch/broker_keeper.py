@@ -14,7 +14,7 @@ from penstock.infra.errors import BrokerError, ConfigError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.security import credentials
 from penstock.pipeline.launch import restart_policy
-from penstock.pipeline.launch.restart_policy import Death, Rules
+from penstock.pipeline.launch.restart_policy import Rules, WorkerExit
 from penstock.pipeline.runtime.exit_status import FAILED
 
 STOP_NOTE_S = 0.2
@@ -30,7 +30,7 @@ class BrokerKeeper:
     bootstrap: str
     rules: Rules
     say: Say
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[WorkerExit] = field(default_factory=list)
     ours: bool = False
     _down: str | None = None
     """The reason it does not run; None while it does."""
@@ -91,7 +91,7 @@ class BrokerKeeper:
 
     def _died(self, why: str, *, now_s: float, progress: bool) -> None:
         self._down, self._stopped, self._seen_dead_s = why, False, None
-        self.deaths.append(Death(at_s=now_s, status=FAILED, progress=progress))
+        self.deaths.append(WorkerExit(at_s=now_s, status=FAILED, progress=progress))
 
     def _started(self, *, now_s: float) -> None:
         """Apply the result of the starting thread."""

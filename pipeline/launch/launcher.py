@@ -32,7 +32,7 @@ from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.report.files import REPORTS, remove_reports
 from penstock.pipeline.observe.run_status import closing, steps_planned
-from penstock.pipeline.runtime.ownership import SILENT_S, Place
+from penstock.pipeline.runtime.ownership import SILENT_S, WriterLease
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, mark, registration, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
@@ -118,7 +118,9 @@ def watch(
         lasting_output(),
         asked_to_stop() as stop,
         _only_one(
-            Place(log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, first_wins=True, say=say, stop=stop)
+            WriterLease(
+                log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, first_wins=True, say=say, stop=stop
+            )
         ),
     ):
         left = end_leftovers(directory, run, say=say)
@@ -167,7 +169,7 @@ def watch(
 
 
 @contextlib.contextmanager
-def _only_one(place: Place) -> Iterator[None]:
+def _only_one(place: WriterLease) -> Iterator[None]:
     """Hold the launcher's place in the run; raises `Fenced` while a launcher on another machine is alive there."""
     place.log.create_topics(control_topics_of(place.run))
     place.take().close()

@@ -22,7 +22,7 @@ class Placement:
     """Worker name -> GPU numbers, or identifiers as in CUDA_VISIBLE_DEVICES; None if nothing is placed."""
 
     gpus: Mapping[str, tuple[str, ...]] | None
-    by_turns: bool = False
+    time_shared: bool = False
     """Whether the workers with GPUs have the same one, by turns."""
 
     def environment(self, worker: str) -> dict[str, str]:
@@ -31,8 +31,10 @@ class Placement:
 
     def __str__(self) -> str:
         if self.gpus is None:
-            return "trainer and rollout worker by turns on the CPU" if self.by_turns else "not placed: every worker sees all GPUs there are"
-        if self.by_turns:
+            return (
+                "trainer and rollout worker by turns on the CPU" if self.time_shared else "not placed: every worker sees all GPUs there are"
+            )
+        if self.time_shared:
             return f"{', '.join(self.gpus)}: GPU {next(iter(self.gpus.values()))[0]} by turns; the others: none"
         placed = [f"{worker}: GPU {', '.join(numbers)}" for worker, numbers in self.gpus.items() if numbers]
         return "; ".join([*placed, "the others: none"])
@@ -94,7 +96,7 @@ def _by_turns(config: Config, available: Sequence[str]) -> Placement:
         if count > 1:
             raise ConfigError(f"{key}: {count}, but launch.placement = 'colocated' is for one GPU; set {key} = 1")
     workers = ("trainer", ROLES["rollout"].worker(0))
-    return Placement(dict.fromkeys(workers, (available[0],)) if available else None, by_turns=True)
+    return Placement(dict.fromkeys(workers, (available[0],)) if available else None, time_shared=True)
 
 
 def _or_by_turns(config: Config) -> str:

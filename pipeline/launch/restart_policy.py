@@ -22,7 +22,7 @@ Decision = Literal["start", "wait", "give-up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
+class WorkerExit:
     """One unexpected end of a process."""
 
     at_s: float
@@ -43,7 +43,7 @@ class Rules:
     """Restarts of one process in a row."""
 
 
-def failures_in_a_row(deaths: Sequence[Death]) -> int:
+def failures_in_a_row(deaths: Sequence[WorkerExit]) -> int:
     """Deaths since the process last made progress; excused ones do not count.
 
     Example:
@@ -66,12 +66,12 @@ def pause_s(deaths: int) -> float:
     return 0.0 if deaths <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(deaths - 2, 10))
 
 
-def recent(deaths: Sequence[Death]) -> int:
+def recent(deaths: Sequence[WorkerExit]) -> int:
     """Deaths in the ten minutes up to the last, whether or not there was progress between them; excused ones do not count."""
     return sum(not death.excused and death.at_s > deaths[-1].at_s - RECENT_S for death in deaths)
 
 
-def decide(deaths: Sequence[Death], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
+def decide(deaths: Sequence[WorkerExit], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
     """Decide about a process whose newest death is the last of `deaths`; `reachable` is False while its broker is away."""
     last = deaths[-1]
     if last.status in (HOPELESS, BROKEN) or rules.restart == "never" or failures_in_a_row(deaths) > rules.max_restarts:
@@ -101,7 +101,7 @@ def how(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def why_given_up(deaths: Sequence[Death], *, rules: Rules) -> str:
+def why_given_up(deaths: Sequence[WorkerExit], *, rules: Rules) -> str:
     """The reason for which `decide` gave up, as the end of a sentence."""
     if deaths[-1].status in (HOPELESS, BROKEN):
         return "starting it again cannot help"

@@ -15,7 +15,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.observe import stall
 from penstock.pipeline.observe.live.frame import waiting_for
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.stall import Drawn, Scene, Stuck
+from penstock.pipeline.observe.stall import Drawn, RunSnapshot, Stuck
 from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable
@@ -56,7 +56,7 @@ class Watchdog:
         if still_s < self.stall_s or now_s - self._looked_s < min(LOOK_EVERY_S, self.stall_s):
             return
         self._looked_s = now_s
-        scene = Scene(view=view, now_s=time.time(), silent=silent, outage_s=outage_s, notes=notes)
+        scene = RunSnapshot(view=view, now_s=time.time(), silent=silent, outage_s=outage_s, notes=notes)
         stuck = examine(self.log, scene)
         if stuck is not None and not stuck.same_as(self._told):
             self._told = stuck
@@ -76,7 +76,7 @@ def unblock(log: KafkaLog, run: str, say: Callable[[str], None]) -> None:
         say(f"transactions whose end was lost cannot be looked for or ended: {error}")
 
 
-def examine(log: Log, scene: Scene) -> Stuck | None:
+def examine(log: Log, scene: RunSnapshot) -> Stuck | None:
     """Diagnose what the run waits for; reads the samples of the group that the next step needs."""
     group = None if scene.outage_s else stall.waiting_for(scene.view)
     opened = None if group is None else scene.view.open.get(group)

@@ -87,7 +87,7 @@ class Supervisor:
             status = worker.status
             if status is None or worker.given_up:
                 continue
-            helps = worker.role in HELPERS or (over and worker.role == "rollout" and self.config.lends_engine)
+            helps = worker.role in HELPERS or (over and worker.role == "rollout" and self.config.evaluates_on_rollout_engine)
             if over and not helps:
                 worker.dead = False  # its remaining work is done
                 continue

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from penstock.pipeline.launch import restart_policy
-from penstock.pipeline.launch.restart_policy import Death
+from penstock.pipeline.launch.restart_policy import WorkerExit
 from penstock.pipeline.observe.run_view_types import WorkerView
 from penstock.pipeline.runtime.ownership import ENDED, TOKEN, new_token
 
@@ -37,7 +37,7 @@ class Worker:
     starts: int = 0
     started_s: float = 0.0
     """Wall-clock start time [s since the epoch]; also in `workers.json`."""
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[WorkerExit] = field(default_factory=list)
     dead: bool = False
     """True while the newest death waits for its restart."""
     left_s: float | None = None
@@ -96,7 +96,7 @@ class Worker:
     def died(self, status: int, *, now_s: float, moved: int, excused: bool) -> None:
         """Append the death of its process to `deaths`."""
         progress = self.served_s(now_s) >= restart_policy.HEALTHY_S and moved > self._moved
-        self.deaths.append(Death(at_s=now_s, status=status, progress=progress, excused=excused))
+        self.deaths.append(WorkerExit(at_s=now_s, status=status, progress=progress, excused=excused))
         self.dead = True
 
     def served_s(self, now_s: float) -> float:

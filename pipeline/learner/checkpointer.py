@@ -66,7 +66,7 @@ class Checkpointer:
                 backend.export(directory.parent / MODEL, tensors)
 
         about_bytes = BYTES_PER_PARAMETER * parameters + exports * published.nbytes
-        self._saving = self.store.begin(state, save=save, beside=backend.saves_beside, about_bytes=about_bytes)
+        self._saving = self.store.begin(state, save=save, beside=backend.saves_in_background, about_bytes=about_bytes)
         policy.before_update = self._wait_copied
         self._stalled_s = time.monotonic() - self._started
 

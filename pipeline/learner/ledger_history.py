@@ -27,7 +27,7 @@ class Past:
     """The ledger's entries, in order, or those from a checkpoint on; and what they add up to with the published versions."""
 
     entries: Sequence[Entry]
-    story: LedgerState
+    ledger_state: LedgerState
     first_step: int = 0
     """The first step among the entries: those before are not here."""
 
@@ -65,7 +65,7 @@ class Past:
     @property
     def ended(self) -> Status:
         """How a closed run ended."""
-        closed = self.story.closed
+        closed = self.ledger_state.closed
         status = json.loads((closed.details if closed else None) or "{}").get("status")
         return "failed" if status == "failed" else "finished"
 
@@ -76,10 +76,10 @@ class Past:
             if entry.kind == "checkpoint" and entry.step is not None and entry.digest is not None:
                 digests.setdefault(entry.step, set()).add(entry.digest)
         return Recorded(
-            run=self.story.run,
+            run=self.ledger_state.run,
             steps=self.steps_done,
-            seq=self.story.last_seq,
-            versions=self.story.manifests.keys(),
+            seq=self.ledger_state.last_seq,
+            versions=self.ledger_state.manifests.keys(),
             digests=digests,
         )
 
@@ -91,9 +91,9 @@ def read_past(log: Log, run: str) -> Past:
 
 def past_of(reader: RunReader) -> Past:
     """The same from a reader that reads more of the run. Raises `LogError`."""
-    story = LedgerState(reader.run)
-    entries = [said for said in reader.history(story) if isinstance(said, Entry)]
-    return Past(entries=entries, story=story)
+    ledger_state = LedgerState(reader.run)
+    entries = [said for said in reader.history(ledger_state) if isinstance(said, Entry)]
+    return Past(entries=entries, ledger_state=ledger_state)
 
 
 def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:

@@ -12,7 +12,7 @@ from penstock.infra.backends.base import Backend
 from penstock.infra.backends.ranks.lead_backend import LeadBackend
 from penstock.infra.checkpoints.rules import Recorded, State
 from penstock.infra.checkpoints.store import CheckpointStore
-from penstock.infra.engines.shared_device import Sleeper
+from penstock.infra.engines.shared_device import Sleepable
 from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
@@ -127,12 +127,12 @@ class PolicyTrainer:
     def sleep(self) -> None:
         """Free the device's memory, once whoever reads the model beside the training has read it."""
         self.before_update()
-        assert isinstance(self.backend, Sleeper)
+        assert isinstance(self.backend, Sleepable)
         self.backend.sleep()
 
     def wake(self) -> None:
         """Take the device's memory again."""
-        assert isinstance(self.backend, Sleeper)
+        assert isinstance(self.backend, Sleepable)
         self.backend.wake()
 
     def release_weights(self) -> None:
@@ -205,7 +205,7 @@ def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | Non
     if processes is None:
         backend = make_backend(config, steps=steps)
     else:
-        processes.tell_all(do="open")
+        processes.broadcast(do="open")
         backend = LeadBackend(make_backend(config, steps=steps), processes)
     if config.trainer.initial_state is not None:
         backend.load(config.trainer.initial_state)

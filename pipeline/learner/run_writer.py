@@ -289,7 +289,7 @@ class RunWriter:
             dead_letters.write(record, error)
             return
         if manifest.version not in self.state.manifests:
-            self.session.require_place()
+            self.session.require_lease()
             dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
         elif manifest.digest != self.state.manifests[manifest.version].digest:
             place = f"{record.topic}/{record.partition}/{record.offset}"

@@ -59,7 +59,7 @@ class Objective:
             "clip_low": config.clip_low,
             "clip_high": config.clip_high,
             "aggregate": config.aggregate,
-            "max_tokens": config.max_drawn_tokens,
+            "max_tokens": config.max_completion_tokens,
             "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         }
         if config.clip_dual is not None:

@@ -17,7 +17,7 @@ from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.config.schema import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.runtime.weights.direct import Outlet
+from penstock.pipeline.runtime.weights.direct import IpcWeightSender
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics import weights
@@ -67,7 +67,7 @@ class WeightPublisher:
     _producer: Producer | None = None
     _adapted: tuple[int, Adapted] | None = None
     """The newest version, if its adapters were sent."""
-    _outlet: Outlet | None = None
+    _ipc_sender: IpcWeightSender | None = None
     """Where this machine's workers see the newest version, under `transport = "ipc"`."""
 
     def begin(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], whole: bool = False) -> Publication:
@@ -138,8 +138,8 @@ class WeightPublisher:
         """Close the producer, and what this machine's workers see."""
         if self._producer is not None:
             self._producer.close()
-        if self._outlet is not None:
-            self._outlet.close()
+        if self._ipc_sender is not None:
+            self._ipc_sender.close()
 
     def _may_be_adapters(self, content: Weights, manifests: Mapping[int, Manifest]) -> Adapted | None:
         """The adapters to send, if readers have what is below them as version 0 and no version had to be sent in another way."""
@@ -164,13 +164,13 @@ class WeightPublisher:
         """Let this machine's workers see a version whose chunks are sent; returns its tensors where they lie then."""
         if self.chosen.transport != "ipc" or origin is None:
             return None
-        if self._outlet is None:
+        if self._ipc_sender is None:
             if not is_supported():
                 self.say('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
                 return None
-            self._outlet = Outlet(self.run, origin, say=self.say)
+            self._ipc_sender = IpcWeightSender(self.run, origin, say=self.say)
         try:
-            return self._outlet.put(tensors(), version=manifest.version, digest=manifest.digest)
+            return self._ipc_sender.put(tensors(), version=manifest.version, digest=manifest.digest)
         except LogError as error:
             self.say(f"version {manifest.version} is not handed to this machine's workers, who read the log: {error}")
             return None

@@ -72,7 +72,9 @@ class RecordedRun:
     @property
     def ended(self) -> bool:
         """True once nothing more is to come."""
-        return self.past.story.closed is not None or (self.record is not None and self.record.status in ("finished", "stopped", "failed"))
+        return self.past.ledger_state.closed is not None or (
+            self.record is not None and self.record.status in ("finished", "stopped", "failed")
+        )
 
 
 def read_run(log: Log, run: str) -> RecordedRun:
@@ -81,7 +83,7 @@ def read_run(log: Log, run: str) -> RecordedRun:
         raise LogError(f"{'; '.join(lost)}: what became of the groups of {run} stands there")
     record, reader = find(log, run), RunReader(log, run)
     past = past_of(reader)
-    opened = past.story.opened
+    opened = past.ledger_state.opened
     if record is None and opened is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     config = record.config if record is not None else json.dumps(json.loads((opened and opened.details) or "{}").get("config", {}))

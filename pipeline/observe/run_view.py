@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.observe.run_view_types import Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
-from penstock.pipeline.runtime.topic_reader import Place, RunReader, place_of, scan
+from penstock.pipeline.runtime.topic_reader import RecordId, RunReader, record_id_of, scan
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.pipeline.scheduling.rules import DROPPED
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
@@ -83,7 +83,7 @@ class RunView:
     """When something was written."""
     past: Ended = field(default_factory=Ended)
     """What was forgotten."""
-    killers: set[Place] = field(default_factory=set)
+    killers: set[RecordId] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
     _made: RunRecord | None = None
     """What the run's own topic says of it, which counts where the shared register says otherwise."""
@@ -97,7 +97,7 @@ class RunView:
 
         Raises `Unusable`, and is unchanged then.
         """
-        if self.killers and place_of(record) in self.killers:
+        if self.killers and record_id_of(record) in self.killers:
             return None
         if record.topic == RUNS_TOPIC:
             return self._fold_run(record)
@@ -217,7 +217,7 @@ class RunView:
 
     def _fold_dead_letters(self, record: Record) -> DeadLetter | None:
         _, letter = dead_letters.read(record, run=self.run)
-        place = place_of(letter)
+        place = record_id_of(letter)
         if place in self.dead_letters:
             return None
         self.dead_letters[place] = letter.kind

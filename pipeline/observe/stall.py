@@ -46,7 +46,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class RunSnapshot:
     """What is known of a run at one moment."""
 
     view: RunView
@@ -74,52 +74,52 @@ def waiting_for(view: RunView) -> int | None:
     return next((group for group in unsettled if group not in view.groups), None)
 
 
-def find(scene: Scene) -> Stuck | None:
+def find(snapshot: RunSnapshot) -> Stuck | None:
     """What this run waits for now, whether or not that has lasted long; None for a run that is over."""
-    view = scene.view
-    if scene.outage_s:
-        return Stuck(stage="broker", group=None, reason=f"the broker does not answer for {scene.outage_s:.0f} s")
+    view = snapshot.view
+    if snapshot.outage_s:
+        return Stuck(stage="broker", group=None, reason=f"the broker does not answer for {snapshot.outage_s:.0f} s")
     if view.closed is not None:
         last = [worker for role in HELPERS for worker in _of(view, role)]
-        states = "; ".join(_state(scene, worker) for worker in last)
+        states = "; ".join(_state(snapshot, worker) for worker in last)
         return Stuck(stage=last[0].role, group=None, reason=f"the run is closed; {states}") if last else None
     rules = _rules(view)
     if rules is None or view.opened is None:
-        return Stuck(stage="trainer", group=None, reason=f"the run is not opened yet; {_role(scene, 'trainer')}")
+        return Stuck(stage="trainer", group=None, reason=f"the run is not opened yet; {_role(snapshot, 'trainer')}")
     if (version := _missing_version(view, rules)) is not None:
-        return Stuck(stage="trainer", group=None, reason=f"waiting for version {version}; {_role(scene, 'trainer')}")
+        return Stuck(stage="trainer", group=None, reason=f"waiting for version {version}; {_role(snapshot, 'trainer')}")
     group = waiting_for(view)
     if group is not None:
-        return _group(scene, rules, group)
+        return _group(snapshot, rules, group)
     if view.steps_done == steps_planned(view):
-        return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(scene, 'trainer')}")
+        return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(snapshot, 'trainer')}")
     step, unsettled = view.steps_done, sum(fate not in SETTLED for fate in fates(view).values())
     if unsettled >= _needed(view, rules):
-        return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(scene, 'trainer')}")
+        return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(snapshot, 'trainer')}")
     for role in _drawers(view):
         if not _of(view, role):
-            return Stuck(stage=role, group=None, reason=_role(scene, role))
+            return Stuck(stage=role, group=None, reason=_role(snapshot, role))
     return Stuck(
         stage="feeder",
         group=None,
-        reason=f"step {step} waits for the prompt of group {fate_counts(view).total()}; {_role(scene, 'feeder')}",
+        reason=f"step {step} waits for the prompt of group {fate_counts(view).total()}; {_role(snapshot, 'feeder')}",
     )
 
 
-def _group(scene: Scene, rules: Schedule, group: int) -> Stuck:
+def _group(snapshot: RunSnapshot, rules: Schedule, group: int) -> Stuck:
     """Why a group that the next step needs has no outcome."""
-    view, drawn = scene.view, scene.drawn
+    view, drawn = snapshot.view, snapshot.drawn
     opened = view.open.get(group)
     step = f"step {view.steps_done} waits for group {group}"
     if opened is None:
-        return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(scene, 'feeder')}")
+        return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(snapshot, 'feeder')}")
     place = f"{step} (partition {opened.partition})"
     if drawn is not None and drawn.samples >= rules.samples_per_prompt:
-        since = "" if drawn.newest_s is None else f" since {max(0.0, scene.now_s - drawn.newest_s):.0f} s"
-        return Stuck(stage="scorer", group=group, reason=f"{place}, complete{since}; {_role(scene, 'scorer', opened.partition)}")
-    admitted = f"prompt admitted {max(0.0, scene.now_s - opened.time_s):.0f} s ago"
+        since = "" if drawn.newest_s is None else f" since {max(0.0, snapshot.now_s - drawn.newest_s):.0f} s"
+        return Stuck(stage="scorer", group=group, reason=f"{place}, complete{since}; {_role(snapshot, 'scorer', opened.partition)}")
+    admitted = f"prompt admitted {max(0.0, snapshot.now_s - opened.time_s):.0f} s ago"
     there = "" if drawn is None else f", {drawn.samples} of {rules.samples_per_prompt} samples there"
-    owners = "; ".join(_role(scene, role, opened.partition) for role in _drawers(view))
+    owners = "; ".join(_role(snapshot, role, opened.partition) for role in _drawers(view))
     return Stuck(stage=_drawers(view)[0], group=group, reason=f"{place}: {admitted}{there}; {owners}")
 
 
@@ -129,21 +129,21 @@ def _drawers(view: RunView) -> tuple[str, ...]:
     return ("environment", "rollout") if by_log else ("rollout",)
 
 
-def _role(scene: Scene, role: str, partition: int | None = None) -> str:
+def _role(snapshot: RunSnapshot, role: str, partition: int | None = None) -> str:
     """What those of a role do; with `partition` only its owner, where the log says who that is."""
-    there = _of(scene.view, role)
+    there = _of(snapshot.view, role)
     if not there:
-        gone = [worker for worker in scene.view.workers.values() if worker.role == role and "error" in worker.labels]
+        gone = [worker for worker in snapshot.view.workers.values() if worker.role == role and "error" in worker.labels]
         return f"no {role}{' worker' * (role in drawing())}" + "".join(
             f"; {worker.worker} failed: {worker.labels['error']}" for worker in gone
         )
     if partition is not None:
         owners = [worker for worker in there if str(partition) in _owned(worker).split(",")]
         if owners:  # of two that claim it the worker heard last: the other has not learnt yet that it lost it
-            there = [min(owners, key=lambda worker: scene.silent.get(worker.worker, 0.0))]
+            there = [min(owners, key=lambda worker: snapshot.silent.get(worker.worker, 0.0))]
         elif any(_owned(worker) for worker in there):
-            return f"no {role} worker owns the partition yet; " + "; ".join(_state(scene, worker) for worker in there)
-    return "; ".join(_state(scene, worker) for worker in there)
+            return f"no {role} worker owns the partition yet; " + "; ".join(_state(snapshot, worker) for worker in there)
+    return "; ".join(_state(snapshot, worker) for worker in there)
 
 
 def _owned(worker: WorkerView) -> str:
@@ -151,10 +151,10 @@ def _owned(worker: WorkerView) -> str:
     return worker.labels.get("partitions") or worker.labels.get("calls", "")
 
 
-def _state(scene: Scene, worker: WorkerView) -> str:
-    silent_s, doing = scene.silent.get(worker.worker, 0.0), worker.labels.get("doing", "starting")
-    if worker.worker in scene.notes:
-        return f"{worker.worker} {scene.notes[worker.worker]}"
+def _state(snapshot: RunSnapshot, worker: WorkerView) -> str:
+    silent_s, doing = snapshot.silent.get(worker.worker, 0.0), worker.labels.get("doing", "starting")
+    if worker.worker in snapshot.notes:
+        return f"{worker.worker} {snapshot.notes[worker.worker]}"
     if silent_s > SILENT_S:
         return f"{worker.worker} has been silent for {silent_s:.0f} s (then: {doing})"
     return f"{worker.worker}: {doing}"

@@ -23,7 +23,7 @@ class Asked(NamedTuple):
     min_version: int
 
 
-class DrawnSample(NamedTuple):
+class GeneratedSample(NamedTuple):
     """A sample that ended: its tokens, the version of its first token, and the mean version of its tokens."""
 
     tokens: int
@@ -32,13 +32,13 @@ class DrawnSample(NamedTuple):
 
 
 @dataclass(slots=True)
-class DrawnGroup:
+class GeneratedGroup:
     """A group in hand or drawn: what its samples came to."""
 
     group: int
     started_s: float
     wanted: int
-    samples: list[DrawnSample] = field(default_factory=list)
+    samples: list[GeneratedSample] = field(default_factory=list)
     ended_s: float = 0.0
     aborted: bool = False
 
@@ -69,7 +69,7 @@ class SimulatedWorker:
         work: Workload,
         *,
         newest: Callable[[], int],
-        finished: Callable[["SimulatedWorker", DrawnGroup], None],
+        finished: Callable[["SimulatedWorker", GeneratedGroup], None],
     ) -> None:
         self._world, self._work, self._newest, self._finished = world, work, newest, finished
         self.version = 0
@@ -83,7 +83,7 @@ class SimulatedWorker:
         self._waiting: list[Asked] = []
         self._queue: list[tuple[int, int, int]] = []
         self._rows: list[_Row] = []
-        self._groups: dict[int, DrawnGroup] = {}
+        self._groups: dict[int, GeneratedGroup] = {}
         self._steps = 0.0
         self._versions = 0.0
         self._judged = 0
@@ -143,7 +143,7 @@ class SimulatedWorker:
             return  # closed without this sample
         drawn_versions = self._versions - row.versions
         group.samples.append(
-            DrawnSample(row.tokens, self._oldest_trained(row.version), drawn_versions / max(self._steps - row.start, 1e-9))
+            GeneratedSample(row.tokens, self._oldest_trained(row.version), drawn_versions / max(self._steps - row.start, 1e-9))
         )
         if len(group.samples) == group.wanted:
             self._close(group)
@@ -153,7 +153,7 @@ class SimulatedWorker:
         schedule = self._work.schedule
         return max(version, self._newest() - schedule.max_lag) if schedule.stale_in_hand == "continue" else version
 
-    def _close(self, group: DrawnGroup) -> None:
+    def _close(self, group: GeneratedGroup) -> None:
         del self._groups[group.group]
         if self._work.schedule.oversample:
             self._forget(group.group)
@@ -178,7 +178,7 @@ class SimulatedWorker:
             hopeless = {
                 row.group
                 for row in self._rows
-                if rules.is_hopeless(newest_version=self._judged, policy_version_min=row.version, max_lag=schedule.max_lag)
+                if rules.will_be_stale(newest_version=self._judged, policy_version_min=row.version, max_lag=schedule.max_lag)
             }
             for number in sorted(hopeless):
                 self._forget(number)
@@ -225,7 +225,7 @@ class SimulatedWorker:
     def _begin(self, group: int) -> None:
         schedule = self._work.schedule
         lengths = self._work.lengths.of_group(group, samples=schedule.samples_begun, seed=self._work.seed)
-        self._groups[group] = DrawnGroup(group, self._world.now, schedule.samples_per_prompt)
+        self._groups[group] = GeneratedGroup(group, self._world.now, schedule.samples_per_prompt)
         for number, tokens in enumerate(lengths.tolist()):
             heapq.heappush(self._queue, (group, number, tokens))
         self._fill()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.pipeline.planning.engine import DrawnGroup, SimulatedWorker
+from penstock.pipeline.planning.engine import GeneratedGroup, SimulatedWorker
 from penstock.pipeline.planning.workload import Workload
 
 
@@ -31,7 +31,7 @@ class SimulatedStep:
     token_lag: float = 0.0
     """Sum over its tokens of their lag in versions."""
 
-    def take(self, group: DrawnGroup, *, learner_version: int) -> None:
+    def take(self, group: GeneratedGroup, *, learner_version: int) -> None:
         """Note a group that is trained in this step."""
         self.groups.append(group.group)
         self.tokens += group.tokens

@@ -110,7 +110,7 @@ def wall_s(record: Record) -> float:
 def workload(record: Record) -> Workload:
     """The run with its measured times: simulated, it takes about `wall_s`."""
     config, schedule = record.config, record.config.rules
-    side_by_side = config.engine.draws_side_by_side
+    side_by_side = config.engine.continuous_batching
     concurrency = config.rollout.concurrency if side_by_side else schedule.samples_begun
     decode, begin_s, pace = _side_by_side(record.draws) if side_by_side else _by_group(record.draws, rows=concurrency)
     release_s, hold_s, step_s = _after_steps(record)

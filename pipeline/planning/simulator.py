@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from penstock.pipeline.planning.engine import Asked, DrawnGroup, SimulatedWorker
+from penstock.pipeline.planning.engine import Asked, GeneratedGroup, SimulatedWorker
 from penstock.pipeline.planning.outcome import Outcome, SimulatedStep
 from penstock.pipeline.planning.workload import Workload
 from penstock.pipeline.scheduling import rules
@@ -43,7 +43,7 @@ class _Run:
     dropped: dict[str, int] = field(default_factory=lambda: {"filtered": 0, "stale": 0, "abandoned": 0})
     selector: Selector = field(init=False)
     workers: list[SimulatedWorker] = field(init=False)
-    groups: dict[int, DrawnGroup] = field(default_factory=dict)
+    groups: dict[int, GeneratedGroup] = field(default_factory=dict)
     """Groups whose outcome the trainer has and has not trained."""
     arrived: simpy.Event = field(init=False)
 
@@ -70,18 +70,18 @@ class _Run:
             self.admitted += 1
             self.workers[place].ask(prompt)
 
-    def drawn(self, worker: SimulatedWorker, group: DrawnGroup) -> None:
+    def drawn(self, worker: SimulatedWorker, group: GeneratedGroup) -> None:
         """A worker has drawn a group, or aborted it."""
         if self.work.deliver_s:
             self.world.process(self._deliver(worker, group))
         else:
             self._outcome(worker, group)
 
-    def _deliver(self, worker: SimulatedWorker, group: DrawnGroup) -> Process:
+    def _deliver(self, worker: SimulatedWorker, group: GeneratedGroup) -> Process:
         yield self.world.timeout(self.work.deliver_s)
         self._outcome(worker, group)
 
-    def _outcome(self, worker: SimulatedWorker, group: DrawnGroup) -> None:
+    def _outcome(self, worker: SimulatedWorker, group: GeneratedGroup) -> None:
         """A group's outcome is in the log: the feeder hears of it, and the trainer."""
         worker.unfinished -= 1
         outcome = "abandoned" if group.aborted else "filtered" if self._is_filtered(group.group) else "scored"
@@ -93,11 +93,11 @@ class _Run:
         else:
             self._taken(group, outcome)
 
-    def _take(self, group: DrawnGroup, outcome: str) -> Process:
+    def _take(self, group: GeneratedGroup, outcome: str) -> Process:
         yield self.world.timeout(self.work.take_s)
         self._taken(group, outcome)
 
-    def _taken(self, group: DrawnGroup, outcome: str) -> None:
+    def _taken(self, group: GeneratedGroup, outcome: str) -> None:
         oldest = min((sample.version_min for sample in group.samples), default=0)
         self.selector.add(
             Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, parts=1, sha256="")

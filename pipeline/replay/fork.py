@@ -64,11 +64,11 @@ def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, r
     check_engine(_at(config, recording.config.model.path))
     aside = run_directory(run).with_name(f".fork-{secrets.token_hex(4)}")
     try:
-        with opened(recording, recording.config, say=say) as course:
-            tell_arithmetic(arithmetic(recording, course), say)
-            bring_to(course, recording, step, say=say)
-            origin = _origin(recording, course, step)
-            _write(course, aside, state=config.trainer.initial_state is not None)
+        with opened(recording, recording.config, say=say) as policy:
+            tell_arithmetic(arithmetic(recording, policy), say)
+            bring_to(policy, recording, step, say=say)
+            origin = _origin(recording, policy, step)
+            _write(policy, aside, state=config.trainer.initial_state is not None)
         directory.parent.mkdir(parents=True, exist_ok=True)
         aside.rename(directory)
     finally:
@@ -120,10 +120,10 @@ def _at(config: Config, model: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
 
 
-def _origin(recording: Recording, course: PolicyTrainer, step: int) -> dict[str, Any]:
+def _origin(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:
     """Where the fork comes from. Raises `Unrecoverable` where the weights are not those that the ledger has there."""
-    digest = course.weights().digest
-    published = next((manifest for manifest in recording.story.manifests.values() if manifest.step == step), None)
+    digest = policy.weights().digest
+    published = next((manifest for manifest in recording.ledger_state.manifests.values() if manifest.step == step), None)
     recorded = {published.digest} if published else set()
     if step and (of_step := recording.steps[step - 1].digest) is not None:
         recorded.add(of_step)
@@ -140,11 +140,11 @@ def _origin(recording: Recording, course: PolicyTrainer, step: int) -> dict[str,
     }
 
 
-def _write(course: PolicyTrainer, directory: Path, *, state: bool) -> None:
+def _write(policy: PolicyTrainer, directory: Path, *, state: bool) -> None:
     """The model as engines open it, and the optimizer's state; durable before they have their name."""
     (directory / "model").mkdir(parents=True)
-    adapted = course.backend.adapted()  # the state has the adapters: below them lies what the parent's lie on
-    course.backend.export(directory / "model", course.backend.weights() if adapted is None else adapted.below())
+    adapted = policy.backend.adapted()  # the state has the adapters: below them lies what the parent's lie on
+    policy.backend.export(directory / "model", policy.backend.weights() if adapted is None else adapted.below())
     if state:
-        course.backend.save(directory / "backend")
+        policy.backend.save(directory / "backend")
     sync_directory(directory)

@@ -119,7 +119,7 @@ class ReadAhead:
 def check_kept(recording: Recording, steps: Sequence[Entry]) -> None:
     """Raise `PenstockError` that names every offset that these steps need and retention has deleted."""
     topic = f"{recording.run}.groups"
-    begins = recording.log.begin_offsets([(topic, p) for p in range(recording.log.partitions(topic) or 0)])
+    begins = recording.log.beginning_offsets([(topic, p) for p in range(recording.log.partitions(topic) or 0)])
     gone: dict[int, list[int]] = {}
     concerned: list[int] = []
     for entry in steps:

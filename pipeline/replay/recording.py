@@ -36,7 +36,7 @@ class Recording:
     record: RunRecord
     config: Config
     info: dict[str, Any]
-    story: LedgerState
+    ledger_state: LedgerState
     entries: list[Entry] = field(default_factory=list)
     steps: list[Entry] = field(default_factory=list)
     """The committed steps; step n stands at place n."""
@@ -51,7 +51,7 @@ class Recording:
             raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
         recording = cls(log, run, found, record, from_json(record.config), json.loads(record.info), LedgerState(run))
         places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
-        for (topic, partition), begin in log.begin_offsets(places).items():
+        for (topic, partition), begin in log.beginning_offsets(places).items():
             if begin:
                 raise PenstockError(
                     f"{topic}/{partition} has lost its offsets 0 to {begin - 1}: without them nothing of {run} can be replayed"
@@ -64,12 +64,12 @@ class Recording:
     @property
     def past(self) -> Past:
         """The same as a trainer sees it that comes back. Raises `Unrecoverable`."""
-        return Past(entries=self.entries, story=self.story)
+        return Past(entries=self.entries, ledger_state=self.ledger_state)
 
     @property
     def over(self) -> bool:
         """True once the run is closed: no more entries follow."""
-        return self.story.closed is not None
+        return self.ledger_state.closed is not None
 
     @property
     def planned_steps(self) -> int:
@@ -89,7 +89,7 @@ class Recording:
 
     def _apply(self, record: Record) -> None:
         try:
-            said = self.story.apply(record)
+            said = self.ledger_state.apply(record)
         except Unusable:
             return  # a dead letter of those who own the topics
         if isinstance(said, Entry):

@@ -45,23 +45,23 @@ def opened(recording: Recording, config: Config, *, say: Say, steps: int | None 
     `steps` is where a falling learning rate reaches zero: the run's own if absent.
     """
     with ExitStack() as held:
-        course = _open(recording, config, recording.planned_steps if steps is None else steps, held, say)
+        policy = _open(recording, config, recording.planned_steps if steps is None else steps, held, say)
         try:
-            yield course
+            yield policy
         finally:
-            course.backend.close()
+            policy.backend.close()
 
 
-def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say) -> Start:
+def bring_to(policy: PolicyTrainer, recording: Recording, step: int, *, say: Say) -> Start:
     """Go to where `step` begins: by the newest checkpoint before it that can be used, and by the recorded steps after that.
 
     Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's, `PenstockError` where its groups are deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
     if step and store is not None:
-        state = course.load_newest(store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
+        state = policy.load_newest(store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
-    begin, shown = course.steps_done, time.monotonic()
+    begin, shown = policy.steps_done, time.monotonic()
     check_kept(recording, recording.steps[begin:step])
     if step:
         origin = (
@@ -71,25 +71,25 @@ def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say
         )
         say(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
     for entry in recording.steps[begin:step]:
-        cross_rebase(course, recording, say=say)
-        repetition = repeat(course, entry, read_planned(recording.log, recording.run, entry.plan))
+        cross_rebase(policy, recording, say=say)
+        repetition = repeat(policy, entry, read_planned(recording.log, recording.run, entry.plan))
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
             raise Unrecoverable(f"on the way to step {step}, step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`")
         if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
-            say(f"on the way to step {step}: {course.steps_done} done")
+            say(f"on the way to step {step}: {policy.steps_done} done")
     return Start(step=step, checkpoint=loaded, repeated=step - begin)
 
 
-def cross_rebase(course: PolicyTrainer, recording: Recording, *, say: Say) -> None:
+def cross_rebase(policy: PolicyTrainer, recording: Recording, *, say: Say) -> None:
     """Where the run was rebased after the steps done so far, go on as it did: from the checkpoint that was made then, if it is here.
 
     Its weights and optimizer state are in no topic, so without it what follows gives other bits.
     """
-    done = course.steps_done
+    done = policy.steps_done
     digests = [entry.digest for entry in recording.entries if entry.kind == "rebased" and entry.step == done]
-    if not digests or course.weights().digest == digests[-1]:
+    if not digests or policy.weights().digest == digests[-1]:
         return
     store = open_store(recording.config, recording.run, to_read=True)
     try:
@@ -98,27 +98,27 @@ def cross_rebase(course: PolicyTrainer, recording: Recording, *, say: Say) -> No
         state = store.verify(done, recording.past.recorded())
         if state.digest != digests[-1]:
             raise CheckpointError("it was made before the rebase")
-        course.load(store.path(done) / "backend", state)
+        policy.load(store.path(done) / "backend", state)
     except (CheckpointError, BackendError) as error:
         say(f"{recording.run} was rebased after {done} steps and its checkpoint cannot be used ({error}): later steps give other bits")
     else:
         say(f"{recording.run} was rebased after {done} steps: its checkpoint made then is used from here on")
 
 
-def arithmetic(recording: Recording, course: PolicyTrainer) -> list[dict[str, object]]:
+def arithmetic(recording: Recording, policy: PolicyTrainer) -> list[dict[str, object]]:
     """What the last bits depend on and is not here as it was when the run was opened."""
-    opened = recording.story.opened
-    changed = changed_arithmetic([opened] if opened else [], arithmetic_of(course.backend, course.config))
+    opened = recording.ledger_state.opened
+    changed = changed_arithmetic([opened] if opened else [], arithmetic_of(policy.backend, policy.config))
     return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
 
 
 def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
     """The recorded weights of a version. Raises `LogError`."""
-    return fetch(recording.log, recording.story.manifests, version, run=recording.run)
+    return fetch(recording.log, recording.ledger_state.manifests, version, run=recording.run)
 
 
 def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> PolicyTrainer:
-    manifest = recording.story.manifests.get(0)
+    manifest = recording.ledger_state.manifests.get(0)
     if manifest is None:
         raise PenstockError(f"{recording.run} has not published its initial weights yet; start its trainer first")
     state = config.trainer.initial_state
@@ -131,10 +131,10 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
 
     same_dtype = config.trainer.dtype == recording.config.trainer.dtype
     try:
-        course = open_at(config)
-        if course.weights().digest == manifest.digest:
-            return course
-        course.backend.close()
+        policy = open_at(config)
+        if policy.weights().digest == manifest.digest:
+            return policy
+        policy.backend.close()
         if same_dtype:
             say(f"{config.model.path} holds other weights than version 0 of {recording.run}: those of the log are used")
     except BackendError as error:
@@ -145,8 +145,8 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
 
     directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
     write_model(config.model_directory, weights_of(recording, 0), directory)
-    course = open_at(with_model(config, directory))
-    if same_dtype and course.weights().digest != manifest.digest:
-        course.backend.close()
+    policy = open_at(with_model(config, directory))
+    if same_dtype and policy.weights().digest != manifest.digest:
+        policy.backend.close()
         raise Unrecoverable(f"version 0 of {recording.run} cannot be had from {config.model.path}: is it the run's architecture?")
-    return course
+    return policy

@@ -18,7 +18,7 @@ from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
-Place = tuple[str, int, int]
+RecordId = tuple[str, int, int]
 """Topic, partition and offset of a record."""
 
 
@@ -28,7 +28,7 @@ class DeadLetters:
 
     log: Log
     reporter: Reporter
-    _known: set[Place] = field(default_factory=set)
+    _known: set[RecordId] = field(default_factory=set)
     _read: bool = False
     _attempts: Attempts | None = field(default=None, repr=False)
 
@@ -51,7 +51,7 @@ class DeadLetters:
         topic = f"{reporter.run}.dead-letters"
         reporter.producer.send(Outgoing(topic=topic, partition=0, key=key.encode(), headers=headers, value=value))
 
-    def look_again(self) -> None:
+    def on_rebalance(self) -> None:
         """Partitions have been assigned: before the next letter, learn which records their last owners have set aside since."""
         self._read = False
 
@@ -83,12 +83,12 @@ class DeadLetters:
         except BrokerError:  # no directory to write to: a person has to find what kills the reader
             return Attempts(None)
 
-    def _read_known(self) -> set[Place]:
+    def _read_known(self) -> set[RecordId]:
         """Records that are set aside already; only a readable letter counts, as any client may write a key."""
         partition = f"{self.reporter.run}.dead-letters", 0
         end = self.log.end_offsets([partition])[partition]
         tail = self.log.tail({partition: "earliest"})
-        places: set[Place] = set()
+        places: set[RecordId] = set()
         try:
             while tail.position(partition) < end:  # a few at a time: each holds a record of up to 16 MiB
                 for record in tail.poll(1.0, max_records=100):

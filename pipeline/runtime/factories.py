@@ -48,10 +48,10 @@ def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, 
     """
     with _LOADING, _mistakes():
         engine = config.engine.open(_settings_of(config, sleeps=sleeps))
-    return engine if config.environment.source is None or not episodes else play_on(engine, config, say=say)
+    return engine if config.environment.source is None or not episodes else with_environments(engine, config, say=say)
 
 
-def play_on(engine: Engine, config: Config, *, say: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:
+def with_environments(engine: Engine, config: Config, *, say: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:
     """An engine that plays the trajectories of a run, and asks `engine` for their turns."""
     chosen = config.environment
     assert chosen.source is not None

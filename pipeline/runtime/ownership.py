@@ -40,7 +40,7 @@ def given_token() -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
+class WriterLease:
     """One process's hold of one place."""
 
     log: Log

@@ -188,7 +188,7 @@ _TABLE = (
         colour="blue",
         extras=("rollout", "rewards"),
         on_sample_path=False,
-        workers=lambda config: int(bool(config.eval_sources) and not config.lends_engine),
+        workers=lambda config: int(bool(config.eval_sources) and not config.evaluates_on_rollout_engine),
         gpus=lambda config: config.rollout.gpus_per_worker,
         reads={
             "rollouts": "whether samples are drawn yet",

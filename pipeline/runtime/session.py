@@ -20,7 +20,7 @@ from penstock.infra.sandbox.signals import set_in_handler
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
-from penstock.pipeline.runtime.ownership import Place, given_token, new_token
+from penstock.pipeline.runtime.ownership import WriterLease, given_token, new_token
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
 from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_own_server, require_trusted
 from penstock.pipeline.runtime.reporting.log_lines import say
@@ -58,7 +58,7 @@ class Session:
     """The plain producer: samples, chunks, measurements and dead letters."""
     reporter: Reporter = field(init=False)
     dead_letters: DeadLetters = field(init=False)
-    _place: Place | None = None
+    _place: WriterLease | None = None
 
     def __post_init__(self) -> None:
         self.schedule = self.config.rules
@@ -97,12 +97,12 @@ class Session:
     def transactions(self) -> Transactions:
         """Take this worker's place as the only writer under its name. Raises `Fenced` while another process is alive there."""
         reporter = self.reporter
-        self._place = Place(
+        self._place = WriterLease(
             log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, say=reporter.say, stop=self.stop
         )
         return self._place.take()
 
-    def require_place(self) -> None:
+    def require_lease(self) -> None:
         """Raise `Fenced` if another process has taken this worker's place: before it calls foreign what its successor may have written."""
         if self._place is not None:
             self._place.require_held()

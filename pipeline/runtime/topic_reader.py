@@ -42,7 +42,7 @@ _ALL: Final[Mapping[Partition, int]] = {}
 Payload = TypeVar("Payload")
 Check = Callable[..., Headers]
 Decoder = Callable[..., tuple[Headers, Payload]]
-Place = tuple[str, int, int]
+RecordId = tuple[str, int, int]
 """Topic, partition and offset of a record."""
 
 
@@ -81,11 +81,11 @@ class RunReader:
         """Every published version, in order."""
         return (said for said in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(said, Manifest))
 
-    def history(self, story: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
+    def history(self, ledger_state: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
         """Every entry of the ledger and every manifest, each applied to `story`."""
         for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):
             with contextlib.suppress(Unusable):
-                if place_of(record) not in self.poison and (said := story.apply(record)) is not None:
+                if record_id_of(record) not in self.poison and (said := ledger_state.apply(record)) is not None:
                     yield said
 
     def prompts(self, *, wanted: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
@@ -162,15 +162,15 @@ class RunReader:
 
     def dead_letters(self) -> Iterator[Read[DeadLetter]]:
         """Every dead letter; of those about the same record the first counts."""
-        places = set[Place]()
+        places = set[RecordId]()
         for record in self.records("dead-letters"):
             try:
                 headers, letter = dead_letters.read(record, run=self.run)
             except Unusable as error:
                 yield Read(records=(record,), problem=error)
                 continue
-            yield Read(records=(record,), headers=headers, payload=letter, repeats=place_of(letter) in places)
-            places.add(place_of(letter))
+            yield Read(records=(record,), headers=headers, payload=letter, repeats=record_id_of(letter) in places)
+            places.add(record_id_of(letter))
 
     def records(
         self, *topics: str, partitions: Sequence[int] | None = None, since: Mapping[Partition, int] | None = None
@@ -185,7 +185,7 @@ class RunReader:
         return _up_to(self.log, ends, alive=self._alive, since=since or {})
 
     @cached_property
-    def poison(self) -> frozenset[Place]:
+    def poison(self) -> frozenset[RecordId]:
         """Places of the records that have ended the processes which decoded them."""
         letters = (read.payload for read in self.dead_letters() if read.payload is not None)
         return frozenset((letter.topic, letter.partition, letter.offset) for letter in letters if letter.kind == KILLER)
@@ -211,7 +211,7 @@ class RunReader:
     def _decoded(self, read: Read[Any], decoder: Decoder[Payload] | None) -> Read[Payload]:
         if decoder is None:
             return read
-        if not self.poison.isdisjoint(map(place_of, read.records)):
+        if not self.poison.isdisjoint(map(record_id_of, read.records)):
             return replace(read, problem=Unusable("it has ended the processes that decoded it", kind=KILLER))
         try:
             return replace(read, payload=decoder(read.records if len(read.records) > 1 else read.record, run=self.run)[1])
@@ -219,7 +219,7 @@ class RunReader:
             return replace(read, problem=error)
 
 
-def place_of(record: Record | DeadLetter) -> Place:
+def record_id_of(record: Record | DeadLetter) -> RecordId:
     """Topic, partition and offset of a record, of a dead letter those of the refused record."""
     return record.topic, record.partition, record.offset
 
@@ -231,7 +231,7 @@ def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:
         deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
     """
     partitions = [at for name in names for at in _partitions(log, name) if partition in (None, at[1])]
-    begins = log.begin_offsets(partitions)
+    begins = log.beginning_offsets(partitions)
     return [f"{topic}/{p}: the records at offsets 0 to {begins[topic, p] - 1} were deleted" for topic, p in partitions if begins[topic, p]]
 
 
@@ -267,7 +267,7 @@ def drain(
         behind = [at for at in behind if tail.position(at) < ends[at]]
 
 
-def read_on(log: Log, tail: Tail, *, undecided: bool = False) -> Iterator[Record]:
+def read_to_current_end(log: Log, tail: Tail, *, undecided: bool = False) -> Iterator[Record]:
     """What an open tail gives up to the ends that its partitions have now.
 
     With `undecided`, what transactions have written that are open now belongs to it: their end is waited for.
@@ -278,7 +278,7 @@ def read_on(log: Log, tail: Tail, *, undecided: bool = False) -> Iterator[Record
 def _up_to(
     log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None, since: Mapping[Partition, int] = _ALL
 ) -> Iterator[Record]:
-    begins = {at: max(begin, since.get(at, begin)) for at, begin in log.begin_offsets(ends).items()}
+    begins = {at: max(begin, since.get(at, begin)) for at, begin in log.beginning_offsets(ends).items()}
     starts: dict[Partition, Start] = {at: begin for at, begin in begins.items() if begin < ends[at]}
     if not starts:
         return
@@ -290,7 +290,7 @@ def _up_to(
                 yield from (record for record in records if record.offset < ends.get((record.topic, record.partition), 0))
                 return
             except RecordMissing:  # retention deletes meanwhile: what is kept counts
-                moved = {at: begin for at, begin in log.begin_offsets(ends).items() if begin > tail.position(at)}
+                moved = {at: begin for at, begin in log.beginning_offsets(ends).items() if begin > tail.position(at)}
                 if not moved:
                     raise
                 ends = {at: end for at, end in ends.items() if moved.get(at, 0) < end}

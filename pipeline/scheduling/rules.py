@@ -137,11 +137,11 @@ def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> 
     return learner_version - policy_version_min <= max_lag
 
 
-def is_hopeless(*, newest_version: int, policy_version_min: int, max_lag: int) -> bool:
+def will_be_stale(*, newest_version: int, policy_version_min: int, max_lag: int) -> bool:
     """Whether a group that is still in hand will be stale whatever happens: the learner is at the newest version at least.
 
     Example:
-        is_hopeless(newest_version=9, policy_version_min=6, max_lag=2)  # -> True
+        will_be_stale(newest_version=9, policy_version_min=6, max_lag=2)  # -> True
     """
     return not is_fresh(learner_version=newest_version, policy_version_min=policy_version_min, max_lag=max_lag)
 

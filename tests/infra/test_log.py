@@ -123,7 +123,7 @@ def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) ->
     (topic,) = make_topics(log, run_id, "a")
     write(log, topic, [b"%d" % number for number in range(10)])
     log.delete_records({(topic, 0): 7})
-    assert (log.begin_offsets([(topic, 0)]), log.end_offsets([(topic, 0)])) == ({(topic, 0): 7}, {(topic, 0): 10})
+    assert (log.beginning_offsets([(topic, 0)]), log.end_offsets([(topic, 0)])) == ({(topic, 0): 7}, {(topic, 0): 10})
     assert [record.value for record in log.read(topic, 0, [7, 9])] == [b"7", b"9"]
     with pytest.raises(LogError, match="offset"):
         log.read(topic, 0, [6])
@@ -265,7 +265,7 @@ def test_deleted_topics_are_gone_and_can_be_made_again(log: Log, run_id: str) ->
     assert log.partitions(topic) is None
     make_topics(log, run_id, "a", partitions=2)
     assert log.partitions(topic) == 2
-    assert log.begin_offsets([(topic, 0)]) == log.end_offsets([(topic, 0)]) == {(topic, 0): 0}
+    assert log.beginning_offsets([(topic, 0)]) == log.end_offsets([(topic, 0)]) == {(topic, 0): 0}
 
 
 def test_a_topic_or_partition_that_does_not_exist_is_a_clear_error(log: Log, run_id: str) -> None:

@@ -29,7 +29,7 @@ class NumberBackend:
     """Adds each batch's advantages, weighed by its tokens, to one number; equal batches give equal bits."""
 
     divides_late = True
-    saves_beside = True
+    saves_in_background = True
 
     def __init__(self, *, drift: float = 0.0, told: float | None = None, device: str = "cpu") -> None:
         """`drift` is what another machine's arithmetic would add to each step; its fingerprint says `told` if that is given."""

@@ -52,7 +52,7 @@ def measured(settings: dict[str, Any], name: str, config: Config, *, groups: int
     objective = Objective.of(config)
     for key, changed, steps in (("trained", {}, STEPS), ("first", GRADIENT, 1)):
         if processes is not None:
-            processes.tell_all(do="open")
+            processes.broadcast(do="open")
         backend: Backend = open_backend(name, **{**settings, **changed})
         backend = backend if processes is None else LeadBackend(backend, processes)
         before = {tensor.name: from_bytes(tensor).numpy() for tensor in backend.weights()}
@@ -110,12 +110,12 @@ def _work(
     processes = ProcessSet.join(on_gpu=False, store=store)
     if rank == 0:
         for number, (name, own) in enumerate(cases):
-            processes.tell_all(case=number)
+            processes.broadcast(case=number)
             found = measured({**settings, **own}, name, config, groups=groups, processes=processes)
             np.save(directory / f"case-{number}.npy", found, allow_pickle=True)  # type: ignore[arg-type]
-            processes.tell_all(do="end")
+            processes.broadcast(do="end")
             processes.answers()
-        processes.tell_all(case=None)
+        processes.broadcast(case=None)
         processes.answers()
         return
     while (case := processes.hear()["case"]) is not None:

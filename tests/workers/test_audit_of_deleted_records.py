@@ -66,7 +66,7 @@ def ends(records: list[Record]) -> dict[tuple[str, int], int]:
     return found
 
 
-def place_of(told: EditedRun, kind: str, number: int, **facts: int) -> tuple[str, int, int]:
+def record_id_of(told: EditedRun, kind: str, number: int, **facts: int) -> tuple[str, int, int]:
     """Topic, partition and offset of a group's first record of a kind."""
     record = told.records[told.one(kind, group=number, **facts)[0]]
     return kind, record.partition, record.offset
@@ -104,7 +104,7 @@ def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(tol
 
 def test_what_is_gone_is_counted_and_named(told: EditedRun) -> None:
     group = told.trained()[0]
-    topic, partition, offset = place_of(told, "groups", group)
+    topic, partition, offset = record_id_of(told, "groups", group)
     whole = as_table(judged(told, {}))["fates"]
     found = judged(told, {(topic, partition): offset + 1})
     assert f"note: records were deleted: groups/{partition} below {offset + 1}; what only they show is not judged" in as_text(found)
@@ -124,21 +124,21 @@ def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(
 
 def test_a_prompt_behind_the_first_that_is_kept_is_lost(told: EditedRun) -> None:
     group = late(told)
-    partition = place_of(told, "prompts", group)[1]
+    partition = record_id_of(told, "prompts", group)[1]
     told.drop("prompts", group=group)
     assert {"prompt-numbers", "one-fate"} <= broken(judged(told, one_record_less(told, "prompts", partition)))
 
 
 def test_an_outcome_that_was_planned_behind_the_beginning_is_lost(told: EditedRun) -> None:
     group = late(told)
-    partition = place_of(told, "groups", group)[1]
+    partition = record_id_of(told, "groups", group)[1]
     told.drop("groups", group=group)
     assert {"plans", "one-fate"} <= broken(judged(told, one_record_less(told, "groups", partition)))
 
 
 def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_was_written_is_lost(told: EditedRun) -> None:
     group = late(told)
-    partition = place_of(told, "rollouts", group)[1]
+    partition = record_id_of(told, "rollouts", group)[1]
     in_order = told.all("ledger")[0][1].details.count('"pipelined"') > 0
     told.drop("rollouts", group=group, sample=0)
     found = judged(told, one_record_less(told, "rollouts", partition))
@@ -155,7 +155,7 @@ def test_a_manifest_behind_the_first_that_is_kept_is_lost(told: EditedRun) -> No
 
 def test_a_violation_in_what_is_kept_is_reported_as_ever(told: EditedRun) -> None:
     first, last = told.trained()[0], late(told)
-    topic, partition, offset = place_of(told, "groups", first)
+    topic, partition, offset = record_id_of(told, "groups", first)
     at, held = told.one("groups", group=last)
     told.append(at, replace(held, reason="on second thoughts"))
     assert broken(judged(told, {(topic, partition): offset + 1})) == {"one-outcome"}

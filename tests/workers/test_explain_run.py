@@ -111,7 +111,7 @@ def test_a_trained_groups_figures_are_those_of_the_ledger_and_of_mlflow(
     assert [placed.count(number) for number in range(len(sizes))] == sizes
     assert placed == sorted(placed)
     assert first["version"]["version"] == step + 1
-    assert first["version"]["digest"] == past.story.manifests[step + 1].digest
+    assert first["version"]["digest"] == past.ledger_state.manifests[step + 1].digest
 
 
 def test_a_gradient_weight_is_minus_the_derivative_of_the_steps_loss_where_all_policies_are_equal(

@@ -116,9 +116,9 @@ def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
     for original, entry in zip(there.steps, here.steps, strict=True):
         assert [(planned.group, planned.sha256) for planned in entry.plan] == [(p.group, p.sha256) for p in original.plan]
         assert read_planned(log, run_id, entry.plan) == read_planned(log, recorded.run, original.plan)
-    for version, manifest in here.story.manifests.items():
-        assert manifest.digest == there.story.manifests[version].digest
-        fetch(log, here.story.manifests, version, run=run_id)  # raises for another digest
+    for version, manifest in here.ledger_state.manifests.items():
+        assert manifest.digest == there.ledger_state.manifests[version].digest
+        fetch(log, here.ledger_state.manifests, version, run=run_id)  # raises for another digest
     archived = audit(ArchivedSource(ArchivedLog(find_archive(archive[0]))))
     assert archived.clean, archived
     judged = audit(KafkaSource(recorded.bootstrap, run_id, settings=c_client(recorded.bootstrap)))

@@ -81,7 +81,7 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
         report = crew.report()
     assert report["weights"]["digest"] == parent["weights"]["digest"]
     own = read_past(log, "kid")
-    assert own.story.manifests[0].digest == steps[AT - 1].digest
+    assert own.ledger_state.manifests[0].digest == steps[AT - 1].digest
     assert [entry.digest for entry in own.steps] == [entry.digest for entry in steps[AT:]]
     assert [entry.loss_bits for entry in own.steps] == [entry.loss_bits for entry in steps[AT:]]
     assert [entry.metrics["lr"] for entry in own.steps] == [entry.metrics["lr"] for entry in steps[AT:]]

@@ -47,7 +47,7 @@ def short(model: Path, folder: Path, **kafka: Any) -> Any:
 
 def begins(log: MemoryLog, run: str) -> dict[tuple[str, int], int]:
     """Topic and number of each partition that has lost its beginning -> its first offset."""
-    found = log.begin_offsets([(name, number) for name in log.topics(f"{run}.") for number in range(log.partitions(name) or 0)])
+    found = log.beginning_offsets([(name, number) for name in log.topics(f"{run}.") for number in range(log.partitions(name) or 0)])
     return {(name.removeprefix(f"{run}."), number): offset for (name, number), offset in found.items() if offset}
 
 

@@ -22,7 +22,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.ownership import SILENT_S, Place, new_token
+from penstock.pipeline.runtime.ownership import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.children import child, end_in_time
 from tests.support.crew import Crew, complete, config_of
@@ -190,7 +190,7 @@ def test_a_second_launcher_on_another_machine_ends_before_it_starts_a_worker(
     home, said = new_home(), list[str]()
     monkeypatch.setattr(launcher, "Supervisor", HopelessCrew)
     log = KafkaLog(broker)
-    first = Place(log=log, run=run_id, writer="launcher", token=new_token(), watch_s=SILENT_S, first_wins=True)
+    first = WriterLease(log=log, run=run_id, writer="launcher", token=new_token(), watch_s=SILENT_S, first_wins=True)
     try:
         record = create(config, log=log, run_id=run_id, say=said.append)
         first.take().close()

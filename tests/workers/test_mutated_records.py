@@ -30,7 +30,7 @@ ROLES = ("trainer", "rollout", "feeder", "tracker")
 """With them a run begins; it waits for a scorer."""
 SORTS = len(TOPICS) + 2
 """Of records: chunks are not manifests, and there is the register of runs."""
-Place = tuple[str, int, int]
+WriterLease = tuple[str, int, int]
 
 
 class Mallory:
@@ -38,7 +38,7 @@ class Mallory:
 
     def __init__(self, broker: str, run: str, *, wanted: int) -> None:
         self.run, self.wanted = run, wanted
-        self.sent: dict[Place, str] = {}
+        self.sent: dict[WriterLease, str] = {}
         """Where each damaged record stands, and what was done to it."""
         self._rng = random.Random(f"{wanted}")
         self._kinds: Iterator[str] = iter(())

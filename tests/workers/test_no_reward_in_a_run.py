@@ -8,7 +8,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.rescore.run import Wish, score_run
+from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
 from penstock.pipeline.replay.train.steps import Asked
 from penstock.pipeline.replay.train.verify import Replayed, replay
 from tests.support.crew import audited, complete, config_of
@@ -67,6 +67,6 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     replay(recording, Asked(), result=again, say=lambda _: None)
     recording.close()
     assert (again.as_json()["steps"], again.as_json()["matching_steps"]) == (2, 2)
-    scores = score_run(log, run_id, Wish(), say=lambda _: None)
+    scores = score_run(log, run_id, RescoreRequest(), say=lambda _: None)
     assert (scores["changed"], scores["no_reward"], scores["newly_judged"]["samples"]) == (0, report["no_reward"], 0)
     assert set(scores["outcomes"]) <= {f"{outcome} -> {outcome}" for outcome in ("scored", "filtered", "failed")}, "no outcome changes"

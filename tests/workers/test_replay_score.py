@@ -13,7 +13,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps
-from penstock.pipeline.replay.rescore.run import Wish, score_run
+from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.recorded_run import JUDGE, RecordedRun
@@ -166,9 +166,9 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         assert all(texts[row["group"], row["sample"]] in (None, row["completion"]) for row in rows)
         past = read_past(log, run_id)
         assert past.steps == []
-        original = read_past(log, recorded.run).story.manifests
-        assert past.story.manifests[0].digest == original[0].digest
-        assert fetch(log, past.story.manifests, 0, run=run_id) == fetch(log, original, 0, run=recorded.run)
+        original = read_past(log, recorded.run).ledger_state.manifests
+        assert past.ledger_state.manifests[0].digest == original[0].digest
+        assert fetch(log, past.ledger_state.manifests, 0, run=run_id) == fetch(log, original, 0, run=recorded.run)
         capsys.readouterr()
         words = ["replay", "train", run_id, "--bootstrap", recorded.bootstrap, "--to-step", "1", "--no-mlflow", "--json"]
         assert cli.main(words) == 0
@@ -245,7 +245,7 @@ def test_an_interruption_leaves_no_half_of_a_new_run(recorded: RecordedRun, log:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score_run(log, recorded.run, Wish(write=run_id), say=interrupt)
+        score_run(log, recorded.run, RescoreRequest(write=run_id), say=interrupt)
     assert log.topics(f"{run_id}.") == []
     assert find(log, run_id) is None
 

@@ -183,7 +183,7 @@ def test_another_arithmetic_is_said_before_anything_is_computed(
     opened = recording.entries[0]
     details = json.loads(opened.details or "{}")
     details["fingerprint"] = {key: value for key, value in (details["fingerprint"] | changed).items() if value is not None}
-    recording.story.opened = replace(opened, details=json.dumps(details))
+    recording.ledger_state.opened = replace(opened, details=json.dumps(details))
     result = Replayed(recorded.run)
     replay(recording, Asked(to_step=0), result=result, say=said.append)
     recording.close()

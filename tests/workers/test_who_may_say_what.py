@@ -4,7 +4,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.acls import all_rules
-from penstock.pipeline.runtime.ownership import Place, new_token
+from penstock.pipeline.runtime.ownership import WriterLease, new_token
 from penstock.pipeline.runtime.roles import TOPICS
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.upkeep import owners
@@ -51,7 +51,7 @@ PLACES = ("launcher", "feeder", "scorer-0", "trainer")
 def test_a_claim_counts_only_from_the_role_whose_place_it_is(user: str, writer: str) -> None:
     log = MemoryLog()
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1, turns=True)})
-    owner = Place(log=log, run=RUN, writer=writer, token=new_token())
+    owner = WriterLease(log=log, run=RUN, writer=writer, token=new_token())
     transactions = owner.take()
     producer = log.producer()
     for topic in WRITES[user]:
@@ -64,6 +64,6 @@ def test_a_claim_counts_only_from_the_role_whose_place_it_is(user: str, writer: 
     owner.require_held()
     transactions.commit([Outgoing(topic=f"{RUN}.ledger", partition=0, key=None, headers=(), value=b"1")])
     owner.leave()
-    successor = Place(log=log, run=RUN, writer=writer, token=new_token(), watch_s=600.0)
+    successor = WriterLease(log=log, run=RUN, writer=writer, token=new_token(), watch_s=600.0)
     successor.take().close()
     successor.leave()

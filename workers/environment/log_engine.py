@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, GroupRequest, InHand, Span
+from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, GroupInFlight, GroupRequest, Span
 from penstock.infra.log import Producer
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.envs.agents.engine import turn_of
@@ -19,7 +19,7 @@ from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.environment.replies import KnownReplies
+from penstock.workers.environment.replies import RecordedReplies
 
 OVERHEADS = 4096
 """Turns over which percentiles are taken."""
@@ -37,7 +37,7 @@ class LogEngine:
     replay: bool
     placed: Callable[[int], tuple[int, int]]
     """Group -> partition of its prompt, and the oldest version it may be drawn under."""
-    known: KnownReplies = field(default_factory=KnownReplies)
+    known: RecordedReplies = field(default_factory=RecordedReplies)
     version: int = DIRECTORY_VERSION
     _waiting: dict[TurnKey, tuple[int, int]] = field(default_factory=dict)
     """Calls without a reply -> number of the turn, and when it was asked [ns]."""
@@ -107,7 +107,7 @@ class LogEngine:
         self._ready = [completion for completion in self._ready if completion.group != group]
         return []
 
-    def in_hand(self) -> list[InHand]:
+    def groups_in_flight(self) -> list[GroupInFlight]:
         return []
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:

@@ -27,7 +27,7 @@ class _Partition:
 
 
 @dataclass(slots=True)
-class KnownReplies:
+class RecordedReplies:
     """What was answered, by partition."""
 
     _partitions: dict[int, _Partition] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from penstock.pipeline.runtime.drawing.group_tasks import GroupTasks
 from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
 from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
 from penstock.pipeline.runtime.drawing.weight_prefetch import VersionWatch
-from penstock.pipeline.runtime.factories import play_on
+from penstock.pipeline.runtime.factories import with_environments
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -112,7 +112,7 @@ class EnvironmentWorker(GroupWorker):
             run=session.run, worker=session.worker, topic=session.topic("calls"), producer=session.log.producer(linger_ms=0.0),
             replay=config.environment.resume == "replay", placed=placed,
         )  # fmt: skip
-        engine: TrajectoryEngine = play_on(asking, config, say=session.reporter.say)
+        engine: TrajectoryEngine = with_environments(asking, config, say=session.reporter.say)
         member = session.member("prompts", "replies", max_records=2048, gathers=False)
         weights = VersionWatch(session.log, session.run, say=session.reporter.say)
         published = PublishedSamples(session.log, session.run)

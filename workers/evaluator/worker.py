@@ -18,7 +18,7 @@ def main(session: Session) -> None:
     os.nice(5)  # on a busy machine rollouts and training come first
     if not session.config.eval_sources:
         raise ConfigError("this run has no eval.source, so there is nothing to evaluate")
-    if session.config.lends_engine:
+    if session.config.evaluates_on_rollout_engine:
         raise ConfigError('this run has nothing for an evaluator: with eval.engine = "rollout" a rollout worker evaluates')
     _await_samples(session)
     if session.stop.is_set():

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from penstock.infra.log import Commits, Committed, Partition
 from penstock.pipeline.envs.datasets.prompt_order import PromptOrder
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import FeederNote
+from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.offset_metadata import FeederOffsetMetadata
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import Presence, hear
-from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
@@ -68,7 +68,7 @@ class Admission:
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
         texts = {commit.metadata for commit in committed.values()}
-        note = commit_notes.decode(FeederNote, texts.pop()) if len(texts) == 1 else None
+        note = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
         if note is None or self.choices.remembers:
             return {}
         self.choices.next_place = note.place
@@ -78,7 +78,7 @@ class Admission:
         self._ends = {(topic.removeprefix(f"{self.run}."), p): offset for (topic, p), offset in starts.items()}
         return starts
 
-    def count_on(self, mark: ResumeMark, *, stale: int) -> None:
+    def count_on(self, mark: ResumePoint, *, stale: int) -> None:
         """Begin where the newest step left the run; `stale` groups had been found too old by then. For a feeder without a note."""
         self.admitted = self.ended_below = mark.below
         self.dropped_below = mark.drops - stale
@@ -86,7 +86,9 @@ class Admission:
 
     def commits(self) -> Commits:
         """Commits from which the next feeder begins: offsets, and as metadata the counts of the records before each."""
-        text = commit_notes.encode(FeederNote(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_place))
+        text = offset_metadata.encode(
+            FeederOffsetMetadata(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_place)
+        )
         offsets = {
             (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
         }

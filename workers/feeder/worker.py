@@ -17,10 +17,10 @@ from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_on
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_to_current_end
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import WorkingClock
-from penstock.pipeline.scheduling.resume_mark import mark_of
+from penstock.pipeline.scheduling.resume_point import resume_point_of
 from penstock.topics import prompts
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
@@ -114,7 +114,7 @@ def _catch_up(session: Session, state: Admission) -> Tail:
     asked: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
     ended: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
     past, tail = session.log.tail(asked, group=group), session.log.tail(ended, group=group)
-    committed, begins = {**past.committed(), **tail.committed()}, session.log.begin_offsets([*asked, *ended])
+    committed, begins = {**past.committed(), **tail.committed()}, session.log.beginning_offsets([*asked, *ended])
     reaches = all((committed[at].offset or 0) >= begin for at, begin in begins.items())
     starts = state.begin(committed) if reaches else {}
     if not starts and any(begins.values()):
@@ -124,7 +124,7 @@ def _catch_up(session: Session, state: Admission) -> Tail:
     said: dict[Partition, Start] = {(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"}
     tail.add({**said, (session.topic("metrics"), 0): "latest"})
     for reader in (past, tail):
-        for record in read_on(session.log, reader):
+        for record in read_to_current_end(session.log, reader):
             _apply(session, state, record)
     past.close()
     return tail
@@ -135,7 +135,7 @@ def _count_on(session: Session, state: Admission) -> None:
     stale, newest = 0, None
     for entry in RunReader(session.log, session.run).entries():
         stale += len(entry.groups) if entry.kind == "stale" else 0
-        newest = (mark_of(entry), stale) if entry.kind == "step" else newest
+        newest = (resume_point_of(entry), stale) if entry.kind == "step" else newest
     if newest is None or newest[0] is None or state.choices.remembers:
         gone = "; ".join(deleted(session.log, session.topic("prompts"), session.topic("groups")))
         raise Unrecoverable(f"how many groups were admitted and dropped is not known, no earlier feeder has noted it: {gone}")

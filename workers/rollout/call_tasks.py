@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.infra.log import Pending
 from penstock.pipeline.envs.agents.engine import turn_number
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import CallNote
+from penstock.pipeline.runtime import offset_metadata
+from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.topics.turns.calls import Call, TurnKey
 
 KEPT = 4096
@@ -119,7 +119,7 @@ class CallTasks:
             while not inherited and len(owned.answered) > KEPT and next(iter(owned.answered.values()))[1] < offset:
                 owned.answered.popitem(last=False)
             first = min((reply for reply, _ in owned.answered.values()), default=owned.replies_end)
-            mark = offset, commit_notes.encode(CallNote(first))
+            mark = offset, offset_metadata.encode(CallOffsetMetadata(first))
             if mark != owned.committed:
                 moved[number] = owned.committed = mark
         return moved

@@ -12,12 +12,12 @@ import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
 from penstock.infra.log import Assigned, Producer, Tail
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import CallNote
-from penstock.pipeline.runtime.drawing.drawing_loop import DrawingLoop
+from penstock.pipeline.runtime import offset_metadata
+from penstock.pipeline.runtime.drawing.generation_loop import GenerationLoop
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import read_on
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.pipeline.scheduling import rules
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call
@@ -31,7 +31,7 @@ IDLE_WAIT_S = 0.2
 
 
 @dataclass(slots=True)
-class CallWorker(DrawingLoop):
+class CallWorker(GenerationLoop):
     """The worker's state between two turns of its loop."""
 
     producer: Producer
@@ -52,11 +52,11 @@ class CallWorker(DrawingLoop):
     def turn(self) -> None:
         """As every drawing worker's, once it is known that no reply failed to be sent."""
         self.producer.check()
-        DrawingLoop.turn(self)
+        GenerationLoop.turn(self)
 
-    def hand_back(self) -> None:
+    def drain_samples(self) -> None:
         """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
-        self._publish_drawn()
+        self._publish_completions()
         self.producer.flush(10.0)
         self._acknowledge()
         self._commit()
@@ -78,10 +78,10 @@ class CallWorker(DrawingLoop):
         """Drop what others own now, and learn from `replies` which calls of the own partitions are answered already."""
         topic, answers = self.session.topic("calls"), self.session.topic("replies")
         ends = self.session.log.end_offsets(event.partitions)
-        notes = {at: commit_notes.decode(CallNote, committed.metadata) for (_, at), committed in event.partitions.items()}
+        notes = {at: offset_metadata.decode(CallOffsetMetadata, committed.metadata) for (_, at), committed in event.partitions.items()}
         if self._seen is not None:
             self._seen.close()
-        kept = self.session.log.begin_offsets((answers, at) for at in notes)
+        kept = self.session.log.beginning_offsets((answers, at) for at in notes)
         starts = {at: max(kept[answers, at], note.replies if note else 0) for at, note in notes.items()}
         self._seen = self.session.log.tail({(answers, at): start for at, start in starts.items()}) if notes else None
         for (_, at), committed in event.partitions.items():
@@ -96,7 +96,7 @@ class CallWorker(DrawingLoop):
 
     def _read_answered(self) -> None:
         """Learn which calls others have answered."""
-        for record in read_on(self.session.log, self._seen) if self._seen is not None else ():
+        for record in read_to_current_end(self.session.log, self._seen) if self._seen is not None else ():
             try:
                 claims = replies.check(record, run=self.session.run)
             except Unusable:
@@ -132,7 +132,7 @@ class CallWorker(DrawingLoop):
         if self.weights.version > self.engine.version and self.tasks.drawing:
             self._load()
         if schedule.stale_in_hand == "abort":
-            for held in self.engine.in_hand():
+            for held in self.engine.groups_in_flight():
                 if held.oldest_version is not None and self._already_stale(held.oldest_version):
                     self._ended(self.engine.abort(held.group))
                     self.session.reporter.add("aborted_calls")
@@ -197,15 +197,15 @@ class CallWorker(DrawingLoop):
 
     def _decode(self) -> None:
         """One decode step; what ended in it goes out at once, as its trajectory waits for it."""
-        DrawingLoop._decode(self)
-        self._publish_drawn()
+        GenerationLoop._decode(self)
+        self._publish_completions()
 
     def _ended(self, completions: list[Completion]) -> None:
         for completion in completions:
             if (task := self.tasks.drawing.pop(completion.group, None)) is not None:
                 self._drawn.append((task, completion))
 
-    def _publish_drawn(self) -> None:
+    def _publish_completions(self) -> None:
         """Send the turns that ended, while this worker knows which partitions are its own."""
         if not self._settled or not self._drawn:
             return

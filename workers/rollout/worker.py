@@ -5,11 +5,11 @@ The rule: it has no address and knows no environment: what it is asked is in the
 
 from functools import partial
 
-from penstock.infra.engines.shared_device import Sleeper
-from penstock.pipeline.runtime.drawing.evaluation.engine_loan import EngineLoan
+from penstock.infra.engines.shared_device import Sleepable
+from penstock.pipeline.runtime.drawing.evaluation.shared_engine import SharedEngine
 from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
-from penstock.pipeline.runtime.factories import make_engine, open_device, play_on
+from penstock.pipeline.runtime.factories import make_engine, open_device, with_environments
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.rollout.call_worker import CallWorker
 
@@ -26,16 +26,16 @@ def main(session: Session) -> None:
     by_log = session.config.turns_by_log
     engine = make_engine(session.config, episodes=False, sleeps=device is not None)
     if device is not None:
-        assert isinstance(engine, Sleeper)
+        assert isinstance(engine, Sleepable)
         device.model = engine
     if session.config.environment.source is not None and not by_log:
-        engine = play_on(engine, session.config, say=session.reporter.say)
+        engine = with_environments(engine, session.config, say=session.reporter.say)
     chosen = session.config.weights
     weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=chosen.shared, direct=chosen.transport == "ipc")
     worker = (CallWorker if by_log else GroupWorker).open(session, engine, weights)
     worker.device = device
-    if session.config.lends_engine:
-        worker.loan = EngineLoan(session, engine, weights.state)
+    if session.config.evaluates_on_rollout_engine:
+        worker.shared_engine = SharedEngine(session, engine, weights.state)
         if by_log:
-            worker.loan.playing = partial(play_on, config=session.config, say=session.reporter.say)
+            worker.shared_engine.playing = partial(with_environments, config=session.config, say=session.reporter.say)
     worker.run()

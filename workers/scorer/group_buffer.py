@@ -8,8 +8,8 @@ however long the run has lasted.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import ScorerNote
+from penstock.pipeline.runtime import offset_metadata
+from penstock.pipeline.runtime.offset_metadata import ScorerOffsetMetadata
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
@@ -76,7 +76,7 @@ class PartitionGroups:
 
     def begin(self, *, prompts: int, metadata: str) -> None:
         """Start at the previous owner's committed offset in `prompts`, with its note; without one all of `groups` is read."""
-        note = commit_notes.decode(ScorerNote, metadata) or ScorerNote(below=0, groups=0)
+        note = offset_metadata.decode(ScorerOffsetMetadata, metadata) or ScorerOffsetMetadata(below=0, groups=0)
         self.prompts_position = prompts
         self.below, self.groups_position = note.below, note.groups
         self.newest = self.below - 1
@@ -87,7 +87,7 @@ class PartitionGroups:
             return ""
         below = min((group.group for group in self._unfinished(without) if group.prompt), default=self.newest + 1)
         self.outcomes = {group: at for group, at in self.outcomes.items() if group >= below}
-        return commit_notes.encode(ScorerNote(below=below, groups=min(self.outcomes.values(), default=self.groups_position)))
+        return offset_metadata.encode(ScorerOffsetMetadata(below=below, groups=min(self.outcomes.values(), default=self.groups_position)))
 
     def out_of_order(self, group: int) -> bool:
         """Whether a prompt's number shows that `below` cannot be trusted; then all of `groups` has to be read."""

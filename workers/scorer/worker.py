@@ -17,7 +17,7 @@ from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import read_on
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.samples import generated
@@ -49,7 +49,7 @@ def main(session: Session) -> None:
         config.reward,
         size=config.scorer.processes,
         max_steps=session.info["steps"],
-        max_completion_length=config.max_drawn_tokens,
+        max_completion_length=config.max_completion_tokens,
         by_source=config.data.rewards,
     )
     member = session.member("prompts", "rollouts", max_records=2048, max_bytes=128 << 20)
@@ -110,7 +110,7 @@ class Scorer:
         for event in self.member.take(0.001 if self._scoring else 0.1):
             match event:
                 case Assigned():
-                    self.session.dead_letters.look_again()
+                    self.session.dead_letters.on_rebalance()
                     self._assigned(event)
                 case Revoked():
                     self._revoked({partition for _, partition in event.partitions})
@@ -169,7 +169,7 @@ class Scorer:
                 state.rollouts_position = committed.offset or 0
         prompts = self.session.topic("prompts")
         unknown = [at for at, committed in event.partitions.items() if at[0] == prompts and committed.offset is None]
-        for (_, partition), begin in self.session.log.begin_offsets(unknown).items():
+        for (_, partition), begin in self.session.log.beginning_offsets(unknown).items():
             self.owned[partition].cut = begin > 0
         self._read_finished(sorted({partition for _, partition in event.partitions}))
 
@@ -178,9 +178,9 @@ class Scorer:
         if not partitions:
             return
         topic, log = self.session.topic("groups"), self.session.log
-        kept = log.begin_offsets([(topic, partition) for partition in partitions])  # the groups before were deleted, so they had ended
+        kept = log.beginning_offsets([(topic, partition) for partition in partitions])  # the groups before were deleted, so they had ended
         tail = log.tail({at: max(begin, self.owned[at[1]].groups_position) for at, begin in kept.items()})
-        for record in read_on(log, tail, undecided=True):  # what a predecessor has committed may not be readable yet
+        for record in read_to_current_end(log, tail, undecided=True):  # what a predecessor has committed may not be readable yet
             try:
                 headers = groups.check(record, run=self.session.run)
             except Unusable:

@@ -17,7 +17,7 @@ from penstock.pipeline.archive.export import export
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.resume_mark import ResumeMark, mark_of
+from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
 from penstock.topics.catalogue import BY_GROUP, TURNS
 from penstock.topics.ledger import Entry
 
@@ -30,7 +30,7 @@ class Retention:
     """What a run's tracker knows of what is still needed."""
 
     session: Session
-    _mark: ResumeMark | None = None
+    _mark: ResumePoint | None = None
     """Of the newest step."""
     _steps: int = 0
     _planned: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Retention:
             first = self._planned.setdefault(entry.step, {})
             for planned in entry.plan:
                 first[planned.partition] = min(planned.offset, first.get(planned.partition, planned.offset))
-            self._steps, self._mark = entry.step + 1, mark_of(entry)
+            self._steps, self._mark = entry.step + 1, resume_point_of(entry)
 
     def delete(self, view: RunView, positions: Mapping[Partition, int], saved: Pending) -> None:
         """Begin to delete what is needed no more, once the view is in the log: who reads that goes on from `positions`."""
@@ -95,7 +95,7 @@ class Retention:
         for number, place in enumerate(self._places("groups")):
             planned = [first[number] for step, first in self._planned.items() if step >= cut and number in first]
             before[place] = min(before[place], mark.positions.get(f"groups/{number}", 0), *planned)
-        begins = log.begin_offsets(before)
+        begins = log.beginning_offsets(before)
         limited = {place: min(offset, positions.get(place, offset)) for place, offset in before.items()}
         return {place: offset for place, offset in limited.items() if offset > begins[place]}
 

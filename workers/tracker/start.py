@@ -29,7 +29,7 @@ def held_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[
     view = RunView(run=run)
     for topic in ("ledger", "metrics"):
         at = (f"{run}.{topic}", 0)
-        for record in between(log, at, log.begin_offsets([at])[at], since.get(at, 0)):
+        for record in between(log, at, log.beginning_offsets([at])[at], since.get(at, 0)):
             try:
                 payload = view.fold(record)
             except Unusable:

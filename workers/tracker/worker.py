@@ -29,7 +29,7 @@ from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
-from penstock.workers.tracker.kept_checkpoints import KeptCheckpoints
+from penstock.workers.tracker.checkpoint_history import CheckpointHistory
 from penstock.workers.tracker.metrics_file import MetricsFile
 from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
 from penstock.workers.tracker.retention import Retention
@@ -87,7 +87,7 @@ class Tracker:
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
         self.sinks = sinks(session.config, session.run, directory, say=session.reporter.say)
-        self._checkpoints = KeptCheckpoints(session)
+        self._checkpoints = CheckpointHistory(session)
         self._retention = Retention(session)
         self._tail = session.log.tail({place: self._since.get(place, "earliest") for place in self._partitions})
         self._configured = {role.worker(slot) for role in ROLES.values() for slot in range(role.workers(session.config))} - {session.worker}

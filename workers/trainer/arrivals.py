@@ -11,7 +11,7 @@ from penstock.infra.log import Partition, Start, Tail
 from penstock.infra.tensors.parameter_count import vocabulary
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.topics import metrics
 from penstock.topics.catalogue import control_topic
@@ -19,7 +19,7 @@ from penstock.topics.wire.checked import whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
-from penstock.workers.trainer.marks import mark_at, note_anchor, place_name
+from penstock.workers.trainer.marks import note_anchor, place_name, resume_point_at
 from penstock.workers.trainer.resuming import Places, Resumed
 
 POLL_S = 0.5
@@ -98,11 +98,11 @@ class Arrivals:
             behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
             self.session.reporter.status()
 
-    def mark(self) -> ResumeMark:
+    def mark(self) -> ResumePoint:
         """Where a step that is about to be committed leaves the run."""
         positions = {at: self.tail.position(at) for at in self.followed}
         store = self.writer.checkpoints.store
-        return mark_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps())
+        return resume_point_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps())
 
     def _receive(self, record: Record) -> None:
         if record.topic == self.session.topic("groups"):

@@ -8,7 +8,7 @@ from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.topics import weights
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -16,13 +16,15 @@ from penstock.workers.trainer.group_inbox import GroupInbox
 from penstock.workers.trainer.resuming import Places
 
 
-def mark_at(session: Session, inbox: GroupInbox, places: Places, positions: Mapping[Partition, int], *, saved: Sequence[int]) -> ResumeMark:
+def resume_point_at(
+    session: Session, inbox: GroupInbox, places: Places, positions: Mapping[Partition, int], *, saved: Sequence[int]
+) -> ResumePoint:
     """Where a step that is about to be committed leaves the run; `positions` are those of the trainer's tail."""
     selector, checkpoints = inbox.selector, places.checkpoints(saved)
     oldest = checkpoints[-1][0] if checkpoints else 0
     version, manifests = places.anchor(rules.version_after(oldest, steps_per_version=session.schedule.steps_per_version))
     open_groups = {(session.topic("groups"), partition): offset for partition, offset in inbox.begins().items()}
-    return ResumeMark(
+    return ResumePoint(
         below=selector.below,
         settled=tuple(sorted(selector.settled)),
         drops=selector.drops_to_resume,

@@ -66,7 +66,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
     try:
         yield processes
         over.set()
-        processes.tell_all(do="end")
+        processes.broadcast(do="end")
         processes.answers()  # the store ends with this process: the others have to have heard it
         for child in children:
             child.wait(END_LIMIT_S)

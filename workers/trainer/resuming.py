@@ -11,7 +11,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.learner.ledger_history import Past, read_past
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import between
-from penstock.pipeline.scheduling.resume_mark import ResumeMark, mark_of
+from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.errors import Unusable
@@ -55,7 +55,7 @@ class Resumed:
     """What a trainer starts from."""
 
     past: Past
-    mark: ResumeMark | None = None
+    mark: ResumePoint | None = None
     """That of the newest step; None where everything was read."""
     later_stale: tuple[int, ...] = ()
     """Groups found too old after that step."""
@@ -70,7 +70,7 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     topic = (f"{run}.ledger", 0)
     end = log.end_offsets([topic])[topic]
     newest_at, newest = _newest_step(log, run, end) or (0, None)
-    mark = mark_of(newest) if newest is not None else None
+    mark = resume_point_of(newest) if newest is not None else None
     if newest is None or newest.step is None or mark is None:
         return Resumed(past=read_past(log, run))
     # A checkpoint of the newest step itself, as an orderly stop leaves it, was written behind the mark.
@@ -78,12 +78,12 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     if not known:
         return Resumed(past=read_past(log, run))
     first_step, begin = known[-1]
-    story, places = LedgerState(run), Places(rebased=mark.rebased)
-    entries = [*_before(log, run, mark, begin, story), *_from(log, run, begin, end, first_step, story, places)]
-    _read_manifests(log, run, mark, story, places)
+    ledger_state, places = LedgerState(run), Places(rebased=mark.rebased)
+    entries = [*_before(log, run, mark, begin, ledger_state), *_from(log, run, begin, end, first_step, ledger_state, places)]
+    _read_manifests(log, run, mark, ledger_state, places)
     later = [entry for entry in entries if entry.kind == "stale" and entry.seq > newest.seq]
     return Resumed(
-        past=Past(entries=entries, story=story, first_step=first_step),
+        past=Past(entries=entries, ledger_state=ledger_state, first_step=first_step),
         mark=mark,
         later_stale=tuple(group for entry in later for group in entry.groups),
         places=places,
@@ -103,20 +103,20 @@ def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
     return None
 
 
-def _before(log: Log, run: str, mark: ResumeMark, begin: int, story: LedgerState) -> list[Entry]:
+def _before(log: Log, run: str, mark: ResumePoint, begin: int, ledger_state: LedgerState) -> list[Entry]:
     """The entries before offset `begin` that say with which arithmetic the run is computed."""
     opening = list(itertools.islice((entry for _, entry in _entries(log, run, 0, NEWEST[-1]) if entry.kind == "run-opened"), 1))
-    story.opened = opening[0] if opening else None
+    ledger_state.opened = opening[0] if opening else None
     rebased = () if mark.rebased is None or mark.rebased >= begin else _entries(log, run, mark.rebased, mark.rebased + 1)
     return [*opening, *(entry for _, entry in rebased)]
 
 
-def _from(log: Log, run: str, begin: int, end: int, first_step: int, story: LedgerState, places: Places) -> Iterator[Entry]:
+def _from(log: Log, run: str, begin: int, end: int, first_step: int, ledger_state: LedgerState, places: Places) -> Iterator[Entry]:
     """The entries behind that which committed the step before `first_step`, which stands at `begin`."""
     for record, entry in _entries(log, run, begin, end):
         if record.offset == begin:
-            story.last_seq, story.steps = entry.seq - 1, first_step - 1
-        if story.take(entry) is None:
+            ledger_state.last_seq, ledger_state.steps = entry.seq - 1, first_step - 1
+        if ledger_state.take(entry) is None:
             continue
         if entry.kind == "step" and entry.step is not None:
             places.steps[entry.step + 1] = record.offset
@@ -126,18 +126,18 @@ def _from(log: Log, run: str, begin: int, end: int, first_step: int, story: Ledg
             yield entry
 
 
-def _read_manifests(log: Log, run: str, mark: ResumeMark, story: LedgerState, places: Places) -> None:
+def _read_manifests(log: Log, run: str, mark: ResumePoint, ledger_state: LedgerState, places: Places) -> None:
     topic = (f"{run}.weights", 0)
     end = log.end_offsets([topic])[topic]
     first = list(itertools.islice(_records(log, topic, 0, end), 1)) if mark.manifests else []
     for record in first:
-        story.apply(record)
+        ledger_state.apply(record)
     if mark.manifests:
-        story.newest_version = mark.version - 1
+        ledger_state.newest_version = mark.version - 1
     for record in _records(log, topic, mark.manifests, end):
         try:
             manifest = weights.read(record, run=run)[1]
-            story.take(manifest)
+            ledger_state.take(manifest)
         except Unusable:
             continue
         if manifest.begins_chain:
@@ -153,5 +153,5 @@ def _entries(log: Log, run: str, begin: int, end: int) -> Iterator[tuple[Record,
 
 
 def _records(log: Log, at: tuple[str, int], begin: int, end: int) -> Iterable[Record]:
-    begin, end = max(begin, log.begin_offsets([at])[at]), min(end, log.end_offsets([at])[at])
+    begin, end = max(begin, log.beginning_offsets([at])[at]), min(end, log.end_offsets([at])[at])
     return between(log, at, begin, end)

@@ -55,7 +55,7 @@ def main(session: Session) -> None:
     transactions = session.transactions()
     resumed = read_resumed(session.log, session.run, saved=saved_steps(session))
     past = resumed.past
-    if past.story.closed is not None:
+    if past.ledger_state.closed is not None:
         session.reporter.say("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
@@ -108,7 +108,7 @@ class Trainer:
     @classmethod
     def open(cls, session: Session, transactions: Transactions, resumed: Resumed, processes: "ProcessSet | None" = None) -> "Trainer":
         """Load the model and begin to follow the groups."""
-        past, manifests = resumed.past, resumed.past.story.manifests
+        past, manifests = resumed.past, resumed.past.ledger_state.manifests
         policy = PolicyTrainer.open(
             session.config,
             steps=session.steps,
@@ -116,7 +116,7 @@ class Trainer:
             processes=processes,
             hash_name=hash_of(manifests[0].digest) if 0 in manifests else HASH,
         )
-        writer = RunWriter(session, transactions, past.story)
+        writer = RunWriter(session, transactions, past.ledger_state)
         arrivals = Arrivals.open(session, writer, resumed)
         trainer = cls(session, policy, writer, arrivals, DropLimit(arrivals.inbox))
         session.finishing = trainer.finishing
@@ -131,7 +131,7 @@ class Trainer:
         except OlderNeeded as error:
             self.session.reporter.say(f"{error}: the whole ledger is read")
             resumed = Resumed(past=read_past(self.session.log, self.session.run))
-            self.writer.state.manifests.update(resumed.past.story.manifests)
+            self.writer.state.manifests.update(resumed.past.ledger_state.manifests)
             self.arrivals.start_over()
             self._settle(resumed)
             recover(self.policy, self.writer, resumed.past)

@@ -32,7 +32,7 @@ class DeepSpeedBackend(LocalModel):
 
     name = "deepspeed"
     divides_late = True
-    saves_beside = False  # its parameters and gradients change hands in backward passes
+    saves_in_background = False  # its parameters and gradients change hands in backward passes
 
     def __init__(
         self, *, zero_stage: int = 2, offload: str = "none", deepspeed_config: Mapping[str, Any] | None = None, **settings: Any

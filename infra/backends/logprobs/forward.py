@@ -13,8 +13,8 @@ import torch
 
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.logprobs import tree_attention
-from penstock.infra.backends.logprobs.drawn_logprobs import drawn_logprobs
 from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
+from penstock.infra.backends.logprobs.token_logprobs import token_logprobs
 from penstock.infra.errors import BackendError
 
 
@@ -39,7 +39,7 @@ class Forward:
         tree = prefix_tree(batch).to(device)
         with tree_attention.tree_expected():
             states, head = self._run(module, **tree_attention.tree_inputs(tree), logits_to_keep=tree.predict)
-        drawn, entropies = drawn_logprobs(
+        drawn, entropies = token_logprobs(
             states[0], head=head, temperatures=tree.temperatures, row=tree.row, target=tree.target, entropy=entropy,
             support=_support_at(tree.slot, batch),
         )  # fmt: skip
@@ -57,7 +57,7 @@ class Forward:
         trained = torch.from_numpy(batch.completion_mask).to(device)[:, columns].flatten()
         row = trained.nonzero()[:, 0] if trained.any() else torch.zeros(1, dtype=torch.int64, device=device)
         slot = row // width * (input_ids.shape[1] - 1) + columns[row % width]
-        drawn, entropies = drawn_logprobs(
+        drawn, entropies = token_logprobs(
             states.reshape(rows * width, -1), head=head, temperatures=temperatures, row=row,
             target=input_ids[:, 1:][:, columns].flatten()[row], entropy=entropy, support=_support_at(slot, batch),
         )  # fmt: skip

@@ -24,7 +24,7 @@ class LeadBackend:
     """A backend whose other ranks are in other processes; `backward` alone is not passed on, as each rank has its own samples."""
 
     divides_late = True
-    saves_beside = False  # every rank has to enter it, in the order of everything else
+    saves_in_background = False  # every rank has to enter it, in the order of everything else
 
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
         """`own` is rank 0's."""
@@ -38,7 +38,7 @@ class LeadBackend:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self.processes.tell_all(do="count", steps=steps)
+        self.processes.broadcast(do="count", steps=steps)
         self.own.steps = steps
 
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
@@ -47,7 +47,7 @@ class LeadBackend:
 
     def step(self, *, denominator: float) -> StepResult:
         """Add up the ranks' gradients, divide once, update."""
-        self.processes.tell_all(do="step", denominator=denominator)
+        self.processes.broadcast(do="step", denominator=denominator)
         return self.own.step(denominator=denominator)
 
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
@@ -60,7 +60,7 @@ class LeadBackend:
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
         """Make the current weights, or these, every rank's proximal policy."""
-        self.processes.tell_all(do="snapshot", given=tensors is not None)
+        self.processes.broadcast(do="snapshot", given=tensors is not None)
         self.own.take_snapshot(None if tensors is None else self.processes.send_tensors(tensors))
 
     def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
@@ -78,7 +78,7 @@ class LeadBackend:
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace every rank's weights, or none."""
-        self.processes.tell_all(do="load_weights")
+        self.processes.broadcast(do="load_weights")
         self.own.load_weights(self.processes.send_tensors(tensors))
 
     def save(self, directory: str | Path) -> None:
@@ -99,12 +99,12 @@ class LeadBackend:
 
     def close(self) -> None:
         """Release every rank's model."""
-        self.processes.tell_all(do="close")
+        self.processes.broadcast(do="close")
         self.own.close()
 
     def _together(self, do: Literal["save", "load"], directory: str | Path) -> None:
         """Let every rank do it to the end, then raise what went wrong on any."""
-        self.processes.tell_all(do=do, directory=str(directory))
+        self.processes.broadcast(do=do, directory=str(directory))
         mistake: PenstockError | OSError | None = None
         try:
             getattr(self.own, do)(directory)
@@ -118,7 +118,7 @@ class LeadBackend:
 
     def _gather(self) -> None:
         if self.sharded:
-            self.processes.tell_all(do="weights")
+            self.processes.broadcast(do="weights")
 
 
 def obey(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> None:

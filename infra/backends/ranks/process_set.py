@@ -63,7 +63,7 @@ class ProcessSet:
         """Send one rank a message; `do` says what it is about."""
         self.store.set(self._next(f"to-{rank}"), json.dumps(message))
 
-    def tell_all(self, **message: Any) -> None:
+    def broadcast(self, **message: Any) -> None:
         """Send every other rank the same message."""
         for rank in range(1, self.size):
             self.tell(rank, **message)
@@ -83,10 +83,10 @@ class ProcessSet:
     def send_tensors(self, tensors: Iterable[TensorBytes]) -> Iterator[TensorBytes]:
         """Hand tensors to every other rank, each once it is asked for here; to be iterated to the end."""
         for tensor in tensors:
-            self.tell_all(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+            self.broadcast(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
             self._broadcast(from_bytes(tensor))
             yield tensor
-        self.tell_all(name=None)
+        self.broadcast(name=None)
 
     def receive_tensors(self) -> Iterator[TensorBytes]:
         """The tensors that rank 0 sends."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
+from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupInFlight, GroupRequest, Span, check_tensors, uniforms
 from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
 from penstock.infra.engines.transformers.stop_texts import Ends, Texts
 from penstock.infra.errors import EngineError
@@ -106,11 +106,11 @@ class TransformersEngine:
             self._work = None
         return aborted
 
-    def in_hand(self) -> list[InHand]:
-        groups = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+    def groups_in_flight(self) -> list[GroupInFlight]:
+        groups = [GroupInFlight(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
         if self._work is not None:
             tokens = self._work.steps * len(self._work.left) + self._work.ended_tokens
-            groups.append(InHand(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
+            groups.append(GroupInFlight(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
         return sorted(groups, key=lambda held: held.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors
+from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupInFlight, GroupRequest, Span, check_tensors
 from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments
 from penstock.infra.engines.vllm.model_info import parameter_shapes, read_geometry
 from penstock.infra.engines.vllm.rows import Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
@@ -158,7 +158,7 @@ class VllmEngine:
         self._counts.aborted_tokens += sum(len(completion.token_ids) for completion in aborted)
         return sorted(aborted, key=lambda completion: completion.sample)
 
-    def in_hand(self) -> list[InHand]:
+    def groups_in_flight(self) -> list[GroupInFlight]:
         states = self._llm.output_processor.request_states
         tokens = {id(group): group.tokens for group in self._groups}
         oldest = {id(group): group.oldest for group in self._groups}
@@ -168,7 +168,7 @@ class VllmEngine:
             if state.weight_version_starts:
                 first, known = int(state.weight_version_starts[0][0]), oldest[group]
                 oldest[group] = first if known is None else min(first, known)
-        groups = [InHand(group=one.request.group, tokens=tokens[id(one)], oldest_version=oldest[id(one)]) for one in self._groups]
+        groups = [GroupInFlight(group=one.request.group, tokens=tokens[id(one)], oldest_version=oldest[id(one)]) for one in self._groups]
         return sorted(groups, key=lambda one: one.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:

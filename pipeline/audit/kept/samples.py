@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.pipeline.audit.kept.drawn_turns import DrawnTurn
+from penstock.pipeline.audit.kept.sampled_turns import SampledTurn
 from penstock.pipeline.audit.kept.tables import Index, Names, Where
 
 _CELL = struct.Struct("<qqIH8s")
@@ -52,7 +52,7 @@ class Samples:
         """Samples with what is wrong with the turns of their trajectory."""
         self.broken: dict[tuple[int, int, int], str] = {}
         """Partition, group and number of a sample -> why its environment ended it."""
-        self.turns: list[tuple[SampleFact, tuple[DrawnTurn, ...]]] = []
+        self.turns: list[tuple[SampleFact, tuple[SampledTurn, ...]]] = []
         """The policy's turns, in runs whose turns travel through the log."""
         self.most_sequences = 1
         """The most that are trained of one sample: the segments of a trajectory."""

@@ -71,9 +71,9 @@ def status(
 
 def _examine(log: "KafkaLog", view: "RunView", *, now_s: float, silent: "Mapping[str, float]") -> "Stuck | None":
     from penstock.pipeline.launch.stall_watchdog import examine
-    from penstock.pipeline.observe.stall import Scene
+    from penstock.pipeline.observe.stall import RunSnapshot
 
-    return examine(log, Scene(view=view, now_s=now_s, silent=silent))
+    return examine(log, RunSnapshot(view=view, now_s=now_s, silent=silent))
 
 
 def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:

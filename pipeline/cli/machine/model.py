@@ -38,7 +38,7 @@ def lake(
     """Make a tiny Qwen3 that walks on the frozen lake, badly: what examples/lake.toml begins with."""
     from penstock.pipeline.envs.tiny.model import LAKE, make_tiny_model
 
-    path = make_tiny_model(directory, seed=seed, lesson=LAKE)
+    path = make_tiny_model(directory, seed=seed, task=LAKE)
     _made(path, json=json, seed=seed)
 
 

@@ -8,7 +8,7 @@ import typer
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, say
 
 if TYPE_CHECKING:
-    from penstock.pipeline.replay.resample.compare import Redrawn
+    from penstock.pipeline.replay.resample.compare import ResampledCompletion
 
 SHOWN = 20
 """Number of differing samples listed; `--json` has all of them."""
@@ -34,12 +34,12 @@ def rollout(
 ) -> None:
     """Draw recorded prompts again with the recorded weights and seeds, and say token by token where they differ."""
     from penstock.pipeline.replay.resample.compare import summary
-    from penstock.pipeline.replay.resample.draw import Wish, redraw
+    from penstock.pipeline.replay.resample.draw import ResampleRequest, redraw
     from penstock.pipeline.runtime.registration.trust import Trust
 
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
-        wish = Wish(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
-        found = sorted(redraw(log, run_id, wish, say=say), key=lambda one: (one.group, one.sample))
+        request = ResampleRequest(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
+        found = sorted(redraw(log, run_id, request, say=say), key=lambda one: (one.group, one.sample))
     figures = summary(found)
     if json:
         emit({**figures, "differences": [one for one in found if not one.same]})
@@ -56,7 +56,7 @@ def rollout(
         print(f"… and {len(differing) - SHOWN} more; --json has all")
 
 
-def _line(sample: "Redrawn") -> str:
+def _line(sample: "ResampledCompletion") -> str:
     assert sample.first_difference is not None
     at = sample.first_difference
     low, high = max(0, at - CONTEXT), at + CONTEXT + 1

@@ -36,7 +36,7 @@ def score(
 ) -> None:
     """Judge recorded rollouts with another or a repaired reward: changed rewards, flips, groups that end otherwise."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.replay.rescore.run import Wish, score_run
+    from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
     from penstock.pipeline.replay.rescore.text import as_page
     from penstock.pipeline.runtime.registration.trust import Trust
 
@@ -46,7 +46,7 @@ def score(
         raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
     if new_run == "":
         raise ConfigError("--write: give the id of the new run")
-    wish = Wish(
+    request = RescoreRequest(
         functions=reward or [],
         weights=chosen,
         overrides=overrides or [],
@@ -59,7 +59,7 @@ def score(
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if new_run is not None:
             refuse_folder(log, "--write")
-        report = score_run(log, run_id, wish, say=say)
+        report = score_run(log, run_id, request, say=say)
     if json:
         emit(report)
     else:

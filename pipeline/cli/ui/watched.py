@@ -13,7 +13,7 @@ from penstock.infra.log import Log, Tail
 from penstock.infra.paths import run_directory
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import WATCHED
-from penstock.pipeline.runtime.topic_reader import read_on
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.errors import Unusable
 
@@ -41,7 +41,7 @@ class Watching:
                 self._views.popitem(last=False)[1][1].close()
         self._views.move_to_end(run)
         view, tail = self._views[run]
-        for record in read_on(self.log, tail):
+        for record in read_to_current_end(self.log, tail):
             with contextlib.suppress(Unusable):  # its owner sets it aside
                 view.fold(record)
         return view

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from penstock.infra.sandbox.sessions import CallFailed, Session, SessionLost, Sessions
 from penstock.pipeline.envs.agents.draw import Draw, Drawing
-from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
+from penstock.pipeline.envs.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import ChatTemplate, Conversation, TemplateRefused
 from penstock.pipeline.envs.conversation.messages import text_of
 from penstock.pipeline.envs.datasets.messages import TOOLS, tools_of
@@ -89,7 +89,7 @@ class Episode:
     """Counts the times that it was begun anew with nothing drawn."""
     version: int = 0
     """The newest weights when it was begun."""
-    course: Course = field(init=False)
+    episode_state: EpisodeState = field(init=False)
     _conversation: Conversation = field(init=False)
     _known: dict[int, _Known] = field(default_factory=dict)
     _session: Session | None = None
@@ -124,19 +124,21 @@ class Episode:
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
         """The trajectory as it stands."""
-        self.course.ended_ns = time.time_ns()
+        self.episode_state.ended_ns = time.time_ns()
         segments = self._conversation.segments()
-        return trajectory_of(segments, self.request, self.sample, course=self.course, finish=finish, cause=cause, version=self.version)
+        return trajectory_of(
+            segments, self.request, self.sample, episode_state=self.episode_state, finish=finish, cause=cause, version=self.version
+        )
 
     def _begin(self) -> None:
         request = self.request
         messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
-        started = time.time_ns() if not hasattr(self, "course") else self.course.started_ns
-        self.course = Course(messages=messages, rewards={}, seed=self.seed, started_ns=started)
+        started = time.time_ns() if not hasattr(self, "episode_state") else self.episode_state.started_ns
+        self.episode_state = EpisodeState(messages=messages, rewards={}, seed=self.seed, started_ns=started)
         self._conversation = Conversation(self.template, history=self.limits.history)
 
     async def _play(self) -> Trajectory:
-        course, limits = self.course, self.limits
+        episode_state, limits = self.episode_state, self.limits
         try:
             tools = await self._reset()
         except TemplateRefused as error:
@@ -146,7 +148,7 @@ class Episode:
         malformed = 0
         for _ in range(limits.max_turns):
             try:
-                context = self._conversation.context(course.messages)
+                context = self._conversation.context(episode_state.messages)
             except TemplateRefused as error:
                 raise EnvironmentBroken("step", f"the chat template refuses its messages: {error}") from error
             room = min(limits.turn_tokens, limits.trajectory_tokens - len(context.token_ids))
@@ -154,22 +156,22 @@ class Episode:
                 break
             drawn = await self._drawn(context.token_ids, turn=context.number, room=room)
             answer = self._conversation.drawn(context, drawn.token_ids, drawn.logprobs, drawn.versions, drawn.finish)
-            course.answers.append(len(course.messages))
-            course.messages.append(answer.message)
+            episode_state.answers.append(len(episode_state.messages))
+            episode_state.messages.append(answer.message)
             if drawn.finish == "abort":
                 return self.ended("abort")
             if drawn.finish == "length":
                 break
             malformed = malformed + 1 if answer.malformed and not answer.message.get("tool_calls") else 0
             if malformed:
-                course.messages.append({"role": "user", "content": "\n".join(answer.malformed)})
+                episode_state.messages.append({"role": "user", "content": "\n".join(answer.malformed)})
                 if malformed == MALFORMED_LIMIT:
                     break
                 continue
             observed = await self._call("step", {"message": answer.message}, limits.step_timeout_s)
-            course.messages += _with_refused_calls([*map(self._shortened, observed["messages"])], answer.malformed)
+            episode_state.messages += _with_refused_calls([*map(self._shortened, observed["messages"])], answer.malformed)
             if observed["reward"] is not None:
-                course.rewards[context.number] = observed["reward"]
+                episode_state.rewards[context.number] = observed["reward"]
             if observed["ended"]:
                 return await self._judged("stop", context.number)
         return await self._judged("length", self._conversation.turns - 1)
@@ -185,7 +187,7 @@ class Episode:
             return message
         if (cut := self.template.shortened(text, limit)) == text:
             return message
-        self.course.results_cut += 1
+        self.episode_state.results_cut += 1
         return {**message, "content": cut}
 
     async def _reset(self) -> list[Mapping[str, Any]]:
@@ -193,16 +195,16 @@ class Episode:
         self._session = await self.sessions.open()
         payload = {"seed": self.seed, "row": dict(self.request.row)}
         observed = await self._call("reset", payload, self.limits.reset_timeout_s)
-        self.course.environment, self.course.version = observed["source"], observed["version"]
+        self.episode_state.environment, self.episode_state.version = observed["source"], observed["version"]
         for message in observed["messages"]:
-            last = self.course.messages[-1]
+            last = self.episode_state.messages[-1]
             if message["role"] == last["role"] == "user" and isinstance(self.template, ChatTemplate):  # many templates refuse two in a row
                 try:
-                    self.course.messages[-1] = {**last, "content": f"{text_of(last)}\n\n{text_of(message)}"}
+                    self.episode_state.messages[-1] = {**last, "content": f"{text_of(last)}\n\n{text_of(message)}"}
                 except TemplateRefused as error:
                     raise EnvironmentBroken("reset", str(error)) from error
             else:
-                self.course.messages.append(message)
+                self.episode_state.messages.append(message)
         return list(observed["tools"])
 
     def _tools_of_row(self) -> Sequence[Mapping[str, Any]] | None:
@@ -213,7 +215,7 @@ class Episode:
         """The end of an unbroken trajectory: with the reward of the whole, if its environment gives one."""
         reward = await self._call("reward", {}, self.limits.step_timeout_s)
         if turn >= 0:
-            self.course.rewards[turn] = self.course.rewards.get(turn, 0.0) + (reward or 0.0)
+            self.episode_state.rewards[turn] = self.episode_state.rewards.get(turn, 0.0) + (reward or 0.0)
         return self.ended(finish)
 
     async def _drawn(self, token_ids: npt.NDArray[np.int32], *, turn: int, room: int) -> Draw:
@@ -229,7 +231,7 @@ class Episode:
         """One call of the environment, whose time is counted."""
         session = self._session
         assert session is not None
-        left = self.limits.trajectory_timeout_s - self.course.environment_s
+        left = self.limits.trajectory_timeout_s - self.episode_state.environment_s
         if left <= 0:
             raise EnvironmentBroken("timeout", f"it took longer than {self.limits.trajectory_timeout_s:g} s in all")
         try:
@@ -241,8 +243,8 @@ class Episode:
         except CallFailed as failed:
             raise EnvironmentBroken("reset" if do == "reset" else "step", str(failed)) from failed
         finally:
-            self.course.environment_s += session.last_s
-            self.course.replaced += session.last_replaced
+            self.episode_state.environment_s += session.last_s
+            self.episode_state.replaced += session.last_replaced
 
     def _leave(self) -> None:
         session, self._session = self._session, None

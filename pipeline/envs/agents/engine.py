@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.engines.base import Completion, Engine, GroupRequest, InHand
+from penstock.infra.engines.base import Completion, Engine, GroupInFlight, GroupRequest
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.driver import Limits
-from penstock.pipeline.envs.agents.episodes import Playing, open_episodes
+from penstock.pipeline.envs.agents.episodes import EpisodeEngine, open_episodes
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 
 WAIT_S = 0.02
@@ -65,7 +65,7 @@ class _Asked:
 class _Running:
     """A trajectory under way."""
 
-    episode: Playing
+    episode: EpisodeEngine
     task: "Future[Trajectory]"
     oldest: int | None = None
     tokens: int = 0
@@ -145,11 +145,11 @@ class TrajectoryEngine:
         self._counts["dropped_turns"] += sum(map(_turns, aborted))
         return list[Completion](aborted)
 
-    def in_hand(self) -> list[InHand]:
-        drawing = {held.group: held for held in self._inner.in_hand()}
-        groups: dict[int, list[InHand]] = {}
+    def groups_in_flight(self) -> list[GroupInFlight]:
+        drawing = {held.group: held for held in self._inner.groups_in_flight()}
+        groups: dict[int, list[GroupInFlight]] = {}
         for (group, _), running in self._running.items():
-            before = InHand(group=group, tokens=running.tokens, oldest_version=running.oldest)
+            before = GroupInFlight(group=group, tokens=running.tokens, oldest_version=running.oldest)
             groups.setdefault(group, []).extend([before, *(drawing[turn] for turn in running.turns if turn in drawing)])
         return [_together(group, held) for group, held in sorted(groups.items())]
 
@@ -294,6 +294,6 @@ def _resolve(answer: "asyncio.Future[Draw]", drawn: Draw) -> None:
         answer.set_result(drawn)
 
 
-def _together(group: int, held: list[InHand]) -> InHand:
+def _together(group: int, held: list[GroupInFlight]) -> GroupInFlight:
     versions = [one.oldest_version for one in held if one.oldest_version is not None]
-    return InHand(group=group, tokens=sum(one.tokens for one in held), oldest_version=min(versions, default=None))
+    return GroupInFlight(group=group, tokens=sum(one.tokens for one in held), oldest_version=min(versions, default=None))

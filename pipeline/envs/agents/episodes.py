@@ -15,7 +15,7 @@ from penstock.pipeline.envs.environments.child import CHILD
 from penstock.pipeline.envs.environments.sources import AGENT
 
 
-class Playing(Protocol):
+class EpisodeEngine(Protocol):
     """One trajectory."""
 
     async def run(self) -> Trajectory:
@@ -30,7 +30,7 @@ class Playing(Protocol):
 class Episodes(Protocol):
     """Makes trajectories of one source; used in one asyncio loop."""
 
-    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> Playing:
+    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> EpisodeEngine:
         """A trajectory that asks `draw` for its turns; `version`: the newest weights."""
         ...
 

@@ -49,7 +49,7 @@ class Trajectory(Completion):
 
 
 @dataclass(slots=True, kw_only=True)
-class Course:
+class EpisodeState:
     """What is known of a trajectory beside its tokens, by the number of the model's turn."""
 
     messages: list[dict[str, Any]]
@@ -68,7 +68,14 @@ class Course:
 
 
 def trajectory_of(
-    segments: Sequence[Segment], request: GroupRequest, sample: int, *, course: Course, finish: Finish, cause: str | None, version: int
+    segments: Sequence[Segment],
+    request: GroupRequest,
+    sample: int,
+    *,
+    episode_state: EpisodeState,
+    finish: Finish,
+    cause: str | None,
+    version: int,
 ) -> Trajectory:
     """The sample as it is published; `version`: under which it was begun, where nothing was drawn. `cause`: why an environment ended it."""
     ids, mask, logprobs, versions, bounds, turns = [], [], [], [], [], []
@@ -80,7 +87,7 @@ def trajectory_of(
         for part in segment.parts:
             start, end = max(part.start, cut), part.end
             if start < end:
-                reward = course.rewards.get(part.turn) if part.source == MODEL else None
+                reward = episode_state.rewards.get(part.turn) if part.source == MODEL else None
                 where = total - cut
                 turns.append(Turn(start=where + start, end=where + end, source=part.source, finish=part.finish, reward=reward))
         ids.append(segment.token_ids[cut:])
@@ -99,19 +106,19 @@ def trajectory_of(
         logprobs=np.concatenate([np.empty(0, np.float32), *logprobs]),
         finish=finish,
         spans=_spans(np.concatenate([np.empty(0, np.int32), *versions]), version),
-        started_ns=course.started_ns,
-        ended_ns=course.ended_ns,
+        started_ns=episode_state.started_ns,
+        ended_ns=episode_state.ended_ns,
         loss_mask=np.concatenate([np.empty(0, np.bool_), *mask]),
         segments=tuple(bounds),
         turns=tuple(turns),
-        messages=json.dumps(_marked(course.messages, frozenset(course.answers))),
-        environment=course.environment,
-        environment_version=course.version,
-        environment_seed=course.seed,
-        environment_s=course.environment_s,
-        results_cut=course.results_cut,
+        messages=json.dumps(_marked(episode_state.messages, frozenset(episode_state.answers))),
+        environment=episode_state.environment,
+        environment_version=episode_state.version,
+        environment_seed=episode_state.seed,
+        environment_s=episode_state.environment_s,
+        results_cut=episode_state.results_cut,
         segment_count=len(bounds),
-        replaced=course.replaced,
+        replaced=episode_state.replaced,
     )
 
 

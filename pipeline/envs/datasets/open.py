@@ -17,7 +17,7 @@ SHOWN_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class SourceSpec:
     """The arguments with which a source is opened."""
 
     name: str
@@ -33,13 +33,13 @@ class Given:
     options: dict[str, Any]
 
 
-def _reasoning_gym(given: Given) -> Source:
+def _reasoning_gym(given: SourceSpec) -> Source:
     options = dict(given.options)
     seed, size = int(options.pop("seed", given.seed)), int(options.pop("size", given.rows or 0)) or None
     return ReasoningGym(given.name, seed=seed, size=size, split=given.split, options=options)
 
 
-SCHEMES: Mapping[str, Callable[[Given], Source]] = {
+SCHEMES: Mapping[str, Callable[[SourceSpec], Source]] = {
     "hf": lambda given: Hub(given.name, base_dir=given.base, split=given.split, options=given.options),
     "reasoning-gym": _reasoning_gym,
     "tiny": lambda given: open_tiny(given.name, seed=given.seed, size=given.size, split=given.split),
@@ -73,7 +73,7 @@ def open_dataset(
     plain, options = split_options(source)
     scheme, _, name = plain.partition(":")
     rows = size if size is not None or limit is None else start + limit
-    given = Given(name=name, base=Path(base_dir or ".").resolve(), split=split, seed=seed, size=size, rows=rows, options=options)
+    given = SourceSpec(name=name, base=Path(base_dir or ".").resolve(), split=split, seed=seed, size=size, rows=rows, options=options)
     opened: Source
     if scheme in SCHEMES and name:
         opened = SCHEMES[scheme](given)

@@ -30,7 +30,7 @@ Text = list[tuple[str, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class PretrainTask:
     """What a model is taught before a run, and its shape."""
 
     demonstrations: Callable[[int, random.Random], Sequence[Text]]
@@ -49,12 +49,12 @@ def _walks(count: int, rng: random.Random) -> list[Text]:
     return [demonstration(rng) for _ in range(count)]
 
 
-LETTERS = Lesson(demonstrations=_letters, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
-LAKE = Lesson(demonstrations=_walks, steps=200, batch=32, peak_lr=3e-3, layers=2, heads=4)
+LETTERS = PretrainTask(demonstrations=_letters, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
+LAKE = PretrainTask(demonstrations=_walks, steps=200, batch=32, peak_lr=3e-3, layers=2, heads=4)
 
 
 def make_tiny_model(
-    directory: str | Path, *, seed: int = 0, lesson: Lesson = LETTERS, steps: int | None = None, progress: Progress | None = None
+    directory: str | Path, *, seed: int = 0, task: PretrainTask = LETTERS, steps: int | None = None, progress: Progress | None = None
 ) -> Path:
     """Write model and tokenizer into a new directory after `steps` of supervised learning, the lesson's own if absent.
 
@@ -63,7 +63,7 @@ def make_tiny_model(
     Raises:
         ValueError: the directory is not empty.
     """
-    steps = lesson.steps if steps is None else steps
+    steps = task.steps if steps is None else steps
     tokenizer = tiny_tokenizer()
     threads = torch.get_num_threads()
     with new_directory(Path(directory), holds="the tiny model") as aside:
@@ -71,8 +71,8 @@ def make_tiny_model(
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = _untrained(lesson)
-                _teach(model, tokenizer, lesson, seed=seed, steps=steps, progress=progress)
+                model = _untrained(task)
+                _teach(model, tokenizer, task, seed=seed, steps=steps, progress=progress)
         finally:
             torch.set_num_threads(threads)
         _save(model, tokenizer, aside)
@@ -94,15 +94,15 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def _untrained(lesson: Lesson) -> Any:
+def _untrained(task: PretrainTask) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=len(SPECIALS) + len(CHARACTERS),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=lesson.layers,
-        num_attention_heads=lesson.heads,
+        num_hidden_layers=task.layers,
+        num_attention_heads=task.heads,
         num_key_value_heads=1,
         head_dim=32,  # the smallest that vLLM supports on a CPU
         max_position_embeddings=POSITIONS,
@@ -116,14 +116,14 @@ def _untrained(lesson: Lesson) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _teach(model: Any, tokenizer: Any, lesson: Lesson, *, seed: int, steps: int, progress: Progress | None) -> None:
+def _teach(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, steps: int, progress: Progress | None) -> None:
     rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: calling the tokenizer would cost a fifth of the time
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lesson.peak_lr * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
-        ids, labels = _batch(lesson.demonstrations(lesson.batch, rng), ids_of)
+            group["lr"] = task.peak_lr * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
+        ids, labels = _batch(task.demonstrations(task.batch, rng), ids_of)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-1)
         optimizer.zero_grad()

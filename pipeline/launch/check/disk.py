@@ -46,7 +46,7 @@ class Growth:
     @property
     def samples(self) -> int:
         """The samples of a step, all of the longest."""
-        schedule, tokens = self.config.rules, self.config.max_drawn_tokens
+        schedule, tokens = self.config.rules, self.config.max_completion_tokens
         return math.ceil(schedule.prompts_per_step * (GROUP_BYTES + schedule.samples_per_prompt * (SAMPLE_BYTES + TOKEN_BYTES * tokens)))
 
     def weights(self, steps: int) -> int:

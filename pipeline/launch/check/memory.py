@@ -111,10 +111,14 @@ def estimates(config: Config, shape: Shape) -> list[Estimate]:
     """Trainer (each of its processes), rollout worker and evaluator."""
     engine = Estimate(role="rollout", parts=engine_parts(config, shape))
     found = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
-    return [*found, Estimate(role="evaluator", parts=engine.parts)] if config.eval_sources and not config.lends_engine else found
+    return (
+        [*found, Estimate(role="evaluator", parts=engine.parts)]
+        if config.eval_sources and not config.evaluates_on_rollout_engine
+        else found
+    )
 
 
-def by_turns(found: Sequence[Estimate]) -> tuple[int, int]:
+def time_shared(found: Sequence[Estimate]) -> tuple[int, int]:
     """(bytes on the GPU, bytes on the host) at the peak, where the workers have one GPU by turns."""
     on_gpu = [sum(size for part, size in each.parts.items() if part not in ON_HOST) for each in found]
     stays = [sum(size for part, size in each.parts.items() if part in ON_HOST) for each in found]
@@ -161,7 +165,7 @@ def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
 def activations(config: Config, shape: Shape) -> tuple[int, int]:
     """Bytes of the largest micro-batch, every prompt and completion as long as may be: kept for the backward pass, computed again in it."""
     trainer, schedule = config.trainer, config.schedule
-    prompt, drawn = config.data.max_prompt_tokens, config.max_drawn_tokens
+    prompt, drawn = config.data.max_prompt_tokens, config.max_completion_tokens
     samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + drawn)))
     prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
     tokens, item = prompts * prompt + samples * drawn, ITEM[trainer.dtype]
@@ -172,7 +176,7 @@ def activations(config: Config, shape: Shape) -> tuple[int, int]:
 def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
     """What a process with the rollout engine holds at its peak."""
     rollout, item = config.rollout, ITEM[config.rollout.dtype]
-    longest = config.data.max_prompt_tokens + config.max_drawn_tokens
+    longest = config.data.max_prompt_tokens + config.max_completion_tokens
     vllm = rollout.engine == "vllm"
     rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
     embedding = item * shape.embedding

@@ -21,7 +21,7 @@ from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import Growth, delta_share
-from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, by_turns, estimates, offloaded, shape_of
+from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, estimates, offloaded, shape_of, time_shared
 from penstock.pipeline.launch.check.reward_signal import equal_and_low, scale_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
@@ -144,7 +144,7 @@ def memory_line(config: Config) -> str:
     parts = [f"{each.role} {size(each.total)}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in found]
     total, free = sum(each.total * counts.get(each.role, 1) for each in found), psutil.virtual_memory().available
     if config.colocated and visible_gpus():
-        gpu, host = by_turns(found)
+        gpu, host = time_shared(found)
         turns = f"by turns the GPU holds {size(gpu)} at most and the host {size(host)}, {size(free)} are free"
         return f"about {', '.join(parts)} at the peak; {turns}"
     where = f"{size(free)} are free"

@@ -62,7 +62,7 @@ def judge(
     reward, renderer = config.reward, Renderer.of(config)
     init = reward_child.spec(
         reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s,
-        max_steps=config.run.steps or 1, max_completion_length=config.max_drawn_tokens,
+        max_steps=config.run.steps or 1, max_completion_length=config.max_completion_tokens,
     )  # fmt: skip
     limit_s = max(map(len, [*completions, range(COPIES)])) * reward.timeout_s
     with _children(reward_child.CHILD, init, timeout_s=limit_s, rules=reward.rules()) as pool:

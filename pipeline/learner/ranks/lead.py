@@ -54,7 +54,7 @@ class Ranks:
                 self.processes.tell(rank, do="nothing")
             else:
                 train_nothing(backend)
-        self.processes.tell_all(do="report")
+        self.processes.broadcast(do="report")
         by_rank = [iter(stats) for stats in (own, *self.processes.answers())]
         return [next(by_rank[self.whose(number)]) for number in range(batches)]
 

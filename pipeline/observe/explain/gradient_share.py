@@ -63,7 +63,7 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
     rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
     masks = [row.loss_mask[None] for row in rows]
     total = training_samples.denominator(masks, plan, aggregate=config.aggregate, counts_untrained=config.counts_untrained)
-    longest = config.max_drawn_tokens
+    longest = config.max_completion_tokens
 
     def share(number: int, row: TokenSequence) -> SampleShare:
         tokens = int(row.loss_mask.sum())

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.observe.explain.stage_times import Moments, Standing, moments_of, waits_for
+from penstock.pipeline.observe.explain.stage_times import GroupProgress, GroupTimestamps, timestamps_of, waits_for
 from penstock.pipeline.observe.recorded_run import Letter, RecordedRun, no_prompt
-from penstock.pipeline.runtime.topic_reader import KILLER, Read, deleted, place_of
+from penstock.pipeline.runtime.topic_reader import KILLER, Read, deleted, record_id_of
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.fates import fate_of
 from penstock.topics.dead_letters import DeadLetter, claimed_group
@@ -118,16 +118,16 @@ class GroupHistory:
     @property
     def letters(self) -> list[Letter]:
         """Dead letters about this group's records, or about records that claim to be."""
-        places = {place_of(record) for read in self.reads for record in read.records}
-        return [kept for kept in self.run.letters if place_of(kept.letter) in places or claimed_group(kept.letter) == self.number]
+        places = {record_id_of(record) for read in self.reads for record in read.records}
+        return [kept for kept in self.run.letters if record_id_of(kept.letter) in places or claimed_group(kept.letter) == self.number]
 
     @property
-    def moments(self) -> Moments:
+    def timestamps(self) -> GroupTimestamps:
         """When what happened to it."""
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
-        return moments_of(
+        return timestamps_of(
             self.counted.values(),
             complete=self.complete,
             admitted=admitted.created_ns / NS if admitted else None,
@@ -186,7 +186,7 @@ def _why(history: GroupHistory) -> str:
         case "unused" if run.rescored_from is not None:
             return f"this is a re-scoring of {run.rescored_from}, without a trainer: `penstock replay train {run.run}` trains from it"
         case "unused":
-            closed = run.past.story.closed
+            closed = run.past.ledger_state.closed
             reason = json.loads((closed and closed.details) or "{}").get("reason")
             ended = f"the run ended first ({reason})" if reason else "the run ended first"
             return f"{ended}; it waited for {waits_for(_standing(history), run.config.rules)}"
@@ -224,9 +224,9 @@ def _why_stale(history: GroupHistory) -> str:
     )
 
 
-def _standing(history: GroupHistory) -> Standing:
+def _standing(history: GroupHistory) -> GroupProgress:
     prompt, past = history.prompt, history.run.past
-    return Standing(
+    return GroupProgress(
         samples=len(history.counted),
         wanted=history.wanted,
         scored=history.outcome is not None,

@@ -15,7 +15,7 @@ NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class GroupTimestamps:
     """When what happened to a group; None where it did not, or not yet."""
 
     admitted: float | None = None
@@ -61,10 +61,10 @@ class Stage:
     seconds: float
 
 
-def moments_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | None) -> Moments:
+def timestamps_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | None) -> GroupTimestamps:
     """The moments of a group from its samples that count and from what else is known."""
     samples = list(drawn)
-    return Moments(
+    return GroupTimestamps(
         begun=min(sample.started_ns for sample in samples) / NS if samples else None,
         first_ended=min(sample.ended_ns for sample in samples) / NS if samples else None,
         last_ended=max(sample.ended_ns for sample in samples) / NS if samples and complete else None,
@@ -72,19 +72,19 @@ def moments_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | Non
     )
 
 
-def stages(moments: Moments) -> list[Stage]:
+def stages(timestamps: GroupTimestamps) -> list[Stage]:
     """The stages whose ends are both known, in order; a negative one is a difference between two machines' clocks."""
-    zero, rows = moments.admitted, []
-    known = [stage for stage in STAGES if stage[0] != "scoring" or moments.judged is None]
+    zero, rows = timestamps.admitted, []
+    known = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.judged is None]
     for name, first, last in known:
-        begins, ends = getattr(moments, first), getattr(moments, last)
+        begins, ends = getattr(timestamps, first), getattr(timestamps, last)
         if zero is not None and begins is not None and ends is not None:
             rows.append(Stage(name=name, begins_s=begins - zero, seconds=ends - begins))
     return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class GroupProgress:
     """How far a group has come that has no fate yet, and how far its run."""
 
     samples: int
@@ -99,23 +99,23 @@ class Standing:
     """Committed ones."""
 
 
-def waits_for(standing: Standing, schedule: Schedule) -> str:
+def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
     """What a group without a fate waits for, in one clause."""
-    if not standing.readable:
+    if not progress.readable:
         return "its prompt cannot be read: the scorer ends the group, or its deadline does"
-    if standing.scored:
-        old = rules.lag(learner_version=standing.newest_version, policy_version_min=standing.policy_version_min or 0)
+    if progress.scored:
+        old = rules.lag(learner_version=progress.newest_version, policy_version_min=progress.policy_version_min or 0)
         behind = f"{old} version{'' if old == 1 else 's'}"
         first = "takes the lowest numbers first" if schedule.order == "submission" else "takes what was scored first"
         return (
-            f"the trainer, which {first} and has {standing.steps} steps done; the group is {behind} behind the newest, "
+            f"the trainer, which {first} and has {progress.steps} steps done; the group is {behind} behind the newest, "
             f"{schedule.max_lag} are allowed"
         )
-    if standing.samples >= standing.wanted:
+    if progress.samples >= progress.wanted:
         return "the scorer that owns its partition: all its samples are there"
-    if standing.samples:
-        return f"samples: {standing.samples} of {standing.wanted} are there"
-    if standing.min_version > standing.newest_version:
-        newest = f"the newest is {standing.newest_version}" if standing.newest_version >= 0 else "none is published"
-        return f"weights: it may be drawn under version {standing.min_version} or newer, {newest}"
+    if progress.samples:
+        return f"samples: {progress.samples} of {progress.wanted} are there"
+    if progress.min_version > progress.newest_version:
+        newest = f"the newest is {progress.newest_version}" if progress.newest_version >= 0 else "none is published"
+        return f"weights: it may be drawn under version {progress.min_version} or newer, {newest}"
     return "a rollout worker: none of its samples is there"

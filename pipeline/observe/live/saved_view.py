@@ -75,7 +75,7 @@ def newest(log: Log, run: str) -> Saved:
                 continue
             ends = log.end_offsets(positions)
             if all(ends[place] >= offset for place, offset in positions.items()):  # else records were lost that it has seen
-                begins = log.begin_offsets(positions)
+                begins = log.beginning_offsets(positions)
                 return from_json(run, found.view), {place: max(begins[place], offset) for place, offset in positions.items()}
         except (Unusable, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue

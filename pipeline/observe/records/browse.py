@@ -72,7 +72,7 @@ def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyTy
             continue
         name = topic_name(run, topic)
         held = [(name, partition) for partition in range(count)]
-        begins, ends = log.begin_offsets(held), log.end_offsets(held)
+        begins, ends = log.beginning_offsets(held), log.end_offsets(held)
         offsets = sum(ends[at] - begins[at] for at in held)
         small = topic != "weights" and sizes.get(name, 0) <= COUNTED_BYTES and offsets <= COUNTED_OFFSETS
         rows.append(
@@ -92,7 +92,7 @@ def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: fl
     """The newest `count` records of a topic over all its partitions, by time; then, with `follow`, every new one for ever."""
     name = kafka_topic(run, topic)
     partitions = [(name, partition) for partition in range(log.partitions(name) or 0)]
-    begins, ends = log.begin_offsets(partitions), log.end_offsets(partitions)
+    begins, ends = log.beginning_offsets(partitions), log.end_offsets(partitions)
     window, newest = max(16, 2 * count), []
     while count:  # offsets are not records: markers of transactions take some, so a window may hold too few
         reader = log.tail({at: max(begins[at], ends[at] - window) for at in partitions})

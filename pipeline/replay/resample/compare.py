@@ -14,7 +14,7 @@ from penstock.topics.rollouts import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Redrawn:
+class ResampledCompletion:
     """One sample, recorded and drawn again."""
 
     group: int
@@ -38,7 +38,7 @@ class Redrawn:
         return self.first_difference is None
 
 
-def compare(recorded: Rollout, drawn: Completion, *, version: int) -> Redrawn:
+def compare(recorded: Rollout, drawn: Completion, *, version: int) -> ResampledCompletion:
     """The two as one finding.
 
     Recorded tokens count up to the first that was drawn under another version than `version`; all of them where none was drawn under it,
@@ -55,7 +55,7 @@ def compare(recorded: Rollout, drawn: Completion, *, version: int) -> Redrawn:
         first = common  # one of the two ended here, the other went on
     alike = common if first is None else first
     gaps = np.abs(recorded.behaviour_logprobs[:alike] - drawn.logprobs[:alike])
-    return Redrawn(
+    return ResampledCompletion(
         group=recorded.group,
         sample=recorded.sample,
         version=version,
@@ -68,7 +68,7 @@ def compare(recorded: Rollout, drawn: Completion, *, version: int) -> Redrawn:
     )
 
 
-def summary(samples: Sequence[Redrawn]) -> dict[str, float | int]:
+def summary(samples: Sequence[ResampledCompletion]) -> dict[str, float | int]:
     """Counts over all samples."""
     tokens = sum(sample.comparable for sample in samples)
     equal = sum(sample.comparable if sample.first_difference is None else sample.first_difference for sample in samples)

@@ -14,7 +14,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.learner.ledger_history import Past
 from penstock.pipeline.observe.recorded_run import RecordedRun, no_prompt, read_run
-from penstock.pipeline.replay.resample.compare import Redrawn, compare
+from penstock.pipeline.replay.resample.compare import ResampledCompletion, compare
 from penstock.pipeline.replay.rescore.cases import read_prompts
 from penstock.pipeline.runtime.drawing.sampling import request_of
 from penstock.pipeline.runtime.factories import make_engine
@@ -31,7 +31,7 @@ CHANGEABLE = ("rollout", "sampling", "run.seed", "model.path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ResampleRequest:
     """What is to be drawn again."""
 
     step: int | None = None
@@ -44,7 +44,7 @@ class Wish:
     """Whether environments and options of the engine that the run names may be loaded although no key here has signed it."""
 
 
-def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Iterator[Redrawn]:
+def redraw(log: Log, run: str, request: ResampleRequest, *, say: Callable[[str], None]) -> Iterator[ResampledCompletion]:
     """Draw what is wished for, version by version, and compare sample by sample as they end.
 
     Raises `ConfigError` for a wish that makes no sense and for a step, group or version that is not recorded, `LogError` for records
@@ -53,10 +53,10 @@ def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Ite
     recorded = read_run(log, run)
     if recorded.record is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
-    config, past = changed(recorded.config, wish.overrides), recorded.past
-    code = user_code(config, sections=("environment", "rollout"), given=keys_of(wish.overrides))
-    require_trusted(registration(log, run), trust=wish.trust, say=say, code=code)
-    wanted = groups_of(past, wish)
+    config, past = changed(recorded.config, request.overrides), recorded.past
+    code = user_code(config, sections=("environment", "rollout"), given=keys_of(request.overrides))
+    require_trusted(registration(log, run), trust=request.trust, say=say, code=code)
+    wanted = groups_of(past, request)
     asked = prompts_of(recorded, wanted)
     samples = samples_of(recorded, asked.keys())
     if (lost := "; ".join(deleted(log, f"{run}.rollouts"))) and samples:
@@ -66,16 +66,16 @@ def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Ite
     if not samples:
         raise ValueError(f"group {min(asked)} has no sample yet" if len(asked) == 1 else f"no sample of groups {sorted(asked)} is recorded")
     stop_ids = json.loads(recorded.record.info)["digests"]["stop_ids"]
-    by_version = begun_under(samples, version=wish.version)
+    by_version = begun_under(samples, version=request.version)
     for version in by_version:
-        if version not in past.story.manifests:
-            raise ConfigError(f"version {version} is not among the run's: 0 to {past.story.newest_version}")
+        if version not in past.ledger_state.manifests:
+            raise ConfigError(f"version {version} is not among the run's: 0 to {past.ledger_state.newest_version}")
     say(f"{sum(map(len, by_version.values()))} samples of {len(asked)} groups under {len(by_version)} versions: loading the engine")
     engine = make_engine(config)
     try:
         for version, mine in sorted(by_version.items()):
             say(f"version {version}: {len(mine)} samples")
-            engine.load_weights(version, fetch(log, past.story.manifests, version, run=run))
+            engine.load_weights(version, fetch(log, past.ledger_state.manifests, version, run=run))
             for completion in draw(engine, asked, mine, config=config, stop_ids=stop_ids):
                 yield compare(mine[completion.group, completion.sample], completion, version=version)
     finally:
@@ -91,16 +91,16 @@ def changed(config: Config, overrides: Sequence[str]) -> Config:
     return override(config, overrides) if overrides else config
 
 
-def groups_of(past: Past, wish: Wish) -> list[int]:
+def groups_of(past: Past, request: ResampleRequest) -> list[int]:
     """The numbers of the wished groups. Raises `ConfigError`."""
-    if (wish.step is None) == (wish.group is None):
+    if (request.step is None) == (request.group is None):
         raise ConfigError("give either --step or --group")
-    if wish.group is not None:
-        return [wish.group]
+    if request.group is not None:
+        return [request.group]
     steps = past.steps
-    if wish.step is None or wish.step not in range(len(steps)):
-        raise ConfigError(f"step {wish.step} is not committed; the ledger has " + (f"0 to {len(steps) - 1}" if steps else "none"))
-    return [planned.group for planned in steps[wish.step].plan]
+    if request.step is None or request.step not in range(len(steps)):
+        raise ConfigError(f"step {request.step} is not committed; the ledger has " + (f"0 to {len(steps) - 1}" if steps else "none"))
+    return [planned.group for planned in steps[request.step].plan]
 
 
 def begun_under(samples: Mapping[tuple[int, int], Rollout], *, version: int | None) -> dict[int, dict[tuple[int, int], Rollout]]:

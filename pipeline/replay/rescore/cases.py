@@ -35,7 +35,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class SkippedGroup:
     """A group that cannot be judged."""
 
     number: int
@@ -46,7 +46,7 @@ class Left:
     """Its recorded outcome, where there is one."""
 
 
-def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case | Left]:
+def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case | SkippedGroup]:
     """Every admitted group once: those with an outcome in the order of the log, then those that were never judged, by number.
 
     `model` is the directory with the run's tokenizer, if it is not where the configuration says. Raises `LogError`.
@@ -58,7 +58,7 @@ def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case |
             continue
         number, partition = group.group, outcome.record.partition
         if number not in prompts:
-            yield Left(number=number, partition=partition, before=group.outcome, why="its prompt cannot be read", group=group)
+            yield SkippedGroup(number=number, partition=partition, before=group.outcome, why="its prompt cannot be read", group=group)
             continue
         if not group.samples:
             unjudged[number] = group
@@ -83,7 +83,7 @@ def read_prompts(recorded: RecordedRun, *, wanted: AbstractSet[int] | None = Non
 
 def _from_tokens(
     recorded: RecordedRun, prompts: Mapping[int, tuple[Prompt, int]], unjudged: Mapping[int, Group | None], *, model: str | None
-) -> Iterator[Case | Left]:
+) -> Iterator[Case | SkippedGroup]:
     """Groups that no reward function has judged, as far as their samples are all there."""
     if not unjudged:
         return
@@ -99,9 +99,9 @@ def _from_tokens(
         samples = tuple(rollout for _, rollout in sorted(by_group.pop(number, {}).items()))
         before = group.outcome if group else None
         if (problem := _unfit(prompt, before, samples)) is not None:
-            yield Left(number=number, partition=partition, before=before, why=problem, group=group)
+            yield SkippedGroup(number=number, partition=partition, before=before, why=problem, group=group)
         elif isinstance(decoder, str):
-            yield Left(number=number, partition=partition, before=before, why=decoder, group=group)
+            yield SkippedGroup(number=number, partition=partition, before=before, why=decoder, group=group)
         else:
             yield Case(
                 group=group or _blank(prompt, recorded),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
-from penstock.pipeline.replay.rescore.cases import Left
+from penstock.pipeline.replay.rescore.cases import SkippedGroup
 from penstock.pipeline.replay.rescore.judge import Rescored
 from penstock.topics.groups import Group, ScoredSample
 
@@ -69,9 +69,9 @@ class Comparison:
     unscored: int = 0
     """Samples to which no function applies, or whose reward broke."""
 
-    def add(self, found: Rescored | Left) -> None:
+    def add(self, found: Rescored | SkippedGroup) -> None:
         """Add a group."""
-        if isinstance(found, Left):
+        if isinstance(found, SkippedGroup):
             self.left.append({"group": found.number, "before": found.before, "why": found.why})
             return
         before, after = found.case.before or "unjudged", found.group.outcome

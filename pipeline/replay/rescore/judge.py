@@ -13,7 +13,7 @@ from penstock.pipeline.envs.group_outcome import verdict
 from penstock.pipeline.envs.reward_child import payload_of, reward_pool
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.envs.scoring.reward_pool import RewardPool
-from penstock.pipeline.replay.rescore.cases import Case, Left
+from penstock.pipeline.replay.rescore.cases import Case, SkippedGroup
 from penstock.topics.groups import Group
 
 CHANGEABLE = ("algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
@@ -48,18 +48,18 @@ def changed(config: Config, *, functions: Sequence[str] = (), weights: Sequence[
     return override(from_table(table), [f"reward.functions={json.dumps(table['reward']['functions'])}", *overrides])
 
 
-def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, processes: int) -> Iterator[Rescored | Left]:
+def rescore(recorded: Iterable[Case | SkippedGroup], config: Config, *, steps: int, processes: int) -> Iterator[Rescored | SkippedGroup]:
     """Judge group after group of a run of so many steps under `config.reward`, in the order given.
 
     Raises `ChildError` (one line) where a reward function cannot be loaded at all.
     """
-    settings = {"max_steps": steps, "max_completion_length": config.max_drawn_tokens, "by_source": config.data.rewards}
+    settings = {"max_steps": steps, "max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
     with reward_pool(config.reward, size=processes, **settings) as pool:
-        waiting: dict[int, Case | Left] = {}
-        ended: dict[int, Rescored | Left] = {}
+        waiting: dict[int, Case | SkippedGroup] = {}
+        ended: dict[int, Rescored | SkippedGroup] = {}
         given = 0
         for number, case in enumerate(recorded):
-            if isinstance(case, Left):
+            if isinstance(case, SkippedGroup):
                 ended[number] = case
             else:
                 waiting[number] = case
@@ -78,7 +78,9 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
             given += 1
 
 
-def _take(pool: RewardPool[int], waiting: dict[int, Case | Left], ended: dict[int, Rescored | Left], config: Config) -> None:
+def _take(
+    pool: RewardPool[int], waiting: dict[int, Case | SkippedGroup], ended: dict[int, Rescored | SkippedGroup], config: Config
+) -> None:
     for result in pool.poll(POLL_S):
         case = waiting.pop(result.key)
         assert isinstance(case, Case)

@@ -14,11 +14,11 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.observe.recorded_run import RecordedRun
-from penstock.pipeline.replay.rescore.cases import Left
+from penstock.pipeline.replay.rescore.cases import SkippedGroup
 from penstock.pipeline.replay.rescore.judge import Rescored
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
-from penstock.pipeline.runtime.topic_reader import Read, place_of
+from penstock.pipeline.runtime.topic_reader import Read, record_id_of
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import groups, ledger, prompts, rollouts
@@ -61,7 +61,7 @@ class NewRun:
         if find(log, run) is not None or log.topics(f"{run}."):
             raise ConfigError(f"--write {run}: that run exists already, or its topics do; choose another id")
         count = log.partitions(f"{source.run}.prompts")
-        if not count or 0 not in source.past.story.manifests:
+        if not count or 0 not in source.past.ledger_state.manifests:
             raise LogError(f"{source.run} has no topics, or its version 0 was never published: no run can be made of it")
         specs = topics_of(
             run,
@@ -92,10 +92,10 @@ class NewRun:
             if not self._done:
                 self.log.delete_topics(self.log.topics(f"{self.run}."))
 
-    def add(self, found: Rescored | Left) -> None:
+    def add(self, found: Rescored | SkippedGroup) -> None:
         """Write a group's outcome; one that could not be judged keeps the one it had, and one without any gets none."""
         group = found.group
-        partition = found.partition if isinstance(found, Left) else found.case.partition
+        partition = found.partition if isinstance(found, SkippedGroup) else found.case.partition
         if group is None:
             return
         self._written += 1
@@ -119,14 +119,14 @@ class NewRun:
         )
         for topic, check, reads in copied:
             # A record may hold several samples; it is copied once.
-            for _, records in groupby((read.record for read in reads if read.payload is not None), key=place_of):
+            for _, records in groupby((read.record for read in reads if read.payload is not None), key=record_id_of):
                 record = next(records)
                 self._copy(record, check(record, run=reader.run), to=f"{self.run}.{topic}")
         self._producer.flush(WAIT_S)
         self._producer.check()
         created_ns = time.time_ns()
         info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": self.origin}
-        self._tell_story(info)
+        self._write_ledger(info)
         text, now = json.dumps(info), time.time_ns()
         done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=text, created_ns=created_ns, updated_ns=now)
         make_key(self.run)
@@ -138,10 +138,10 @@ class NewRun:
         named = replace(headers, run=self.run).encode(record.value)
         self._producer.send(Outgoing(topic=to, partition=record.partition, key=record.key, headers=named, value=record.value))
 
-    def _tell_story(self, info: dict[str, Any]) -> None:
+    def _write_ledger(self, info: dict[str, Any]) -> None:
         """A ledger without a step, and the weights of version 0, which a training begins with, in chunks of their own."""
-        story = self.source.past.story
-        tensors = fetch(self.log, story.manifests, 0, run=self.source.run)
+        ledger_state = self.source.past.ledger_state
+        tensors = fetch(self.log, ledger_state.manifests, 0, run=self.source.run)
         manifest = send_version(
             self._producer,
             tensors,
@@ -150,9 +150,13 @@ class NewRun:
             step=0,
             partitions=chunk_partitions(0, count=self.log.partitions(f"{self.run}.weights") or 0),
             max_bytes=self.config.weights.chunk_mib * 2**20,
-            digest=lambda: story.manifests[0].digest,
+            digest=lambda: ledger_state.manifests[0].digest,
         )
-        opened = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
+        opened = {
+            **json.loads((ledger_state.opened and ledger_state.opened.details) or "{}"),
+            "config": json.loads(to_json(self.config)),
+            "info": info,
+        }
         end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
         now = time.time_ns()
         entries = (
@@ -173,7 +177,7 @@ class NewRun:
         self._waiting, self._bytes = [], 0
 
 
-def _stamped(judged: Rescored | Left, group: Group) -> Group:
+def _stamped(judged: Rescored | SkippedGroup, group: Group) -> Group:
     """A group that was never judged before is scored now; any other keeps its time, and so its place in an order of arrival."""
     judged_first = isinstance(judged, Rescored) and judged.case.before is None
     return replace(group, scored_ns=time.time_ns()) if judged_first else group

@@ -27,7 +27,7 @@ PROGRESS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RescoreRequest:
     """What is to be judged how."""
 
     functions: Sequence[str] = ()
@@ -43,27 +43,27 @@ class Wish:
     """Whether functions that the run names may be loaded although no key here has signed it."""
 
 
-def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> dict[str, Any]:
+def score_run(log: Log, run: str, request: RescoreRequest, *, say: Callable[[str], None]) -> dict[str, Any]:
     """The report as plain data, ready for JSON.
 
     Raises `ConfigError` for a wish that makes no sense, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
     cannot be loaded, `LogError`.
     """
     source = read_run(log, run)
-    config = changed(source.config, functions=wish.functions, weights=wish.weights, overrides=wish.overrides)
+    config = changed(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
     # A new run has the whole configuration, and what this machine signs has been trusted whole.
-    given = [*keys_of(wish.overrides), *(["reward.functions"] if wish.functions else [])]
-    code = user_code(config, sections=() if wish.write else ("reward",), given=given)
-    require_trusted(registration(log, run), trust=wish.trust, say=say, code=code)
+    given = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
+    code = user_code(config, sections=() if request.write else ("reward",), given=given)
+    require_trusted(registration(log, run), trust=request.trust, say=say, code=code)
     described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)
-    comparison, shown = Comparison(wish.threshold), time.monotonic()
+    comparison, shown = Comparison(request.threshold), time.monotonic()
     origin = {"run": run, "reward": described["after"], "was": described["before"]}
     gone = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))
-    begun = NewRun.begin(log, source, wish.write, config, origin=origin) if wish.write else nullcontext()
+    begun = NewRun.begin(log, source, request.write, config, origin=origin) if request.write else nullcontext()
     with begun as new:
         say(f"judging the groups of {run}")
-        recorded, processes = cases(source, model=wish.model), wish.processes or config.scorer.processes
+        recorded, processes = cases(source, model=request.model), request.processes or config.scorer.processes
         for number, judged in enumerate(rescore(recorded, config, steps=source.planned_steps, processes=processes)):
             comparison.add(judged)
             if new is not None:
@@ -73,7 +73,7 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
                 say(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
         if new is not None:
             new.finish(say=say)
-    return {"run": run, "reward": described, **comparison.table(), "gone": gone, "written": wish.write}
+    return {"run": run, "reward": described, **comparison.table(), "gone": gone, "written": request.write}
 
 
 def check(config: Config) -> None:

@@ -32,7 +32,7 @@ def published_version(recording: Recording, entry: Entry) -> int | None:
     per_version, steps = recording.config.schedule.steps_per_version, recording.planned_steps
     count = rules.versions_of if done == steps else rules.version_after
     version = count(done, steps_per_version=per_version)
-    manifest = recording.story.manifests.get(version)
+    manifest = recording.ledger_state.manifests.get(version)
     return version if manifest is not None and manifest.step == done else None
 
 
@@ -41,7 +41,7 @@ def published_as(recording: Recording, repetition: Repetition) -> bool:
     version = published_version(recording, repetition.entry)
     if version is None:
         return True
-    manifest = recording.story.manifests[version]
+    manifest = recording.ledger_state.manifests[version]
     rebased = any(entry.kind == "rebased" and (entry.step, entry.digest) == (manifest.step, manifest.digest) for entry in recording.entries)
     return rebased or manifest.digest == repetition.weights.digest
 
@@ -51,7 +51,7 @@ def difference(recording: Recording, entry: Entry, altered: list[Found], repetit
     version = published_version(recording, entry)
     numbers = [] if repetition is None else list(repetition.differences)
     if repetition is not None and version is not None and not any(number.name == "weights digest" for number in numbers):
-        recorded = recording.story.manifests[version].digest
+        recorded = recording.ledger_state.manifests[version].digest
         numbers += [other_weights(repetition.weights.digest, recorded)] if recorded != repetition.weights.digest else []
     tensors, note = [], None
     if repetition is not None and numbers:

@@ -91,7 +91,7 @@ def check_steps(recording: Recording, asked: Asked) -> None:
 
 def await_weights(recording: Recording, asked: Asked) -> None:
     """Wait until a run that is to be followed has published the weights it begins with."""
-    while asked.follow and not recording.over and 0 not in recording.story.manifests:
+    while asked.follow and not recording.over and 0 not in recording.ledger_state.manifests:
         recording.wait()
 
 

@@ -73,14 +73,14 @@ def replay(recording: Recording, asked: Asked, *, result: Replayed, say: Say) ->
     began = time.monotonic()
     check_steps(recording, asked)
     await_weights(recording, asked)
-    with opened(recording, recording.config, say=say) as course:
-        result.fingerprint = arithmetic(recording, course)
+    with opened(recording, recording.config, say=say) as policy:
+        result.fingerprint = arithmetic(recording, policy)
         tell_arithmetic(result.fingerprint, say)
-        result.start = bring_to(course, recording, asked.from_step, say=say)
-        check_kept(recording, recording.steps[course.steps_done : None if asked.to_step is None else asked.to_step + 1])
+        result.start = bring_to(policy, recording, asked.from_step, say=say)
+        check_kept(recording, recording.steps[policy.steps_done : None if asked.to_step is None else asked.to_step + 1])
         result.times.start_s = time.monotonic() - began
         try:
-            _train(course, recording, asked, result, say)
+            _train(policy, recording, asked, result, say)
         finally:
             result.recorded_busy_s = busy_s(recording, recording.steps[asked.from_step : asked.from_step + result.steps])
 
@@ -94,19 +94,19 @@ def tell_arithmetic(changes: list[dict[str, object]], say: Say) -> None:
         say(f"the arithmetic is not the one of the run, so bits may differ: {text}{wider or ''}")
 
 
-def _train(course: PolicyTrainer, recording: Recording, asked: Asked, result: Replayed, say: Say) -> None:
+def _train(policy: PolicyTrainer, recording: Recording, asked: Asked, result: Replayed, say: Say) -> None:
     progress = lambda: say(_progress(result, recording))  # noqa: E731
     with closing(replay_steps(recording, asked, times=result.times, progress=progress, say=say)) as steps:
         for step in steps:
             entry = step.recorded
             assert entry is not None
-            cross_rebase(course, recording, say=say)
+            cross_rebase(policy, recording, say=say)
             altered = [member for member in step.members if member.problem]
             if unreadable := [member for member in altered if member.group is None]:
                 result.first = result.first or difference(recording, entry, altered, None)
                 say(f"step {entry.step} cannot be trained: {unreadable[0].problem}")
                 return
-            repetition = repeat(course, entry, [member.group for member in step.members if member.group is not None])
+            repetition = repeat(policy, entry, [member.group for member in step.members if member.group is not None])
             _count(result, recording, entry, repetition)
             if altered or repetition.differences or not published_as(recording, repetition):
                 result.first = result.first or difference(recording, entry, altered, repetition)

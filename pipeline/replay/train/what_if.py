@@ -104,20 +104,20 @@ def train(
         check_place(export)
     await_weights(recording, asked)
     result.plans = "made anew from the scored groups" if selects else "recorded"
-    result.recorded_digest = recording.story.closed.digest if recording.story.closed and recording.steps else None
+    result.recorded_digest = recording.ledger_state.closed.digest if recording.ledger_state.closed and recording.steps else None
     with ExitStack() as held:
-        course, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, say=say))
-        result.fingerprint = arithmetic(recording, course)
+        policy, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, say=say))
+        result.fingerprint = arithmetic(recording, policy)
         selection = Selection(recording, chosen.config, follow=asked.follow) if selects else None
         result.times.start_s = time.monotonic() - began
-        _train(course, recording, asked, selection, result, held.enter_context(curves), say)
+        _train(policy, recording, asked, selection, result, held.enter_context(curves), say)
         if export is not None and result.whole:
-            _export(course, export)
+            _export(policy, export)
             result.exported = str(export)
 
 
 def _train(
-    course: PolicyTrainer,
+    policy: PolicyTrainer,
     recording: Recording,
     asked: Asked,
     selection: Selection | None,
@@ -140,24 +140,24 @@ def _train(
     try:
         with closing(steps):
             for step in steps:
-                outcome = _train_step(course, recording, step)
+                outcome = _train_step(policy, recording, step)
                 result.steps.append(_row(step.number, outcome, step.recorded))
                 unsent += _points(step.number, outcome, step.recorded)
         result.whole = True
     finally:
-        result.digest = course.weights().digest if result.steps else None
+        result.digest = policy.weights().digest if result.steps else None
         send()
 
 
-def _train_step(course: PolicyTrainer, recording: Recording, step: StepToTrain) -> StepOutcome:
-    training = course.step()
+def _train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain) -> StepOutcome:
+    training = policy.step()
     for member in step.members:
         if member.group is None or member.problem is not None:
             raise PenstockError(f"step {step.number}: {member.problem}; `penstock replay train {recording.run}` tells more")
         training.add(member.group)
     version = rules.version_after(step.number, steps_per_version=recording.config.schedule.steps_per_version)
     outcome = training.finish(learner_version=version)
-    course.steps_done += 1
+    policy.steps_done += 1
     return outcome
 
 
@@ -172,8 +172,8 @@ def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool,
                 f"{recording.run} has fewer than {chosen.config.schedule.prompts_per_step} scored groups: too few for a step"
             )
     if not asked.from_step:
-        with opened(recording, chosen.config, say=say, steps=steps) as course:
-            yield course, Start(step=0, checkpoint=None, repeated=0)
+        with opened(recording, chosen.config, say=say, steps=steps) as policy:
+            yield policy, Start(step=0, checkpoint=None, repeated=0)
         return
     if chosen.config.trainer.dtype != recording.config.trainer.dtype or chosen.config.trainer.backend != recording.config.trainer.backend:
         raise ConfigError("--from-step: the optimizer's state at that step is of the recorded trainer.backend and trainer.dtype")
@@ -182,10 +182,10 @@ def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool,
             start = bring_to(before, recording, asked.from_step, say=say)
             before.backend.save(place)
             state = State(run=recording.run, steps=asked.from_step, version=before.version, digest=before.weights().digest, seq=0)
-        with opened(recording, chosen.config, say=say) as course:
-            course.load(Path(place), state)
-            course.release_weights()
-            yield course, start
+        with opened(recording, chosen.config, say=say) as policy:
+            policy.load(Path(place), state)
+            policy.release_weights()
+            yield policy, start
 
 
 def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, Any]:
@@ -221,8 +221,8 @@ def check_place(directory: Path) -> None:
         raise ConfigError(f"--export {directory}: nothing can be written to {parent}")
 
 
-def _export(course: PolicyTrainer, directory: Path) -> None:
+def _export(policy: PolicyTrainer, directory: Path) -> None:
     """Write the model, aside first: half a model never has the name."""
     aside = directory.with_name(f".{directory.name}.new")
-    course.backend.export(aside, course.backend.weights())
+    policy.backend.export(aside, policy.backend.weights())
     aside.rename(directory)

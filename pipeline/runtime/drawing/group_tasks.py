@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.infra.engines.base import Completion
 from penstock.infra.log import Pending
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import RolloutNote
+from penstock.pipeline.runtime import offset_metadata
+from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import cause_of
@@ -135,7 +135,7 @@ class GroupTasks:
     def revoke(self) -> None:
         """Forget all partitions and every group that is not begun: what stays with this worker comes again."""
         self.partitions.clear()
-        self.tasks = {task.group: task for task in self.in_hand()}
+        self.tasks = {task.group: task for task in self.groups_in_flight()}
         self._delivered = IdSet()
 
     def assign(self, partition: int, *, offset: int, inherited_end: int, rollouts_end: int) -> None:
@@ -169,7 +169,7 @@ class GroupTasks:
         """Groups that may be begun, in no particular order."""
         return [task for task in self.tasks.values() if not task.begun and not task.done]
 
-    def in_hand(self) -> list[GroupTask]:
+    def groups_in_flight(self) -> list[GroupTask]:
         """Groups that are begun and not finished."""
         return [task for task in self.tasks.values() if task.begun and not task.finished]
 
@@ -187,7 +187,7 @@ class GroupTasks:
         Where the offsets of a partition have a gap, somebody else has written there.
         """
         finished = 0
-        for task in self.in_hand():
+        for task in self.groups_in_flight():
             for sample, offset in task.acknowledge():
                 task.note(sample, offset)
                 owned = self.partitions.get(task.partition)
@@ -215,7 +215,7 @@ class GroupTasks:
             owned.early = {group: samples for group, samples in owned.early.items() if group > owned.newest}
             held = [task.known for task in tasks if task.group in self.tasks] + list(owned.early.values())
             first = min((at for samples in held for at in samples.values()), default=owned.rollouts_end)
-            mark = offset, commit_notes.encode(RolloutNote(first))
+            mark = offset, offset_metadata.encode(RolloutOffsetMetadata(first))
             if mark != owned.committed:
                 moved[number] = owned.committed = mark
         return moved

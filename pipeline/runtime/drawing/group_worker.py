@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.log import Assigned, Commits
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import RolloutNote
-from penstock.pipeline.runtime.drawing.drawing_loop import DrawingLoop
+from penstock.pipeline.runtime import offset_metadata
+from penstock.pipeline.runtime.drawing.generation_loop import GenerationLoop
 from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
 from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
 from penstock.pipeline.runtime.drawing.sampling import request_of, rollout_of, source_of
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
@@ -33,7 +33,7 @@ GATHER_S = 1.0
 
 
 @dataclass(slots=True)
-class GroupWorker(DrawingLoop):
+class GroupWorker(GenerationLoop):
     """The worker's state between two turns of its loop."""
 
     published: PublishedSamples
@@ -49,10 +49,10 @@ class GroupWorker(DrawingLoop):
         published = PublishedSamples(session.log, session.run)
         return cls(session, engine, weights, session.member("prompts", max_records=64), published, GroupTasks(session.schedule.oversample))
 
-    def hand_back(self) -> None:
+    def drain_samples(self) -> None:
         """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
         self._take(0.0)
-        self._publish_drawn(everything=True)
+        self._publish_completions(everything=True)
         self.session.producer.flush(10.0)
         self._acknowledge()
         self._commit()
@@ -61,7 +61,7 @@ class GroupWorker(DrawingLoop):
 
     def finishing(self) -> str:
         """What is still done after a request to stop."""
-        groups = len(self.tasks.in_hand())
+        groups = len(self.tasks.groups_in_flight())
         return f"publishes the samples that have ended and hands its partitions back, {groups} groups unfinished (about 2 s)"
 
     def close(self) -> None:
@@ -73,14 +73,14 @@ class GroupWorker(DrawingLoop):
         """Drop what others own now, and learn from `rollouts` which samples of the own partitions are there already."""
         topic = self.session.topic("prompts")
         owned = {partition: committed for (held, partition), committed in event.partitions.items() if held == topic}
-        for task in self.tasks.in_hand():
+        for task in self.tasks.groups_in_flight():
             committed = owned.get(task.partition)
             if committed is None or task.offset < (committed.offset or 0):  # another's, or done by another
                 self.engine.abort(task.group)
                 del self.tasks.tasks[task.group]
                 self.session.reporter.add("dropped_groups")
         ends = self.session.log.end_offsets((topic, partition) for partition in owned)
-        notes = {partition: commit_notes.decode(RolloutNote, committed.metadata) for partition, committed in owned.items()}
+        notes = {partition: offset_metadata.decode(RolloutOffsetMetadata, committed.metadata) for partition, committed in owned.items()}
         samples = self.published.follow({partition: note.rollouts if note else 0 for partition, note in notes.items()})
         for partition, committed in owned.items():
             inherited_end, rollouts_end = ends[topic, partition], self.published.position(partition)
@@ -122,12 +122,12 @@ class GroupWorker(DrawingLoop):
         """Between two decode steps: load the newest weights if the schedule says so, and abort groups that can no longer be fresh."""
         if self.session.schedule.loads_at != "step":
             return
-        if self.weights.version > self.engine.version and self.tasks.in_hand():
+        if self.weights.version > self.engine.version and self.tasks.groups_in_flight():
             self._load()
         newest = self.weights.state.newest_version
         if self.session.schedule.stale_in_hand == "abort" and (newest > self._judged or self._already_stale(self.engine.version)):
             self._judged = newest
-            for group in self.engine.in_hand():
+            for group in self.engine.groups_in_flight():
                 if group.oldest_version is not None and self._already_stale(group.oldest_version):
                     self._ended(self.engine.abort(group.group))
                     self.session.reporter.add("aborted_groups")
@@ -177,11 +177,11 @@ class GroupWorker(DrawingLoop):
         elif self.weights.version > self.engine.version:
             self._load()  # the prompts for it are about to come
         else:
-            self._take(0.01 if any(task.sent for task in self.tasks.in_hand()) else IDLE_WAIT_S)
+            self._take(0.01 if any(task.sent for task in self.tasks.groups_in_flight()) else IDLE_WAIT_S)
 
     def _ended(self, completions: list[Completion]) -> None:
         """Keep samples that the engine returned, as far as their groups need them."""
-        if completions and not any(task.drawn for task in self.tasks.in_hand()):
+        if completions and not any(task.drawn for task in self.tasks.groups_in_flight()):
             self._gathered = time.monotonic()
         for completion in completions:
             if task := self.tasks.tasks.get(completion.group):
@@ -190,19 +190,19 @@ class GroupWorker(DrawingLoop):
 
     def _abort_surplus(self) -> None:
         """Stop drawing for groups that have all the samples they need."""
-        for task in self.tasks.in_hand():
+        for task in self.tasks.groups_in_flight():
             if task.drawing and not task.needed:
                 self.engine.abort(task.group)
                 task.drawing.clear()
 
-    def _publish_drawn(self, *, everything: bool = False) -> None:
+    def _publish_completions(self, *, everything: bool = False) -> None:
         """Send samples with the rest of their group, or after a short wait, while this worker knows which partitions are its own."""
         if not self._settled:
             return
         # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
         together = self.session.schedule.stale_in_hand == "continue"
         soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
-        for task in self.tasks.in_hand():
+        for task in self.tasks.groups_in_flight():
             if everything or soon or not task.needed:
                 self._publish(task)
 
@@ -245,7 +245,7 @@ class GroupWorker(DrawingLoop):
         """Report the engine's counts and the lag of the groups in flight."""
         self._measured = time.monotonic()
         newest = self.weights.state.newest_version
-        lags = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]
+        lags = [newest - group.oldest_version for group in self.engine.groups_in_flight() if group.oldest_version is not None]
         values = {name: value for name, value in self.session.reporter.values.items() if not name.startswith("in_flight_")}
         values["in_flight_groups"] = float(len(lags))
         values |= {f"in_flight_{name}": value for name, value in lag_summary(lags).items()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.infra.log import Log, Partition, Start, Tail
-from penstock.pipeline.runtime.topic_reader import read_on
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable
 
@@ -32,7 +32,7 @@ class PublishedSamples:
         """Follow these partitions instead, each from its start or from the first record that is kept; returns what is in them."""
         self.close()
         if starts:
-            kept = self._log.begin_offsets((self._topic, partition) for partition in starts)
+            kept = self._log.beginning_offsets((self._topic, partition) for partition in starts)
             first: dict[Partition, Start] = {at: max(begin, starts[at[1]]) for at, begin in kept.items()}
             self._tail = self._log.tail(first)
         return self.read_new()
@@ -40,7 +40,7 @@ class PublishedSamples:
     def read_new(self) -> list[Published]:
         """The samples that were written since the last reading; raises `LogError` when they cannot be read."""
         samples = []
-        for record in read_on(self._log, self._tail) if self._tail else ():
+        for record in read_to_current_end(self._log, self._tail) if self._tail else ():
             try:
                 headers = rollouts.check(record, run=self._run)
             except Unusable:

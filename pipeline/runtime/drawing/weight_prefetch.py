@@ -16,8 +16,8 @@ from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.weights.below import Below
-from penstock.pipeline.runtime.weights.direct import Inlet
+from penstock.pipeline.runtime.weights.base_weights import BaseWeights
+from penstock.pipeline.runtime.weights.direct import IpcWeightReceiver
 from penstock.pipeline.runtime.weights.ends import read_ends
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics.weights import Manifest
@@ -47,13 +47,13 @@ class WeightPrefetch:
         self._copy = WeightCopy()
         self._shared = shared and is_supported()
         self._direct = direct and is_supported()
-        self._inlet: Inlet | None = None
+        self._ipc_receiver: IpcWeightReceiver | None = None
         """The trainer's memory, once this worker knows the run's version 0."""
         self._memory: MachineMemory | None = None
         """What this worker shares with others, once it knows the run's version 0."""
         self._ask_at = 0.0
         self._log, self._run, self._say = log, run, say
-        self._reader, self._below = ChunkReader(log, run), Below()
+        self._reader, self._below = ChunkReader(log, run), BaseWeights()
         self._refused: Manifest | None = None
         """The manifest of the version that could not be read last."""
         self._retry_at = 0.0
@@ -108,8 +108,8 @@ class WeightPrefetch:
                 follower.close()
                 self._reader.close()
                 self._leave()
-                if self._inlet is not None:
-                    self._inlet.close()
+                if self._ipc_receiver is not None:
+                    self._ipc_receiver.close()
         except BaseException as error:  # this thread's edge: its owner raises it again
             self._failure = error
         self._changed.set()
@@ -145,15 +145,15 @@ class WeightPrefetch:
         """Whether the newest version is in the trainer's memory; this worker's copy is there then, and elsewhere if not."""
         if not self._direct:
             return False
-        if self._inlet is None:
-            self._inlet = Inlet(self._run, self.state.manifests[0])
-        if not self._inlet.serves(self.state.manifests[self.state.newest_version]):
-            if self._copy is self._inlet.copy:
+        if self._ipc_receiver is None:
+            self._ipc_receiver = IpcWeightReceiver(self._run, self.state.manifests[0])
+        if not self._ipc_receiver.serves(self.state.manifests[self.state.newest_version]):
+            if self._copy is self._ipc_receiver.copy:
                 self._copy = WeightCopy()
             return False
-        if self._copy is not self._inlet.copy:
+        if self._copy is not self._ipc_receiver.copy:
             self._leave()
-            self._copy = self._inlet.copy
+            self._copy = self._ipc_receiver.copy
         return True
 
     def _attach(self, memory: MachineMemory) -> None:

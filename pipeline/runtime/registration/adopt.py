@@ -51,13 +51,13 @@ def _record(log: Log, run: str) -> tuple[RunRecord, str]:
         raise ConfigError(f"no run {run!r} on this broker; see `penstock runs`")
     if found.own:
         return found.record, topic_name(run, "run")
-    story = LedgerState(run)
+    ledger_state = LedgerState(run)
     for record in scan(log, topic_name(run, "ledger")):
         with contextlib.suppress(Unusable):
-            story.apply(record)
-    if story.opened is None:
+            ledger_state.apply(record)
+    if ledger_state.opened is None:
         return found.record, RUNS_TOPIC
-    said = json.loads(story.opened.details or "{}")
+    said = json.loads(ledger_state.opened.details or "{}")
     if not all(isinstance(said.get(name), dict) for name in ("config", "info")):
         raise ConfigError(f"{run}.ledger: its first entry has no configuration; the run cannot be signed")
     return replace(found.record, config=json.dumps(said["config"]), info=json.dumps(said["info"])), topic_name(run, "ledger")

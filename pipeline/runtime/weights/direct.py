@@ -24,7 +24,7 @@ def _memory(run: str, origin: Manifest, *, only_reads: bool = False) -> MachineM
     return MachineMemory(f"{run} {origin.created_ns} {origin.digest} trainer", only_reads=only_reads)
 
 
-class Outlet:
+class IpcWeightSender:
     """The trainer's end: the newest version, where workers load it and where the next one is compared with it."""
 
     def __init__(self, run: str, origin: Manifest, *, say: Callable[[str], None] = lambda _: None) -> None:
@@ -55,7 +55,7 @@ class Outlet:
             self._memory.close()
 
 
-class Inlet:
+class IpcWeightReceiver:
     """A worker's end."""
 
     def __init__(self, run: str, origin: Manifest) -> None:

@@ -31,7 +31,7 @@ def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
 
 
 def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
-    begin, end = log.begin_offsets([at])[at], log.end_offsets([at])[at]
+    begin, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     if end - begin > 2 * NEAR:
         records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
         if (first := _first_of_longest(records, lambda record: ledger.read(record, run=state.run)[1].seq)) is not None:
@@ -42,33 +42,33 @@ def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
 
 
 def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
-    begin, end = log.begin_offsets([at])[at], log.end_offsets([at])[at]
-    span, story = NEAR, LedgerState(state.run)
-    _apply(story, list(between(log, at, begin, min(end, begin + FIRST), fetch_bytes=FETCH_BYTES)))
-    origin = story.manifests.get(0)
+    begin, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
+    span, ledger_state = NEAR, LedgerState(state.run)
+    _apply(ledger_state, list(between(log, at, begin, min(end, begin + FIRST), fetch_bytes=FETCH_BYTES)))
+    origin = ledger_state.manifests.get(0)
     while origin is not None and end - begin > 2 * span:
         records = list(between(log, at, end - span, end, fetch_bytes=FETCH_BYTES))
         first = _first_of_longest(records, lambda record: weights.read(record, run=state.run)[1].version)
-        story = LedgerState(state.run)
-        story.add(origin)
+        ledger_state = LedgerState(state.run)
+        ledger_state.add(origin)
         if first is not None:
-            story.newest_version = first[1] - 1
-            _apply(story, records[first[0] :])
-            if _is_whole(story):
-                for _, manifest in sorted(story.manifests.items()):
+            ledger_state.newest_version = first[1] - 1
+            _apply(ledger_state, records[first[0] :])
+            if _is_whole(ledger_state):
+                for _, manifest in sorted(ledger_state.manifests.items()):
                     state.add(manifest)
                 return end
         span *= 4
     return begin
 
 
-def _is_whole(story: LedgerState) -> bool:
+def _is_whole(ledger_state: LedgerState) -> bool:
     """Whether all is there that the newest version is put together from.
 
     Version 0 may have been sent again later, but not after another version is out: adapters go with its manifest near the beginning.
     """
     try:
-        first, *others = weights.chain(story.manifests, story.newest_version)
+        first, *others = weights.chain(ledger_state.manifests, ledger_state.newest_version)
     except ValueError:
         return False
     return first.version > 0 or (bool(others) and others[0].begins_chain)

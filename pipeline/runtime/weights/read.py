@@ -15,7 +15,7 @@ from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
-from penstock.pipeline.runtime.weights.below import Below, merge_into_origin
+from penstock.pipeline.runtime.weights.base_weights import BaseWeights, merge_into_origin
 from penstock.topics import weights
 from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Chunk, Manifest
@@ -46,7 +46,7 @@ def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str
 
 def bring(
     copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str, reader: "ChunkReader | None" = None,
-    below: Below | None = None,
+    below: BaseWeights | None = None,
 ) -> int:  # fmt: skip
     """Bring a copy to a version, checked against its digest; returns the bytes of chunks that were read.
 
@@ -67,7 +67,7 @@ def bring(
         return _follow(copy, chain[0], chain[held + 1 :], reader, below)
 
 
-def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reader: "ChunkReader", below: Below | None) -> int:
+def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reader: "ChunkReader", below: BaseWeights | None) -> int:
     """Bring a copy from version to version of a chain that begins with `origin`, and check the digest of the last one that was reached."""
     reached, before = None, reader.nbytes
     reader.expect({place for link in links for place in weights.chunk_places(link)})
@@ -119,7 +119,7 @@ def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> Non
         into[starts[chunk.index] : starts[chunk.index + 1]] = chunk.data
 
 
-def _hold(copy: WeightCopy, manifest: Manifest, below: Below | None) -> None:
+def _hold(copy: WeightCopy, manifest: Manifest, below: BaseWeights | None) -> None:
     """Let the bytes count as a version if they have its digest; if not, what is kept of version 0 may be at fault."""
     if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         if below is not None:
@@ -223,7 +223,7 @@ class ChunkReader:
         """Raise `RecordMissing` where a partition begins after a chunk, or ends before it."""
         topic = f"{self.run}.weights"
         partitions = [(topic, partition) for partition in {partition for partition, _ in left}]
-        begins, ends = self.log.begin_offsets(partitions), self.log.end_offsets(partitions, committed=False)
+        begins, ends = self.log.beginning_offsets(partitions), self.log.end_offsets(partitions, committed=False)
         lost = [(p, offset) for p, offset in left if not begins[topic, p] <= offset < ends[topic, p]]
         _require_none(manifest, lost, topic, lambda p: f"which holds offsets {begins[topic, p]} to {ends[topic, p] - 1}")
 

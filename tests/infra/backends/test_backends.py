@@ -14,7 +14,7 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.deepspeed.backend import DeepSpeedBackend
 from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.backends.schedule import learning_rate
-from penstock.infra.engines.shared_device import Sleeper
+from penstock.infra.engines.shared_device import Sleepable
 from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
@@ -161,8 +161,8 @@ def test_a_backend_that_sleeps_between_two_steps_gives_the_same_bits_and_can_be_
 
 
 def test_backends_that_say_they_sleep_are_those_that_do(opened):
-    assert isinstance(opened("torch"), Sleeper) == BACKENDS["torch"].sleeps
-    assert issubclass(DeepSpeedBackend, Sleeper) == BACKENDS["deepspeed"].sleeps
+    assert isinstance(opened("torch"), Sleepable) == BACKENDS["torch"].sleeps
+    assert issubclass(DeepSpeedBackend, Sleepable) == BACKENDS["deepspeed"].sleeps
 
 
 @pytest.mark.parametrize(("name", "own"), [*SOME, ("torch", {"dtype": "bfloat16"}), ("deepspeed", {"zero_stage": 2, "dtype": "bfloat16"})])

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Engine, GroupRequest, Sampling, Span
 from penstock.infra.engines.registry import ENGINES
-from penstock.infra.engines.shared_device import Sleeper
+from penstock.infra.engines.shared_device import Sleepable
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
@@ -48,7 +48,7 @@ def one_vllm_engine(directory: Path) -> tuple[Any, Callable[[], None]]:
         values = load_file(directory / "model.safetensors")
 
         def close(self) -> None:
-            for one in self.in_hand():
+            for one in self.groups_in_flight():
                 self.abort(one.group)
             if self.version != DIRECTORY_VERSION:
                 self.load_weights(DIRECTORY_VERSION, weights_of(self))
@@ -283,7 +283,7 @@ def test_an_aborted_group_returns_what_is_drawn_of_it_and_is_gone(engine: Any) -
     engine.submit(asked())
     engine.submit(asked(group=9))
     ended = [*engine.step(), *engine.step()]
-    assert engine.in_hand()[0].tokens == 2 * (ROWS - len(ended)) + sum(len(completion.token_ids) for completion in ended)
+    assert engine.groups_in_flight()[0].tokens == 2 * (ROWS - len(ended)) + sum(len(completion.token_ids) for completion in ended)
     aborted = engine.abort(3)
     assert {completion.finish for completion in aborted} == {"abort"}
     assert {completion.sample for completion in aborted} == set(range(ROWS)) - {completion.sample for completion in ended}
@@ -315,7 +315,7 @@ def test_an_engine_that_has_slept_draws_what_one_does_that_never_did(make: Make)
     first = weights_of(engine, scale=0.5)
     engine.load_weights(1, first)
     expected = drawn(engine, asked(4))
-    assert isinstance(engine, Sleeper)
+    assert isinstance(engine, Sleepable)
     for _ in range(2):
         engine.sleep()
         assert engine.version == DIRECTORY_VERSION and engine.idle

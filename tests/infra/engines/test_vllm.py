@@ -121,14 +121,14 @@ def test_an_aborted_group_gives_what_is_drawn_of_it_under_true_labels(engine: An
     first = engine.version
     engine.load_weights(first + 1, tensors_of(values(first + 1)))
     ended += [completion for _ in range(6) for completion in engine.step()]
-    [hand] = [one for one in engine.in_hand() if one.group == 4]
+    [hand] = [one for one in engine.groups_in_flight() if one.group == 4]
     assert hand.oldest_version == first
     aborted = engine.abort(4)
     assert {one.finish for one in aborted} == {"abort"}
     assert hand.tokens == sum(len(one.token_ids) for one in [*aborted, *ended] if one.group == 4)
     assert [tuple(one.spans) for one in aborted] == [((first, 0), (first + 1, 9))] * len(aborted)
     assert largest_error(tied, asked, aborted, values) < LIMIT
-    assert [one.group for one in engine.in_hand()] == [6]
+    assert [one.group for one in engine.groups_in_flight()] == [6]
     assert len(engine.abort(6)) == ROWS - sum(one.group == 6 for one in ended)
     assert engine.idle
 

@@ -270,7 +270,7 @@ def test_init_plans_for_the_gpus_there_are(tmp_path: Path, monkeypatch: pytest.M
     config, count = load(folder / "my.toml"), len(gpus.split(",")) if gpus else 0
     assert config.rollout.engine == engine_fits
     assert config.trainer.gpus == (1 if count > 1 else 0) and config.rollout.workers == max(1, count - 1)
-    assert config.eval_sources and config.lends_engine == (count > 0) and config.colocated == (count == 1)
+    assert config.eval_sources and config.evaluates_on_rollout_engine == (count > 0) and config.colocated == (count == 1)
     preflight.check_devices(config)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.memory import Estimate, Shape, adapter_bytes, by_turns, engine_parts, estimates, offloaded, shape_of
+from penstock.pipeline.launch.check.memory import Estimate, Shape, adapter_bytes, engine_parts, estimates, offloaded, shape_of, time_shared
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -117,4 +117,4 @@ def test_a_shared_gpu_holds_the_larger_of_two_and_the_host_what_the_trainer_has_
         role="trainer", parts={"libraries": 10, "weights": 4, "masters": 8, "moments": 16, "published": 3, "activations": 50}
     )
     rollout = Estimate(role="rollout", parts={"libraries": 10, "weights": 4, "keys and values": 90, "new version": 2})
-    assert by_turns([trainer, rollout]) == (94, 10 + 3 + 10 + 2 + 4 + 8 + 16)
+    assert time_shared([trainer, rollout]) == (94, 10 + 3 + 10 + 2 + 4 + 8 + 16)

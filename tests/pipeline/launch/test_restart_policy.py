@@ -12,8 +12,8 @@ from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs.datasets.rows import DataError
 from penstock.pipeline.launch.restart_policy import (
     LONGEST_PAUSE_S,
-    Death,
     Rules,
+    WorkerExit,
     decide,
     failures_in_a_row,
     how,
@@ -23,7 +23,7 @@ from penstock.pipeline.launch.restart_policy import (
 from penstock.pipeline.runtime.exit_status import BROKEN, HOPELESS, exit_status
 
 ANY_DEATH = st.builds(
-    Death,
+    WorkerExit,
     at_s=st.floats(0, 1e6),
     status=st.sampled_from([1, -9, -15, -11, 137]),
     progress=st.booleans(),
@@ -33,37 +33,37 @@ HISTORIES = st.lists(ANY_DEATH, min_size=1, max_size=12)
 RULES = st.builds(Rules, restart=st.just("on-failure"), max_restarts=st.integers(0, 8))
 
 
-def in_a_row(count: int, *, status: int = 1) -> list[Death]:
-    return [Death(at_s=100.0, status=status) for _ in range(count)]
+def in_a_row(count: int, *, status: int = 1) -> list[WorkerExit]:
+    return [WorkerExit(at_s=100.0, status=status) for _ in range(count)]
 
 
 @given(deaths=HISTORIES, rules=RULES, waited_s=st.floats(0, 100))
-def test_a_decision_only_moves_from_waiting_to_starting_as_time_passes(deaths: list[Death], rules: Rules, waited_s: float):
+def test_a_decision_only_moves_from_waiting_to_starting_as_time_passes(deaths: list[WorkerExit], rules: Rules, waited_s: float):
     now_s = deaths[-1].at_s + waited_s
     decision, later = decide(deaths, now_s=now_s, rules=rules), decide(deaths, now_s=now_s + LONGEST_PAUSE_S, rules=rules)
     assert later == {"start": "start", "wait": "start", "give-up": "give-up"}[decision]
 
 
 @given(deaths=HISTORIES, rules=RULES)
-def test_a_process_is_given_up_exactly_when_it_failed_more_often_in_a_row_than_is_allowed(deaths: list[Death], rules: Rules):
+def test_a_process_is_given_up_exactly_when_it_failed_more_often_in_a_row_than_is_allowed(deaths: list[WorkerExit], rules: Rules):
     given_up = decide(deaths, now_s=deaths[-1].at_s, rules=rules) == "give-up"
     assert given_up == (failures_in_a_row(deaths) > rules.max_restarts)
 
 
 @given(deaths=HISTORIES, rules=RULES)
-def test_nothing_is_started_while_what_it_needs_is_away(deaths: list[Death], rules: Rules):
+def test_nothing_is_started_while_what_it_needs_is_away(deaths: list[WorkerExit], rules: Rules):
     assert decide(deaths, now_s=1e9, rules=rules, reachable=False) in ("wait", "give-up")
 
 
 @given(before=st.lists(ANY_DEATH, max_size=12), after=st.lists(ANY_DEATH, max_size=6))
-def test_progress_wipes_out_what_was_before_it(before: list[Death], after: list[Death]):
-    progress = Death(at_s=0.0, status=1, progress=True)
+def test_progress_wipes_out_what_was_before_it(before: list[WorkerExit], after: list[WorkerExit]):
+    progress = WorkerExit(at_s=0.0, status=1, progress=True)
     assert failures_in_a_row([*before, progress, *after]) == failures_in_a_row([progress, *after])
 
 
 @given(deaths=HISTORIES)
-def test_an_excused_death_never_counts(deaths: list[Death]):
-    excused = Death(at_s=0.0, status=1, excused=True)
+def test_an_excused_death_never_counts(deaths: list[WorkerExit]):
+    excused = WorkerExit(at_s=0.0, status=1, excused=True)
     assert failures_in_a_row([*deaths, excused]) == failures_in_a_row(deaths)
 
 
@@ -75,7 +75,7 @@ def test_the_first_restart_is_at_once_and_the_pauses_double_up_to_half_a_minute(
 
 
 def test_a_worker_that_dies_every_fifteen_seconds_waits_ever_longer_although_the_run_moves_meanwhile():
-    deaths = [Death(at_s=15.0 * number, status=1, progress=True) for number in range(40)]
+    deaths = [WorkerExit(at_s=15.0 * number, status=1, progress=True) for number in range(40)]
     waits = [
         next(pause for pause in range(60) if decide(deaths[:count], now_s=deaths[count - 1].at_s + pause, rules=Rules()) == "start")
         for count in range(1, len(deaths) + 1)
@@ -84,8 +84,8 @@ def test_a_worker_that_dies_every_fifteen_seconds_waits_ever_longer_although_the
 
 
 def test_ten_quiet_minutes_and_a_broker_that_was_away_make_no_pause_longer():
-    def at(*seconds: float, excused: bool = False) -> list[Death]:
-        return [Death(at_s=second, status=-9, progress=True, excused=excused) for second in seconds]
+    def at(*seconds: float, excused: bool = False) -> list[WorkerExit]:
+        return [WorkerExit(at_s=second, status=-9, progress=True, excused=excused) for second in seconds]
 
     assert decide([*at(0, 1, 2), *at(700)], now_s=700.0, rules=Rules()) == "start"
     assert decide([*at(1, 2, 3, excused=True), *at(4)], now_s=4.0, rules=Rules()) == "start"

@@ -56,7 +56,7 @@ def test_a_trainer_comes_back_to_the_same_bits_from_its_checkpoint_or_from_the_l
     past = read_past(log, RUN)
     assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
     assert past.trained == list(range(8))
-    assert past.story.closed is not None
+    assert past.ledger_state.closed is not None
 
 
 def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_another_arithmetic_is_recorded_and_the_run_goes_on_from_its_weights(
     third.end()
     past = read_past(log, RUN)
     assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
-    assert past.story.manifests[4].digest == newest == past.story.closed.digest
+    assert past.ledger_state.manifests[4].digest == newest == past.ledger_state.closed.digest
 
 
 def test_where_the_fingerprint_is_the_same_a_gpu_may_give_other_bits_and_a_cpu_may_not(arithmetic: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def log() -> MemoryLog:
 
 def writer_of(log: MemoryLog, checkpoints: Path | None = None, **sections: dict[str, Any]) -> tuple[PolicyTrainer, RunWriter]:
     config = config_of(checkpoints, **sections)
-    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story)
+    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).ledger_state)
     return PolicyTrainer.open(config, steps=STEPS), writer
 
 
@@ -67,9 +67,9 @@ def test_a_run_is_opened_with_version_0_and_each_step_is_followed_by_its_version
     ]  # fmt: skip
     past = read_past(log, RUN)
     assert [entry.seq for entry in past.entries] == list(range(13))
-    assert past.story.newest_version == STEPS
-    assert past.entries[-1].digest == past.steps[-1].digest == past.story.manifests[STEPS].digest
-    assert fetch(log, past.story.manifests, STEPS, run=RUN) == policy.backend.weights()
+    assert past.ledger_state.newest_version == STEPS
+    assert past.entries[-1].digest == past.steps[-1].digest == past.ledger_state.manifests[STEPS].digest
+    assert fetch(log, past.ledger_state.manifests, STEPS, run=RUN) == policy.backend.weights()
 
 
 def test_a_version_that_is_published_is_not_sent_again_and_must_be_the_same(log: MemoryLog) -> None:
@@ -137,7 +137,7 @@ def test_old_versions_are_deleted_except_the_first_and_the_newest_two_whole_ones
         step(policy, writer)
         kept.append(sum(len(log.tail({(f"{RUN}.weights", p): "earliest"}).read_to_end()) for p in (1, 2)))
     assert max(kept[20:]) == max(kept[40:]) <= 5
-    manifests = read_past(log, RUN).story.manifests
+    manifests = read_past(log, RUN).ledger_state.manifests
     assert fetch(log, manifests, 60, run=RUN) == policy.backend.weights()
     assert fetch(log, manifests, 0, run=RUN)
     with pytest.raises(RecordMissing, match=r"weights of version \d+: no chunk at numbers.weights/2 offset 0"):
@@ -152,7 +152,7 @@ def test_the_chunks_of_a_version_are_spread_evenly_over_the_partitions_of_the_we
     monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: send(*given, **{**named, "max_bytes": 8}))
     config, log = config_of(weights={"partitions": partitions, "anchor_every": 1}), MemoryLog()
     log.create_topics(topics_of(RUN, partitions=1, weight_partitions=config.weight_partitions))
-    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story)
+    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).ledger_state)
     tensor = TensorBytes(name="number", dtype="int8", shape=(8 * chunks,), data=bytes(8 * chunks))
     writer.write("run-opened", details="{}")
     for version in range(partitions + 1):
@@ -181,7 +181,7 @@ def test_a_restarted_trainer_sends_a_newest_version_that_is_lost_again_with_the_
     log.truncate((f"{RUN}.weights", 2), 0)
     past = read_past(log, RUN)
     with pytest.raises(RecordMissing):
-        fetch(log, past.story.manifests, 1, run=RUN)
+        fetch(log, past.ledger_state.manifests, 1, run=RUN)
     again, later = writer_of(log)
     later.begin(again)
     assert later.lost == lost
@@ -189,8 +189,8 @@ def test_a_restarted_trainer_sends_a_newest_version_that_is_lost_again_with_the_
     again.release_weights()
     later.publish(again.weights(), version=1, step=1)
     found = read_past(log, RUN)
-    assert (later.lost, found.story.manifests[1].digest) == (None, lost.digest)
-    assert fetch(log, found.story.manifests, 1, run=RUN) == policy.backend.weights()
+    assert (later.lost, found.ledger_state.manifests[1].digest) == (None, lost.digest)
+    assert fetch(log, found.ledger_state.manifests, 1, run=RUN) == policy.backend.weights()
     assert [entry.seq for entry in found.entries] == [entry.seq for entry in past.entries]
 
 
@@ -211,5 +211,5 @@ def test_the_next_step_goes_on_while_a_version_is_sent_and_the_ledger_keeps_thei
     gate.set()
     writer.finish_publishing()
     assert kinds(log)[-2:] == ["step", "version"]
-    (number,) = fetch(log, read_past(log, RUN).story.manifests, 1, run=RUN)
+    (number,) = fetch(log, read_past(log, RUN).ledger_state.manifests, 1, run=RUN)
     assert struct.unpack("<d", bytes(number.data)) == (before,)

@@ -18,7 +18,7 @@ from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import pack, token_share
 from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.explain.gradient_share import left_out, shares
-from penstock.pipeline.observe.explain.stage_times import Moments, stages
+from penstock.pipeline.observe.explain.stage_times import GroupTimestamps, stages
 from penstock.pipeline.observe.records import browse, format
 from penstock.pipeline.observe.report.summary import collect
 from penstock.topics import dead_letters, groups, rollouts
@@ -253,7 +253,7 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
     teller = Teller()
     first, second = teller.group([0.0, 1.0], version=0), teller.group([0.0, 1.0], version=0)
     log = written([teller.record(), teller.opened(), first[0], second[0]])
-    monkeypatch.setattr(log, "begin_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
+    monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
     with pytest.raises(LogError, match=r"the prompt of group 0 is gone: .*prompts/0: the records at offsets 0 to 0 were deleted"):
         as_json.explain(log, RUN, 0, say=quiet)
     with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
@@ -283,26 +283,26 @@ def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_
 def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     teller = Teller()
     log = written([teller.record(), teller.opened(), *teller.group([0.0, 1.0], version=0)])
-    monkeypatch.setattr(log, "begin_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
+    monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
     with pytest.raises(LogError, match=r"ledger/0: the records at offsets 0 to 2 were deleted"):
         as_json.explain(log, RUN, 0, say=quiet)
 
 
 def test_stages_lie_between_moments_that_are_known() -> None:
-    found = stages(Moments(admitted=10.0, begun=11.0, first_ended=12.0, last_ended=14.0, scored=15.0))
+    found = stages(GroupTimestamps(admitted=10.0, begun=11.0, first_ended=12.0, last_ended=14.0, scored=15.0))
     assert [(one.name, one.begins_s, one.seconds) for one in found] == [
         ("waited for a worker", 0.0, 1.0),
         ("drawing", 1.0, 3.0),
         ("of it waiting for the slowest sample", 2.0, 2.0),
         ("scoring", 4.0, 1.0),
     ]
-    judged = stages(Moments(admitted=10.0, last_ended=14.0, judged=14.75, scored=15.0))
+    judged = stages(GroupTimestamps(admitted=10.0, last_ended=14.0, judged=14.75, scored=15.0))
     assert [(one.name, one.begins_s, one.seconds) for one in judged] == [
         ("waited for the scorer", 4.0, 0.75),
         ("reward functions", 4.75, 0.25),
     ]
-    assert stages(Moments(admitted=10.0)) == []
-    assert stages(Moments(begun=11.0, last_ended=12.0)) == []
+    assert stages(GroupTimestamps(admitted=10.0)) == []
+    assert stages(GroupTimestamps(begun=11.0, last_ended=12.0)) == []
 
 
 LENGTHS = ((3, 5), (1, 8), (4, 4))

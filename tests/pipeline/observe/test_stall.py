@@ -7,7 +7,7 @@ import pytest
 
 from penstock.pipeline.observe import stall
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.stall import Drawn, Scene, Stuck
+from penstock.pipeline.observe.stall import Drawn, RunSnapshot, Stuck
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import CREATED_S, Teller, as_records
 
@@ -57,7 +57,7 @@ class Told:
     def stuck(self, **more: Any) -> Stuck:
         view = self.view
         now_s = view.moved_ms / 1000 + 312.0
-        found = stall.find(Scene(view=view, now_s=now_s, silent=more.pop("silent", {}), **more))
+        found = stall.find(RunSnapshot(view=view, now_s=now_s, silent=more.pop("silent", {}), **more))
         assert found is not None
         return found
 

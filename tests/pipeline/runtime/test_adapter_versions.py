@@ -16,7 +16,7 @@ from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.weights.below import Below
+from penstock.pipeline.runtime.weights.base_weights import BaseWeights
 from penstock.pipeline.runtime.weights.ends import read_ends
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring, fetch
 from penstock.topics import weights
@@ -109,7 +109,7 @@ def test_a_version_is_its_adapters_and_has_the_digest_of_merged_weights(trainer:
 
 
 def test_a_late_joiner_reads_version_0_and_the_newest_and_later_only_the_newest(trainer: Trainer, reader: ChunkReader) -> None:
-    copy, below = WeightCopy(), Below()
+    copy, below = WeightCopy(), BaseWeights()
     first = bring(copy, trainer.log, trainer.manifests, 2, run=RUN, reader=reader, below=below)
     assert first == trainer.manifests[0].nbytes + ADAPTER_BYTES
     assert bring(copy, trainer.log, trainer.manifests, 3, run=RUN, reader=reader, below=below) == ADAPTER_BYTES
@@ -132,7 +132,7 @@ def test_a_joiner_finds_version_0_at_the_beginning_and_the_newest_at_the_end_of_
 def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_version_is_right(
     trainer: Trainer, reader: ChunkReader, place: int
 ) -> None:
-    copy, below = WeightCopy(), Below()
+    copy, below = WeightCopy(), BaseWeights()
     bring(copy, trainer.log, trainer.manifests, 1, run=RUN, reader=reader, below=below)
     sound, record = trainer.manifests[2], trainer.chunk(2)
     data = bytearray(weights.read_chunk(record, run=RUN)[1].data)
@@ -152,7 +152,7 @@ def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_ver
 
 
 def test_what_is_kept_of_version_0_is_read_again_where_it_was_damaged_in_memory(trainer: Trainer, reader: ChunkReader) -> None:
-    copy, below = WeightCopy(), Below()
+    copy, below = WeightCopy(), BaseWeights()
     bring(copy, trainer.log, trainer.manifests, 1, run=RUN, reader=reader, below=below)
     assert below._data is not None
     below._data[3] ^= 64

@@ -9,7 +9,7 @@ import pytest
 from penstock.infra.errors import Fenced
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime import ownership
-from penstock.pipeline.runtime.ownership import Place, given_token, new_token
+from penstock.pipeline.runtime.ownership import WriterLease, given_token, new_token
 from penstock.topics.catalogue import topics_of
 from penstock.topics.wire.record import Outgoing
 
@@ -24,8 +24,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     return made
 
 
-def place(log: MemoryLog, *, writer: str = "trainer", watch_s: float = 0.3, ended: frozenset[str] = frozenset(), **more: Any) -> Place:
-    return Place(log=log, run=RUN, writer=writer, token=new_token(), ended=ended, watch_s=watch_s, **more)
+def place(
+    log: MemoryLog, *, writer: str = "trainer", watch_s: float = 0.3, ended: frozenset[str] = frozenset(), **more: Any
+) -> WriterLease:
+    return WriterLease(log=log, run=RUN, writer=writer, token=new_token(), ended=ended, watch_s=watch_s, **more)
 
 
 def entry(value: bytes) -> list[Outgoing]:
@@ -86,7 +88,7 @@ def test_a_note_that_a_fenced_process_has_ended_does_not_free_its_successors_pla
     owner.leave()
 
 
-def let_it_claim(first: Place, log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def let_it_claim(first: WriterLease, log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let `first` claim its place between another one's look at it and that one's claim; its writer is in the list then."""
     transactions, made = log.transactions, []
 

@@ -77,7 +77,7 @@ def test_a_worker_that_is_assigned_a_partition_does_not_set_aside_once_more_what
     first, second = (session_of(log, config_of(), role=role).dead_letters for role in ("trainer", "tracker"))
     for letters, record in zip((first, second), records, strict=True):
         letters.write(record, bad)
-    second.look_again()
+    second.on_rebalance()
     for record in records:
         second.write(record, bad)
     found = [dead_letters.read(letter, run=RUN)[1] for letter in log.tail({(f"{RUN}.dead-letters", 0): "earliest"}).read_to_end()]

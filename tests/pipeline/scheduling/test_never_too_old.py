@@ -46,7 +46,7 @@ class World:
     engines: list[ToyEngine]
     selector: Selector = field(init=False)
     queue: list[GroupTask] = field(default_factory=list)
-    in_hand: list[dict[int, GroupTask]] = field(init=False)
+    groups_in_flight: list[dict[int, GroupTask]] = field(init=False)
     rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
     scored: dict[int, list[Rollout]] = field(default_factory=dict)
     admitted: int = 0
@@ -58,7 +58,7 @@ class World:
     """(learner version, version of the token) of every token that was trained."""
 
     def __post_init__(self) -> None:
-        self.selector, self.in_hand = Selector(self.schedule), [{} for _ in self.engines]
+        self.selector, self.groups_in_flight = Selector(self.schedule), [{} for _ in self.engines]
         for engine in self.engines:
             engine.load_weights(0, weights(0))
 
@@ -72,13 +72,13 @@ class World:
             self.admitted += 1
 
     def draw(self, worker: int) -> None:
-        engine, in_hand = self.engines[worker], self.in_hand[worker]
+        engine, groups_in_flight = self.engines[worker], self.groups_in_flight[worker]
         if self.schedule.loads_at == "step" and self.newest > engine.version:
             engine.load_weights(self.newest, weights(self.newest))
         if self.schedule.stale_in_hand == "abort":
-            for held in engine.in_hand():
+            for held in engine.groups_in_flight():
                 oldest = held.oldest_version
-                if oldest is not None and rules.is_hopeless(
+                if oldest is not None and rules.will_be_stale(
                     newest_version=self.newest, policy_version_min=oldest, max_lag=self.schedule.max_lag
                 ):
                     self._take(worker, engine.abort(held.group))
@@ -91,7 +91,7 @@ class World:
                 if wanted is not None:
                     engine.load_weights(wanted, weights(wanted))
                 task = self.queue.pop(index)
-                in_hand[task.group] = task
+                groups_in_flight[task.group] = task
                 begun = task.wanted(oversample=self.schedule.oversample)
                 task.begin(begun)
                 engine.submit(GroupRequest(
@@ -100,15 +100,15 @@ class World:
         self._take(worker, engine.step())
 
     def _take(self, worker: int, completions: list) -> None:
-        engine, in_hand = self.engines[worker], self.in_hand[worker]
+        engine, groups_in_flight = self.engines[worker], self.groups_in_flight[worker]
         fresh = self.newest - self.schedule.max_lag if self.schedule.stale_in_hand == "continue" else 0
         for completion in completions:
-            if (task := in_hand.get(completion.group)) is None:
+            if (task := groups_in_flight.get(completion.group)) is None:
                 continue
             task.take(completion)
             if not task.needed:
                 engine.abort(completion.group)
-                del in_hand[completion.group]
+                del groups_in_flight[completion.group]
             for sample, drawn in sorted(task.drawn.items()):
                 task.note(sample, offset=0)
                 self.rollouts.setdefault(drawn.group, []).append(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.infra.log import Committed, Partition
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.pipeline.scheduling.rules import DROPPED
 from penstock.topics import groups, prompts
 from penstock.topics.wire.headers import Headers
@@ -116,7 +116,7 @@ def test_a_feeder_without_a_note_counts_on_from_the_ledger_where_records_were_de
     dropped = sum(groups.check(one, run=RUN).outcome in DROPPED for one in ended if (groups.check(one, run=RUN).group or 0) < below)
     again = Admission(RUN, PARTITIONS, LedgerState(RUN))
     again.ledger.stale |= whole.ledger.stale
-    mark = ResumeMark(
+    mark = ResumePoint(
         below=below, settled=(), drops=dropped + len(whole.ledger.stale), dropped=0, positions={}, checkpoints=(), manifests=0, version=0,
         rebased=None,
     )  # fmt: skip

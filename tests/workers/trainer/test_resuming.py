@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
-from penstock.pipeline.scheduling.resume_mark import ResumeMark, mark_of
+from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
 from penstock.pipeline.scheduling.schedule import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
@@ -80,7 +80,7 @@ def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(ti
     assert resumed.mark is not None
     assert resumed.past.first_step == 4
     assert [entry.step for entry in resumed.past.steps] == [4, 5]
-    assert resumed.past.story.newest_version == 6
+    assert resumed.past.ledger_state.newest_version == 6
     assert read_resumed(log, "end-0", saved=[1]).past.first_step == 0, "an older checkpoint needs the whole ledger"
 
 
@@ -144,13 +144,13 @@ def test_a_trainer_needs_no_group_that_ended_before_its_newest_checkpoint(tiny_m
 
 
 def test_details_that_are_no_mark_are_passed_over() -> None:
-    made = ResumeMark(
+    made = ResumePoint(
         below=3, settled=(5,), drops=1, dropped=2, positions={"groups/0": 7}, checkpoints=((4, 9),), manifests=2, version=1, rebased=None
     )
     entry = Entry(seq=1, kind="step", time_ns=1, step=4, details=made.to_json())
-    assert mark_of(entry) == made
+    assert resume_point_of(entry) == made
     for details in (None, "", "{}", "[]", '{"resume": {}}', '{"resume": {"below": 1}}', '{"resume": 3}'):
-        assert mark_of(Entry(seq=1, kind="step", time_ns=1, details=details)) is None
+        assert resume_point_of(Entry(seq=1, kind="step", time_ns=1, details=details)) is None
 
 
 def test_places_are_forgotten_below_the_oldest_checkpoint_and_anchor() -> None:

@@ -21,7 +21,7 @@ from penstock.pipeline.envs.agents.driver import BACKOFF_S, EnvironmentBroken, L
 from penstock.pipeline.envs.agents.gateway.clock import AgentClock
 from penstock.pipeline.envs.agents.gateway.server import Gateway
 from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
-from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
+from penstock.pipeline.envs.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation, Template
 from penstock.pipeline.envs.conversation.messages import text_of
 from penstock.pipeline.envs.datasets.answers import with_facts
@@ -93,7 +93,7 @@ class AgentEpisode:
         """The trajectory as it stands."""
         session = self._session
         messages, answers = session.record() if session else ([], [])
-        course = Course(
+        episode_state = EpisodeState(
             messages=messages,
             answers=answers,
             rewards={session.last_turn: session.reward} if session and answers and session.reward is not None else {},
@@ -106,7 +106,9 @@ class AgentEpisode:
             replaced=session.replaced if session else 0,
         )
         segments = session.conversation.segments() if session else ()
-        return trajectory_of(segments, self.request, self.sample, course=course, finish=finish, cause=cause, version=self.version)
+        return trajectory_of(
+            segments, self.request, self.sample, episode_state=episode_state, finish=finish, cause=cause, version=self.version
+        )
 
     async def _play(self) -> Trajectory:
         limits = self.limits

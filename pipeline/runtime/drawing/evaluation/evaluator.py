@@ -64,7 +64,9 @@ class Evaluator:
         renderer = Renderer.of(config)
         rows = [(row, renderer.render(row)) for _, row in held]
         reward = config.eval_reward
-        longest = config.max_drawn_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
+        longest = (
+            config.max_completion_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
+        )
         pool: RewardPool[int] = reward_pool(reward, max_steps=session.info["steps"], max_completion_length=longest)
         names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
         return cls(session, engine, pool, Decoder(config.model.path), rows, names, renderer, faults, meanwhile)

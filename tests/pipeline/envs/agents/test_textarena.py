@@ -18,7 +18,7 @@ def played(source: str, *actions: str, seed: int = 7, between: int = 0) -> list[
     """What a game says to these actions, its rules first; `between` other random numbers are drawn before each."""
     episode = open_environment(source).episode()
 
-    async def play_on() -> list[Observation]:
+    async def with_environments() -> list[Observation]:
         said = [await episode.reset(seed=seed, row={})]
         for action in actions:
             for _ in range(between):
@@ -26,7 +26,7 @@ def played(source: str, *actions: str, seed: int = 7, between: int = 0) -> list[
             said.append(await episode.step({"role": "assistant", "content": action}))
         return said
 
-    return asyncio.run(play_on())
+    return asyncio.run(with_environments())
 
 
 def texts(said: list[Observation]) -> list[str]:

@@ -3,9 +3,9 @@
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Span
-from penstock.pipeline.runtime import commit_notes
-from penstock.pipeline.runtime.commit_notes import RolloutNote
+from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
+from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.record import Record
 
@@ -97,13 +97,13 @@ def note_all(tasks: GroupTasks, group: int, *, first: int) -> None:
 
 def test_the_watermark_stops_at_the_first_group_that_is_not_acknowledged() -> None:
     tasks = owned()
-    assert tasks.watermarks() == {0: (0, commit_notes.encode(RolloutNote(0)))}
+    assert tasks.watermarks() == {0: (0, offset_metadata.encode(RolloutOffsetMetadata(0)))}
     note_all(tasks, 1, first=0)
     tasks.caught_up(0, 3)
     assert tasks.watermarks() == {}  # group 0 holds it, whose samples may come anywhere from offset 0 on
     note_all(tasks, 0, first=3)
     tasks.caught_up(0, 6)
-    assert tasks.watermarks() == {0: (2, commit_notes.encode(RolloutNote(6)))}
+    assert tasks.watermarks() == {0: (2, offset_metadata.encode(RolloutOffsetMetadata(6)))}
     assert list(tasks.tasks) == [2]
 
 
@@ -116,7 +116,7 @@ def test_a_record_that_is_no_prompt_does_not_hold_the_watermark() -> None:
 def test_samples_that_come_before_their_prompt_are_known_when_it_is_delivered() -> None:
     tasks = owned(groups=0)
     note_all(tasks, 0, first=7)
-    assert tasks.watermarks() == {0: (0, commit_notes.encode(RolloutNote(7)))}
+    assert tasks.watermarks() == {0: (0, offset_metadata.encode(RolloutOffsetMetadata(7)))}
     tasks.add(record_at(0), prompt_of(0))
     assert tasks.waiting() == []
     assert tasks.watermarks()[0][0] == 1
@@ -134,7 +134,7 @@ def test_only_begun_groups_survive_a_rebalance_and_their_prompts_come_again() ->
     tasks = owned(offset=10)
     tasks.tasks[1].begin([0, 1, 2])
     tasks.revoke()
-    assert [task.group for task in tasks.in_hand()] == [1]
+    assert [task.group for task in tasks.groups_in_flight()] == [1]
     tasks.assign(0, offset=10, inherited_end=13, rollouts_end=0)
     assert tasks.watermarks()[0][0] == 10  # group 1 was not delivered again yet
     assert [tasks.add(record_at(10 + number), prompt_of(number)) for number in range(3)] == [True, True, True]
@@ -156,7 +156,7 @@ def test_an_acknowledged_group_is_finished_and_a_gap_shows_that_others_write_too
     sent[2].at = 5
     assert tasks.acknowledge() == 1
     assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (2, True)
-    assert tasks.in_hand() == []
+    assert tasks.groups_in_flight() == []
 
 
 def test_samples_in_one_record_are_acknowledged_together_and_end_at_one_offset() -> None:
@@ -174,4 +174,4 @@ def test_samples_in_one_record_are_acknowledged_together_and_end_at_one_offset()
     alone.at = 1
     assert (tasks.acknowledge(), task.known) == (1, {0: 0, 1: 1, 2: 0})
     assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (2, False)
-    assert tasks.watermarks() == {0: (1, commit_notes.encode(RolloutNote(2)))}
+    assert tasks.watermarks() == {0: (1, offset_metadata.encode(RolloutOffsetMetadata(2)))}

@@ -112,7 +112,7 @@ class Site:
 
     def wake(self, worker: GroupWorker) -> None:
         """A stopped process goes on: it may publish before its client learns that it was evicted, and joins again."""
-        worker._publish_drawn(everything=True)
+        worker._publish_completions(everything=True)
 
     def finish(self, *, commit: bool = True) -> None:
         """Let all workers work until nothing is left to do."""
@@ -160,7 +160,7 @@ def test_groups_in_hand_whose_partition_went_to_a_joiner_are_dropped_and_drawn_o
         site.prompt(3)
     old = site.join(capacity=3)
     turn(old)
-    assert len(old.tasks.in_hand()) == 3
+    assert len(old.tasks.groups_in_flight()) == 3
     new = site.join()
     turn(new)  # begins the lowest of the four
     site.finish()
@@ -190,7 +190,7 @@ def test_samples_that_were_still_on_their_way_at_the_assignment_are_not_drawn_ag
         site.prompt(3)
     new = site.join()
     turn(new, commit=False)
-    assert [task.group for task in new.tasks.in_hand()] == [0]
+    assert [task.group for task in new.tasks.groups_in_flight()] == [0]
     for sample in made:
         if sample.group == 1:  # what an earlier owner sent arrives only now
             site.arrives(sample)
@@ -221,12 +221,12 @@ def test_a_worker_that_was_stopped_beyond_its_session_repeats_only_what_had_ende
         site.prompt(partition)
     zombie = site.join(capacity=4)
     turn(zombie)
-    assert len(zombie.tasks.in_hand()) == 4
+    assert len(zombie.tasks.groups_in_flight()) == 4
     site.evict(zombie)
     new = site.join()
     site.workers = [new]
     site.finish()
-    before = len(samples_of(site.log)) + sum(len(task.drawn) for task in zombie.tasks.in_hand())
+    before = len(samples_of(site.log)) + sum(len(task.drawn) for task in zombie.tasks.groups_in_flight())
     site.wake(zombie)
     site.workers = [zombie, new]
     site.prompt(0)
@@ -287,7 +287,7 @@ def play(moves: list[tuple[str, int]]) -> Site:
             case "turn" | "quiet turn":
                 turn(worker, commit=move == "turn")
             case "leave":
-                worker.hand_back()
+                worker.drain_samples()
                 worker.close()
                 site.workers.remove(worker)
             case "kill" | "stop":

@@ -13,7 +13,7 @@ from penstock.infra.errors import ConfigError
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch.attended import folder_of
-from penstock.pipeline.replay.rescore.run import Wish, score_run
+from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
 from penstock.pipeline.runtime.registration.run_key import key_path, make_key, signed
 from penstock.pipeline.runtime.registration.run_registry import registration, resolve, write, write_status
@@ -156,14 +156,18 @@ def test_scoring_again_loads_what_the_record_names_only_when_it_is_trusted() -> 
     write(log, CODE)
     said: list[str] = []
     with pytest.raises(ConfigError, match="--trust-code"):
-        score_run(log, RUN, Wish(), say=said.append)
+        score_run(log, RUN, RescoreRequest(), say=said.append)
     assert [line.startswith(f"run {RUN} names this code") for line in said] == [True]
-    for wish in (Wish(functions=["exact_match"]), Wish(overrides=['reward.functions=["exact_match"]']), Wish(trust=Trust(code=True))):
-        assert score_run(log, RUN, wish, say=lambda _: None)["written"] is None
+    for request in (
+        RescoreRequest(functions=["exact_match"]),
+        RescoreRequest(overrides=['reward.functions=["exact_match"]']),
+        RescoreRequest(trust=Trust(code=True)),
+    ):
+        assert score_run(log, RUN, request, say=lambda _: None)["written"] is None
     append(log, topic_name(RUN, "run"), replace(CODE, config=json.dumps({**CONFIG, "algorithm": {"advantage": "os:getcwd"}})))
-    assert score_run(log, RUN, Wish(), say=said.append)["written"] is None
+    assert score_run(log, RUN, RescoreRequest(), say=said.append)["written"] is None
     with pytest.raises(ConfigError, match="--trust-code"):  # the new run would be signed as a whole
-        score_run(log, RUN, Wish(write="new"), say=said.append)
+        score_run(log, RUN, RescoreRequest(write="new"), say=said.append)
 
 
 def test_shown_code_is_one_line_each_and_of_bounded_length() -> None:

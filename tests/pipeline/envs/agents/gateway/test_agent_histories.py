@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.audit.kept.drawn_turns import trajectory_flaw
+from penstock.pipeline.audit.kept.sampled_turns import trajectory_flaw
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest
 from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
-from penstock.pipeline.envs.agents.record import Course, trajectory_of
+from penstock.pipeline.envs.agents.record import EpisodeState, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation
 from penstock.pipeline.envs.rewards import answers_of, episodes_of
 from penstock.pipeline.learner.training_samples import sequences
@@ -108,11 +108,11 @@ class Agent:
 def rollout(session: AgentSession, prompt_ids: list[int]) -> Rollout:
     """The sample as a worker publishes it."""
     messages, answers = session.record()
-    course = Course(messages=messages, answers=answers, rewards={})
+    episode_state = EpisodeState(messages=messages, answers=answers, rewards={})
     request = request_for({})
     object.__setattr__(request, "prompt_ids", np.array(prompt_ids, np.int32))
     segments = session.conversation.segments()
-    trajectory = trajectory_of(segments, request, 0, course=course, finish="stop", cause=None, version=0)
+    trajectory = trajectory_of(segments, request, 0, episode_state=episode_state, finish="stop", cause=None, version=0)
     return rollout_of(trajectory, sampling=SamplingSection(), worker="w")
 
 

@@ -74,7 +74,7 @@ class _Drawn(torch.autograd.Function):
         return grad_states, *given, None, None, None, None
 
 
-def drawn_logprobs(
+def token_logprobs(
     states: torch.Tensor,
     *,
     head: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -102,7 +102,7 @@ def _within(
     support: torch.Tensor, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
     *, entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """What `drawn_logprobs` gives, renormalised over each token's support."""
+    """What `token_logprobs` gives, renormalised over each token's support."""
 
     def of_piece(rows: slice, tokens: slice, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = part if weight is None else functional.linear(part, weight, bias)

@@ -11,7 +11,7 @@ from penstock.topics.ledger import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeMark:
+class ResumePoint:
     """Where the run stood when a step was committed."""
 
     below: int
@@ -40,12 +40,12 @@ class ResumeMark:
         return json.dumps({"resume": asdict(self)}, separators=(",", ":"))
 
 
-def mark_of(entry: Entry) -> ResumeMark | None:
+def resume_point_of(entry: Entry) -> ResumePoint | None:
     """The mark in a step's entry; None without one that can be read."""
     try:
         fields = json.loads(entry.details or "")["resume"]
         checkpoints = tuple((int(steps), int(offset)) for steps, offset in fields.pop("checkpoints"))
         rewards = tuple(map(float, fields.pop("rewards", ())))
-        return ResumeMark(checkpoints=checkpoints, settled=tuple(fields.pop("settled")), rewards=rewards, **fields)
+        return ResumePoint(checkpoints=checkpoints, settled=tuple(fields.pop("settled")), rewards=rewards, **fields)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

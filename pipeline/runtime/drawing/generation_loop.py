@@ -14,7 +14,7 @@ from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.log import Assigned, Member, Records, Revoked
-from penstock.pipeline.runtime.drawing.evaluation.engine_loan import EngineLoan
+from penstock.pipeline.runtime.drawing.evaluation.shared_engine import SharedEngine
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
@@ -26,7 +26,7 @@ MEASURE_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
-class DrawingLoop(ABC):
+class GenerationLoop(ABC):
     """What such workers have in common; a subclass defines what it draws and how it publishes that."""
 
     session: Session
@@ -39,7 +39,7 @@ class DrawingLoop(ABC):
     _measured: float = field(default=0.0, init=False)
     _lends: bool = field(default=False, init=False)
     """Whether evaluations take this worker's engine, if any worker's."""
-    loan: EngineLoan | None = field(default=None, init=False)
+    shared_engine: SharedEngine | None = field(default=None, init=False)
     """Evaluations on this engine; None where they have one of their own."""
     device: SharedDevice | None = field(default=None, init=False)
     """What this worker shares with the trainer; None where its device is its own."""
@@ -53,12 +53,12 @@ class DrawingLoop(ABC):
         try:
             while self.weights.state.closed is None and not session.stop.is_set():
                 self.turn()
-            self.hand_back()
+            self.drain_samples()
             self._evaluate_last()
         finally:
             self.close()
             self.weights.close()
-            (self.loan or self.engine).close()
+            (self.shared_engine or self.engine).close()
             if self.device is not None:
                 self.device.close()
 
@@ -104,7 +104,7 @@ class DrawingLoop(ABC):
 
     def _evaluates(self, *, idle: bool) -> bool:
         """Whether an evaluation has, or waits for, this worker's engine."""
-        return self.loan is not None and self.loan.takes(lends=self._lends, idle=idle, meanwhile=self._keep_up)
+        return self.shared_engine is not None and self.shared_engine.takes(lends=self._lends, idle=idle, meanwhile=self._keep_up)
 
     def _keep_up(self) -> None:
         """What goes on while the engine is lent: partitions, what was drawn before, commits."""
@@ -116,7 +116,7 @@ class DrawingLoop(ABC):
         """Take what arrived and publish what ended."""
         self.weights.check()
         self._take(0.0)
-        self._publish_drawn()
+        self._publish_completions()
 
     def _commit_done(self) -> None:
         """Note what is acknowledged, and commit it now and then."""
@@ -127,7 +127,7 @@ class DrawingLoop(ABC):
     def _evaluate_last(self) -> None:
         """Once the run is closed: make what is still due; a worker that was started after that learns first whether it lends its engine."""
         stop = self.session.stop
-        while self.loan is not None and not self._settled and not stop.is_set():
+        while self.shared_engine is not None and not self._settled and not stop.is_set():
             self._take(1.0)
             self.session.reporter.status()
         while not stop.is_set() and self._evaluates(idle=False):
@@ -136,7 +136,7 @@ class DrawingLoop(ABC):
             self._evaluates(idle=True)
 
     @abstractmethod
-    def hand_back(self) -> None:
+    def drain_samples(self) -> None:
         """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
 
     @abstractmethod
@@ -159,7 +159,7 @@ class DrawingLoop(ABC):
     def _received(self, record: Record) -> None: ...
 
     @abstractmethod
-    def _publish_drawn(self) -> None:
+    def _publish_completions(self) -> None:
         """Send what ended, while this worker knows which partitions are its own."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class DrawingLoop(ABC):
         for event in self.member.take(wait_s):
             match event:
                 case Assigned():
-                    self.session.dead_letters.look_again()
+                    self.session.dead_letters.on_rebalance()
                     self._lends = any(partition == 0 for _, partition in event.partitions)
                     self._assigned(event)
                 case Revoked():
@@ -211,7 +211,7 @@ class DrawingLoop(ABC):
     def _already_stale(self, version: int) -> bool:
         """Whether samples drawn under `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
         newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
-        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
+        return rules.will_be_stale(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
     def _load(self) -> bool:
         """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""

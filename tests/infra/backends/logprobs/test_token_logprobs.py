@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from penstock.infra.backends.logprobs import drawn_logprobs as module
-from penstock.infra.backends.logprobs.drawn_logprobs import drawn_logprobs
+from penstock.infra.backends.logprobs import token_logprobs as module
+from penstock.infra.backends.logprobs.token_logprobs import token_logprobs
 
 ROW = torch.tensor([0, 0, 1, 3, 3, 3, 4])
 TARGET = torch.tensor([5, 2, 2, 0, 10, 10, 7])
@@ -24,7 +24,7 @@ def test_logprobs_of_logits_and_their_gradient_equal_log_softmax(monkeypatch, pi
     random = torch.Generator().manual_seed(0)
     logits, upstream = torch.randn(5, 11, generator=random).to(dtype), torch.randn(7, generator=random)
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got, _ = drawn_logprobs(mine, head=None, temperatures=TEMPERATURES, row=ROW, target=TARGET)
+    got, _ = token_logprobs(mine, head=None, temperatures=TEMPERATURES, row=ROW, target=TARGET)
     expected = plain(theirs.float())
     (got * upstream).sum().backward()
     (expected * upstream).sum().backward()
@@ -44,7 +44,7 @@ def test_logprobs_of_hidden_states_pass_a_finite_difference_check(monkeypatch, p
     inputs = (states, weight, bias) if biased else (states, weight)
 
     def drawn(states, weight, bias=None):
-        return drawn_logprobs(states, head=(weight, bias), temperatures=TEMPERATURES, row=ROW, target=TARGET)[0]
+        return token_logprobs(states, head=(weight, bias), temperatures=TEMPERATURES, row=ROW, target=TARGET)[0]
 
     assert torch.autograd.gradcheck(drawn, inputs)
     torch.testing.assert_close(drawn(*inputs), plain(torch.nn.functional.linear(states, weight, bias if biased else None)))
@@ -56,14 +56,14 @@ def test_never_more_logits_are_alive_than_two_pieces(monkeypatch):
     monkeypatch.setattr(module.functional, "linear", lambda *given: sizes.append((out := linear(*given)).numel()) or out)
     states, weight = torch.randn(40, 4, requires_grad=True), torch.randn(module.PIECE_ELEMENTS // 16, 4, requires_grad=True)
     row = torch.arange(40)
-    drawn_logprobs(states, head=(weight, None), temperatures=torch.ones(40), row=row, target=row)[0].sum().backward()
+    token_logprobs(states, head=(weight, None), temperatures=torch.ones(40), row=row, target=row)[0].sum().backward()
     assert len(sizes) == 6  # three pieces, and each again for the gradient
     assert max(sizes) * 4 <= 32 * 2**20
 
 
 def test_huge_logits_do_not_overflow():
     one = torch.zeros(1, dtype=torch.int64)
-    assert drawn_logprobs(torch.tensor([[1e4, 0.0]]), head=None, temperatures=torch.tensor([0.01]), row=one, target=one)[0].tolist() == [
+    assert token_logprobs(torch.tensor([[1e4, 0.0]]), head=None, temperatures=torch.tensor([0.01]), row=one, target=one)[0].tolist() == [
         0.0
     ]
 
@@ -72,7 +72,7 @@ def test_entropy_of_a_uniform_and_of_a_certain_choice():
     logits = torch.tensor([[0.0] * 8, [100.0] + [0.0] * 7])
     for row, expected in ((0, math.log(8)), (1, 0.0)):
         at = torch.tensor([row, row])
-        entropy = drawn_logprobs(logits, head=None, temperatures=torch.ones(2), row=at, target=at, entropy=True)[1]
+        entropy = token_logprobs(logits, head=None, temperatures=torch.ones(2), row=at, target=at, entropy=True)[1]
         assert entropy is not None
         assert entropy.tolist() == pytest.approx([expected, expected], abs=1e-6)
 
@@ -84,7 +84,7 @@ def test_entropies_pass_a_finite_difference_check_beside_their_logprobs(monkeypa
     states, weight = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3)))
 
     def both(states, weight):
-        return drawn_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True)
+        return token_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True)
 
     assert torch.autograd.gradcheck(both, (states, weight))
     whole = torch.log_softmax(states @ weight.T / TEMPERATURES[:, None], -1)
@@ -102,7 +102,7 @@ def test_logprobs_and_entropies_over_a_support_are_those_of_the_renormalised_dis
     states, weight = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3)))
 
     def both(states, weight):
-        return drawn_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True, support=SUPPORT)
+        return token_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True, support=SUPPORT)
 
     assert torch.autograd.gradcheck(both, (states, weight))
     logprobs, entropies = both(states, weight)

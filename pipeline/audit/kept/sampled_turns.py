@@ -12,7 +12,7 @@ import numpy as np
 from penstock.topics.samples import Rollout
 
 
-class DrawnTurn(NamedTuple):
+class SampledTurn(NamedTuple):
     """A turn by the digests of its context and of its tokens."""
 
     context: str
@@ -20,7 +20,7 @@ class DrawnTurn(NamedTuple):
     tokens: bytes
 
 
-def drawn_turns(rollout: Rollout, prompt_ids: Any) -> tuple[DrawnTurn, ...]:
+def sampled_turns(rollout: Rollout, prompt_ids: Any) -> tuple[SampledTurn, ...]:
     """The policy's turns of a trajectory; none of a single completion."""
     found = []
     bounds = [(start, end, prompt) for start, end, prompt in rollout.segments or ()]
@@ -29,7 +29,7 @@ def drawn_turns(rollout: Rollout, prompt_ids: Any) -> tuple[DrawnTurn, ...]:
             begin, prompt = next((start, prompt) for start, end, prompt in bounds if start <= turn.start < end)
             context = hashlib.sha256(b"" if prompt else _bytes(prompt_ids))
             context.update(_bytes(rollout.token_ids[begin : turn.start]))
-            found.append(DrawnTurn(context.hexdigest(), tokens_hash(rollout.token_ids[turn.start : turn.end])))
+            found.append(SampledTurn(context.hexdigest(), tokens_hash(rollout.token_ids[turn.start : turn.end])))
     return tuple(found)
 
 

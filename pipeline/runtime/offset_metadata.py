@@ -4,9 +4,9 @@ The rule: a note that is missing, torn or of another shape counts as none; the s
 
 | consumer group | topic with the note | class |
 |---|---|---|
-| `<run>.rollout` | `prompts` | `RolloutNote` |
+| `<run>.rollout` | `prompts` | `RolloutOffsetMetadata` |
 | `<run>.rollout`, with `environment.carrier = "log"` | `calls` | `CallNote` |
-| `<run>.environment` | `prompts` | `RolloutNote` |
+| `<run>.environment` | `prompts` | `RolloutOffsetMetadata` |
 | `<run>.scorer` | `prompts` | `ScorerNote` |
 | `<run>.feeder` | `prompts` and `groups` | `FeederNote`, the same in every partition |
 """
@@ -15,21 +15,21 @@ import json
 from typing import NamedTuple, TypeVar
 
 
-class RolloutNote(NamedTuple):
+class RolloutOffsetMetadata(NamedTuple):
     """What a worker that takes prompts knows of the partition's samples."""
 
     rollouts: int
     """Offset in `rollouts` from which the samples of the prompts above the committed one are found."""
 
 
-class CallNote(NamedTuple):
+class CallOffsetMetadata(NamedTuple):
     """What a rollout worker knows of the partition's replies."""
 
     replies: int
     """Offset in `replies` from which the replies to the calls above the committed one are found."""
 
 
-class ScorerNote(NamedTuple):
+class ScorerOffsetMetadata(NamedTuple):
     """What a scorer knows of the partition's finished groups."""
 
     below: int
@@ -38,7 +38,7 @@ class ScorerNote(NamedTuple):
     """Offset in `groups` from which the outcomes of the others are found."""
 
 
-class FeederNote(NamedTuple):
+class FeederOffsetMetadata(NamedTuple):
     """What the feeder has counted of the groups before the committed offsets."""
 
     ended: int
@@ -49,14 +49,14 @@ class FeederNote(NamedTuple):
     """Where in the order of prompts the next one stands, as far as those groups tell."""
 
 
-Note = TypeVar("Note", RolloutNote, CallNote, ScorerNote, FeederNote)
+Note = TypeVar("Note", RolloutOffsetMetadata, CallOffsetMetadata, ScorerOffsetMetadata, FeederOffsetMetadata)
 
 
-def encode(note: RolloutNote | CallNote | ScorerNote | FeederNote) -> str:
+def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetadata | FeederOffsetMetadata) -> str:
     """The note as commit metadata.
 
     Example:
-        encode(RolloutNote(rollouts=7))  # -> '{"rollouts": 7}'
+        encode(RolloutOffsetMetadata(rollouts=7))  # -> '{"rollouts": 7}'
     """
     return json.dumps(note._asdict())
 

@@ -14,7 +14,7 @@ from penstock.pipeline.runtime.session import Session
 
 
 @dataclass(slots=True)
-class EngineLoan:
+class SharedEngine:
     """What is evaluated on an engine that also draws for training."""
 
     session: Session

@@ -14,7 +14,7 @@ MODEL = "model"
 
 
 @dataclass(slots=True)
-class KeptCheckpoints:
+class CheckpointHistory:
     """What the ledger says of each checkpoint."""
 
     session: Session

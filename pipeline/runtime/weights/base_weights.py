@@ -10,7 +10,7 @@ from penstock.topics.versions import weight_adapter
 from penstock.topics.weights import Manifest
 
 
-class Below:
+class BaseWeights:
     """The bytes of version 0, once they were needed."""
 
     def __init__(self) -> None:
