@@ -50,7 +50,7 @@ def work_as_reader(run: str, bootstrap: str, *, shared: bool) -> None:
 
     weight_prefetch.bring = counting  # type: ignore[assignment]
     log = KafkaLog(bootstrap, client_id=f"reader-{os.getpid()}")
-    prefetch = WeightPrefetch(log, run, say=lambda text: print(text, file=sys.stderr), shared=shared)
+    prefetch = WeightPrefetch(log, run, notify=lambda text: print(text, file=sys.stderr), shared=shared)
     for line in sys.stdin:
         while True:
             with prefetch.taken() as (version, tensors):

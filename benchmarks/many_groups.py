@@ -119,7 +119,7 @@ def measured(home: Path, size: Size) -> list[dict[str, Any]]:
     """Run all of it in real processes."""
     broker = embedded.start(home=home)
     log, run = KafkaLog(broker.bootstrap, client_id="many"), f"many-{int(time.time()):x}"
-    create(from_table(settings_of(home, broker.bootstrap, size)), log=log, run_id=run, say=lambda _: None)
+    create(from_table(settings_of(home, broker.bootstrap, size)), log=log, run_id=run, notify=lambda _: None)
     common = ["--run", run, "--bootstrap", broker.bootstrap]
     trainer = Path(__file__).with_name("topics_overhead.py")
     commands = {"trainer": [sys.executable, str(trainer), "--as-trainer", *common]}

@@ -145,7 +145,7 @@ def observe(bootstrap: str, *, steps: int = 3) -> dict[str, str]:
         make_tiny_model(Path(folder) / "model")
         log = KafkaLog(bootstrap, client_id="path")
         config = config_of(Path(folder) / "model", Path(folder), run={"steps": steps, "seed": 7}, rollout={"workers": 1})
-        create(config, log=log, run_id=run, say=lambda _: None)
+        create(config, log=log, run_id=run, notify=lambda _: None)
         log.close()
         threading.setprofile(trace)
         threads = [threading.Thread(target=work, args=(role,), name=role) for role in ROLES]

@@ -115,7 +115,7 @@ def measure(home: Path, chosen: argparse.Namespace) -> int:
     reward.write_text(REWARD)
     bootstrap = embedded.start(home=home).bootstrap
     log = KafkaLog(bootstrap, client_id="slow-link")
-    create(from_table(settings_of(model, reward, bootstrap, chosen)), log=log, run_id=RUN, say=lambda _: None)
+    create(from_table(settings_of(model, reward, bootstrap, chosen)), log=log, run_id=RUN, notify=lambda _: None)
     own_network.throttle(chosen.mbit)
     common = ["--run", RUN, "--bootstrap", bootstrap]
     commands = {"trainer": [sys.executable, __file__, "--as-trainer", *common]}

@@ -99,7 +99,7 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     reward.write_text(REWARD)
     bootstrap = embedded.start(home=home).bootstrap
     log, run = KafkaLog(bootstrap, client_id="overhead"), f"overhead-{int(time.time()):x}"
-    create(from_table(settings_of(model, reward, bootstrap, chosen)), log=log, run_id=run, say=lambda _: None)
+    create(from_table(settings_of(model, reward, bootstrap, chosen)), log=log, run_id=run, notify=lambda _: None)
     common = ["--run", run, "--bootstrap", bootstrap]
     commands = {"trainer": [sys.executable, __file__, "--as-trainer", *common]}
     for role, slots in (("feeder", 1), ("scorer", 1), ("rollout", chosen.workers)):

@@ -121,7 +121,7 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, float]:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 1 << 16}))
     bootstrap = embedded.start(home=home).bootstrap
     log, run = KafkaLog(bootstrap, client_id="overhead"), f"turns-{int(time.time()):x}"
-    create(from_table(settings_of(home, bootstrap, chosen)), log=log, run_id=run, say=lambda _: None)
+    create(from_table(settings_of(home, bootstrap, chosen)), log=log, run_id=run, notify=lambda _: None)
     if chosen.unflushed:
         leave_to_system(bootstrap, run)
     common = ["--run", run, "--bootstrap", bootstrap, "--slot", "0"]

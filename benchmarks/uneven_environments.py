@@ -74,7 +74,7 @@ def played(
         }
         with Crew(log, run) as crew:
             config = from_table(dict(table))
-            create(config, log=log, run_id=run, say=lambda _: None)
+            create(config, log=log, run_id=run, notify=lambda _: None)
             crew.start_all(config, PIPELINE)
             crew.wait(limit_s=3600.0)
     return log, run

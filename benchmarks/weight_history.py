@@ -98,7 +98,7 @@ class Trainer:
             "kafka": {"bootstrap": bootstrap},
             "mlflow": {"enabled": False},
         }
-        create(from_table(table), log=log, run_id=RUN, say=lambda _: None)
+        create(from_table(table), log=log, run_id=RUN, notify=lambda _: None)
         session = join(run=RUN, role="trainer", log=log, worker="trainer", model=None, stop=threading.Event())
         assert session is not None
         self._writer = RunWriter(session, session.transactions(), LedgerState(RUN))

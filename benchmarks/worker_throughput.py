@@ -187,7 +187,7 @@ def measure(chosen: argparse.Namespace, directory: Path) -> tuple[dict[str, list
     bootstrap = embedded.start().bootstrap
     log = KafkaLog(bootstrap, client_id="bench")
     config = config_of(directory / "model", chosen, bootstrap)
-    create(config, log=log, run_id=RUN, say=lambda _: None)
+    create(config, log=log, run_id=RUN, notify=lambda _: None)
     others = [
         subprocess.Popen([*PENSTOCK, "worker", role, "--run", RUN, "--bootstrap", bootstrap], stdout=subprocess.DEVNULL)
         for role in ("feeder", "scorer")

@@ -24,7 +24,7 @@ from penstock.pipeline.observe.report.summary import collect
 from penstock.topics.wire.visible import visible
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """A line on the way, on stderr."""
     print(visible(text), file=sys.stderr, flush=True)
 
@@ -72,11 +72,11 @@ def see_through(
 ) -> dict[str, Any]:
     """Create a run, attend it to its end, and report on it from the log. Raises as `penstock.launch`."""
     loaded = configured(config, overrides, reward)
-    checked = check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
-    log = connect(loaded.kafka.bootstrap, loaded.kafka.security, say=say)
+    checked = check(loaded, tell=lambda _name, _text: None, samples=False, notify=notify)
+    log = connect(loaded.kafka.bootstrap, loaded.kafka.security, notify=notify)
     try:
-        record = create(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
-        if launcher.watch(log, record, loaded, say=say, live=False, quiet=True, screen=notebook_screen()) != 0:
+        record = create(loaded, log=log, run_id=run_id, checked=checked.info, notify=notify)
+        if launcher.watch(log, record, loaded, notify=notify, live=False, quiet=True, screen=notebook_screen()) != 0:
             raise KeyboardInterrupt
         return collect(log, record.run)
     finally:

@@ -29,7 +29,7 @@ class Run:
         """The run that an id, a unique prefix or `latest` names, or the one archived in a folder. Raises as `penstock.open`."""
         if (archived := open_archive(run)) is not None:
             return cls(cast(Log, archived), archived.run)
-        log = connect(bootstrap, security, say=lambda _: None, start=False)
+        log = connect(bootstrap, security, notify=lambda _: None, start=False)
         try:
             return cls(log, resolve(log, run))
         except BaseException:

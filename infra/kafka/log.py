@@ -55,11 +55,11 @@ class KafkaLog:
         self._offsets = OffsetReader(self._connection, self._costs, self._contact, self._admin)
         self.bootstrap = bootstrap
 
-    def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
-        """Set how clients made from now on bear an outage: they wait for `give_up_s`; `say` gets a line at its begin and its end."""
+    def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None:
+        """Set how clients made from now on bear an outage: they wait for `give_up_s`; `notify` gets a line at its begin and its end."""
         self._contact.give_up_s = give_up_s
-        if say is not None:
-            self._contact.tell(say)
+        if notify is not None:
+            self._contact.tell(notify)
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings.

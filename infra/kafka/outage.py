@@ -36,7 +36,7 @@ class Contact:
         self._waits: WeakSet[Wait] = WeakSet()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.say: Callable[[str], None] = lambda _: None
+        self.notify: Callable[[str], None] = lambda _: None
         """Takes a line for a person; `tell` sets it."""
 
     @property
@@ -78,12 +78,12 @@ class Contact:
                 wait.answered()
                 return result
 
-    def tell(self, say: Callable[[str], None]) -> None:
-        """From now on, `say` once when the broker goes away and once when it is back, and what a reader passes over."""
-        self.say = say
-        threading.Thread(target=self._tell, args=(say,), daemon=True, name="log-contact").start()
+    def tell(self, notify: Callable[[str], None]) -> None:
+        """From now on, call `notify` once when the broker goes away and once when it is back, and what a reader passes over."""
+        self.notify = notify
+        threading.Thread(target=self._tell, args=(notify,), daemon=True, name="log-contact").start()
 
-    def _tell(self, say: Callable[[str], None]) -> None:
+    def _tell(self, notify: Callable[[str], None]) -> None:
         away_since: float | None = None
         looked = time.monotonic()
         while not self._closed.wait(_LOOK_EVERY_S):
@@ -93,9 +93,11 @@ class Contact:
             silent_s = self.silent_s
             if away_since is None and silent_s >= AWAY_AFTER_S:
                 away_since = time.monotonic() - silent_s
-                say(f"the broker at {self.bootstrap} has not answered for {silent_s:.0f} s; waiting for it, {self.give_up_s:.0f} s at most")
+                notify(
+                    f"the broker at {self.bootstrap} has not answered for {silent_s:.0f} s; waiting for it, {self.give_up_s:.0f} s at most"
+                )
             elif away_since is not None and self._answered > away_since + AWAY_AFTER_S:
-                say(f"the broker answers again, after {self._answered - away_since:.0f} s")
+                notify(f"the broker answers again, after {self._answered - away_since:.0f} s")
                 away_since = None
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ class MemoryLog:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
         return MemoryMember(self._state, group, topics, max_records=max_records, pools=pools)
 
-    def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
+    def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None:
         """Do nothing: there are no outages."""
 
     def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> MemoryProducer:

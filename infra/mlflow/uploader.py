@@ -54,12 +54,12 @@ class Ending:
 class Uploader:
     """Delivers a journal to MLflow from a thread of its own, with growing pauses while the server does not answer."""
 
-    def __init__(self, target: Target, journal: Journal, *, say: Callable[[str], None]) -> None:
+    def __init__(self, target: Target, journal: Journal, *, notify: Callable[[str], None]) -> None:
         self.shown_uri = without_password(target.uri)
         self.run_id: str | None = None
         self.failing = False
         """True if MLflow refused or did not answer the last request."""
-        self._target, self._journal, self._say = target, journal, say
+        self._target, self._journal, self._notify = target, journal, notify
         self._offset = self._passed = 0
         self._delivered: Mapping[str, int] = {}
         self._mlflow_run: MlflowRun | None = None
@@ -115,7 +115,7 @@ class Uploader:
                 self._failed(f"MLflow at {self.shown_uri}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             else:
                 if self.failing:
-                    self._say(f"MLflow at {self.shown_uri} answers again")
+                    self._notify(f"MLflow at {self.shown_uri} answers again")
                 pause, self.failing = FIRST_PAUSE_S, False
                 continue
             self._pause(pause)
@@ -123,7 +123,7 @@ class Uploader:
 
     def _failed(self, cause: str) -> None:
         if not self.failing:
-            self._say(f"{cause}; the run goes on, and its points wait in metrics.jsonl")
+            self._notify(f"{cause}; the run goes on, and its points wait in metrics.jsonl")
         self.failing = True
         self._mlflow_run = None  # how much arrived is unknown: ask the server when it answers again
 

@@ -64,14 +64,14 @@ def follow(
     directory: Path,
     *,
     topics: Collection[str] | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Exported]:
     """Export again and again until the run is closed and nothing is new; what each round did. Raises as `export`."""
     began, closed = time.monotonic(), False
     tail = log.tail({(f"{run}.ledger", 0): "earliest"})
     try:
         while True:
-            done = export(log, run, directory, topics=topics, say=say)
+            done = export(log, run, directory, topics=topics, notify=notify)
             yield done
             if closed and not done.rows:
                 return
@@ -104,7 +104,7 @@ def export(
     directory: Path,
     *,
     topics: Collection[str] | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Exported:
     """Bring DIR/RUN up to what the topics hold now; all of them, or those of `topics`. Raises `ValueError`, `LogError`."""
     wanted = _wanted(topics)
@@ -118,7 +118,7 @@ def export(
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
         ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in wanted}
-        work = Work(archive, BulkReader(log.connection, log.letters), Exported(run=run, directory=str(archive.path)), say)
+        work = Work(archive, BulkReader(log.connection, log.letters), Exported(run=run, directory=str(archive.path)), notify)
         with work:
             for topic, offsets in ends.items():
                 work.topic(log, topic, offsets)
@@ -163,10 +163,10 @@ def _ends(log: KafkaLog, archive: Archive, topic: str, count: int) -> list[int]:
 class Work:
     """One reader, and one writer in a thread of its own: Parquet is made while the next block is read."""
 
-    def __init__(self, archive: Archive, reader: BulkReader, done: Exported, say: Callable[[str], None]) -> None:
+    def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
         self._reader = reader
-        self._say, self._next_progress_s = say, time.monotonic() + PROGRESS_EVERY_S
+        self._notify, self._next_progress_s = notify, time.monotonic() + PROGRESS_EVERY_S
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
@@ -240,4 +240,4 @@ class Work:
     def _progress(self, text: str) -> None:
         if time.monotonic() > self._next_progress_s:
             self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
-            self._say(text)
+            self._notify(text)

@@ -34,7 +34,7 @@ class Imported:
     seconds: float = 0.0
 
 
-def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, say: Callable[[str], None] = lambda _: None) -> Imported:
+def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, notify: Callable[[str], None] = lambda _: None) -> Imported:
     """Write an archived run's topics and register it. Raises `ConfigError` for an id that is taken, `ValueError`, `LogError`."""
     began, note = time.monotonic(), complete(archive)
     run = _free(log, becomes or note.run)
@@ -47,7 +47,7 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
     log.create_topics(topics_of(run, partitions=partitions["groups"], weight_partitions=partitions["weights"], turns=turns))
     imported = Imported(run=run)
     try:
-        _write_records(log, archived, relocation, imported, say)
+        _write_records(log, archived, relocation, imported, notify)
     except ValueError as error:
         raise ValueError(
             f"{error}; the run is not registered: `penstock topics delete {run} --yes` removes what was imported before"
@@ -58,10 +58,10 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
     return imported
 
 
-def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation, imported: Imported, say: Callable[[str], None]) -> None:
+def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation, imported: Imported, notify: Callable[[str], None]) -> None:
     """Write all records and count them. Raises `ValueError` for rows that cannot be records, and `LogError`."""
     archive, note, run = archived.archive, complete(archived.archive), imported.run
-    writer, progress, ends = BulkWriter(log.connection), _Progress(say), dict[Partition, int]()
+    writer, progress, ends = BulkWriter(log.connection), _Progress(notify), dict[Partition, int]()
     for kind in reversed(list(KINDS.values())):  # from the cause to the effect
         for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():
             count = 0
@@ -125,11 +125,11 @@ def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Re
 class _Progress:
     """Passes a line on every few seconds."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._next_s = say, time.monotonic() + PROGRESS_EVERY_S
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify, self._next_s = notify, time.monotonic() + PROGRESS_EVERY_S
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
         if now > self._next_s:
             self._next_s = now + PROGRESS_EVERY_S
-            self._say(text)
+            self._notify(text)

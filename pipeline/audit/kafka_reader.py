@@ -43,9 +43,9 @@ class KafkaSource:
     """The topics of one run on a broker; raises `Unreadable` when they cannot be read."""
 
     def __init__(
-        self, bootstrap: str, run: str, *, settings: Mapping[str, Any] | None = None, say: Callable[[str], None] = lambda _: None
+        self, bootstrap: str, run: str, *, settings: Mapping[str, Any] | None = None, notify: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.run, self._say = run, say
+        self.run, self._notify = run, notify
         # What connects, credentials above all, is given; what is read, and how, is the audit's own.
         self._settings = {**(settings or {}), "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
         self._problem: str | None = None
@@ -151,7 +151,7 @@ class KafkaSource:
         self._read += 1
         if self._read % 1000 == 0 and time.monotonic() > self._next_progress_s:
             self._next_progress_s = time.monotonic() + SAY_AFTER_S
-            self._say(f"read {self._read:,} records of {self._span:,} offsets at most; now {topic}")
+            self._notify(f"read {self._read:,} records of {self._span:,} offsets at most; now {topic}")
 
     def _kafka_name(self, topic: str) -> str:
         return topic if topic == RUNS_TOPIC else topic_name(self.run, topic)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, notify
 
 if TYPE_CHECKING:
     from penstock.pipeline.audit.anchors import Anchor
@@ -41,4 +41,4 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list[
         return [], ArchivedSource(archived)
     with at(bootstrap, security) as log:
         run_id, connection = resolve(log, run), log.connection
-    return of_folder(run_directory(run_id)), KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), say=say)
+    return of_folder(run_directory(run_id)), KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), notify=notify)

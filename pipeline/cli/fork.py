@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, TrustRun, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, TrustRun, at, emit, notify
 
 
 def fork(
@@ -43,25 +43,25 @@ def fork(
         try:
             if model is not None:
                 recording.config = with_model(recording.config, model.resolve())
-            require_trusted(recording.found, trust=Trust(code=trust_code), say=say)
+            require_trusted(recording.found, trust=Trust(code=trust_code), notify=notify)
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 
-            made = make(recording, from_step, overrides or [], run_id=run_id, say=say)
+            made = make(recording, from_step, overrides or [], run_id=run_id, notify=notify)
         finally:
             recording.close()
         new, origin = made.record.run, made.origin
         where = f"{origin['run']} after {origin['step']} steps"
-        say(f"{new} goes on from {where}, with the weights {origin['digest'][:16]}… in {made.directory}")
+        notify(f"{new} goes on from {where}, with the weights {origin['digest'][:16]}… in {made.directory}")
         if start:
             from penstock.pipeline.launch.launcher import resume
 
-            return resume(new, log=log, say=say, live=not plain and not json, json_out=json)
+            return resume(new, log=log, notify=notify, live=not plain and not json, json_out=json)
     if json:
         emit(
             {"run": new, "status": made.record.status, "forked_from": origin, "directory": str(made.directory), "bootstrap": log.bootstrap}
         )
     else:
         print(new)
-        say(f"start it: penstock run --resume {new}")
+        notify(f"start it: penstock run --resume {new}")
     return 0

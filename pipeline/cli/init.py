@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import ConfigFile, Json, Overrides, emit, say
+from penstock.pipeline.cli.options import ConfigFile, Json, Overrides, emit, notify
 
 
 def init(
@@ -34,7 +34,7 @@ def init(
         base=(output.parent if output is not None else Path()).resolve(),
         prompt_field=prompt_field,
         answer_field=answer_field,
-        say=say,
+        notify=notify,
     )
     if output is not None:
         output.write_text(text, encoding="utf-8")
@@ -42,7 +42,7 @@ def init(
         emit({"config": text, "path": None if output is None else str(output)})
     elif output is None:
         print(text, end="")
-    say(f"next: penstock check {output or 'FILE.toml'}")
+    notify(f"next: penstock check {output or 'FILE.toml'}")
 
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
@@ -53,7 +53,7 @@ def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False
 
     report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
     if not json:
-        say(f"all is well; start it: penstock run {config}")
+        notify(f"all is well; start it: penstock run {config}")
 
 
 def report(config: object, *, samples: bool, json: bool) -> None:
@@ -62,7 +62,7 @@ def report(config: object, *, samples: bool, json: bool) -> None:
     from penstock.pipeline.launch.check import preflight
 
     assert isinstance(config, Config)
-    found = preflight.check(config, tell=_nothing if json else _print, samples=samples, say=say)
+    found = preflight.check(config, tell=_nothing if json else _print, samples=samples, notify=notify)
     if json:
         emit({**found.lines, "samples": list(found.samples)})
 

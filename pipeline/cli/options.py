@@ -51,7 +51,7 @@ AWAY_S = 60.0
 """A command waits this long for a broker that goes away meanwhile; workers wait `kafka.give_up_s`."""
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """Print a message that is not part of the result."""
     print(text, file=sys.stderr, flush=True)
 
@@ -85,9 +85,9 @@ def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = Fa
     """
     from penstock.pipeline.launch.broker_keeper import connect
 
-    log = connect(bootstrap, security, say=say, start=start)
+    log = connect(bootstrap, security, notify=notify, start=start)
     if not attends:
-        log.wait_out(AWAY_S, say=say)
+        log.wait_out(AWAY_S, notify=notify)
     try:
         yield log
     finally:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Security, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, emit, notify, reading
 
 PAPERS = ("rolloutpipe", "pipelinerl", "rollart")
 
@@ -91,7 +91,7 @@ def _paper(name: str, *, json: bool) -> None:
     from penstock.pipeline.planning.text import comparison_as_text
 
     if name == "pipelinerl":
-        say("simulating 128 accelerators, about 20 s")
+        notify("simulating 128 accelerators, about 20 s")
     comparison = import_module(f"penstock.pipeline.planning.papers.{name}").reproduce()
     if json:
         emit(comparison.as_json())
@@ -195,7 +195,7 @@ def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
         from penstock.pipeline.planning.picture import draw
 
         draw(found, plot)
-        say(f"drew {plot}")
+        notify(f"drew {plot}")
     if json:
         emit(plan_as_json(found))
     else:

@@ -18,7 +18,7 @@ from penstock.pipeline.cli.options import (
     at,
     connected,
     emit,
-    say,
+    notify,
     security_settings,
 )
 
@@ -61,7 +61,7 @@ def run(
         with at(bootstrap, security, attends=True) as log:
             shown = not plain and not json
             run = resolve(log, resume, executes=True)
-            return launcher.resume(run, log=log, say=say, live=shown, json_out=json, overrides=overrides or (), trust_code=trust_code)
+            return launcher.resume(run, log=log, notify=notify, live=shown, json_out=json, overrides=overrides or (), trust_code=trust_code)
     if config is None:
         raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")
     if bootstrap != "embedded" or security:
@@ -80,7 +80,7 @@ def run(
         return 0
     from penstock.pipeline.launch.launcher import launch
 
-    return launch(loaded, say=say, live=not plain and not json, json_out=json, run_id=run_id)
+    return launch(loaded, notify=notify, live=not plain and not json, json_out=json, run_id=run_id)
 
 
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
@@ -93,13 +93,13 @@ def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = N
 
     loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
     with connected(loaded.kafka.bootstrap, loaded.kafka.security) as log:
-        checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
-        record = register(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
+        checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, notify=notify)
+        record = register(loaded, log=log, run_id=run_id, checked=checked.info, notify=notify)
     if json:
         emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})
     else:
         print(record.run)
-        say(f"start its workers: penstock worker ROLE --run {record.run} --bootstrap {log.bootstrap}")
+        notify(f"start its workers: penstock worker ROLE --run {record.run} --bootstrap {log.bootstrap}")
 
 
 def worker(
@@ -140,7 +140,7 @@ def worker(
     if embedded_broker:
         from penstock.infra.broker import embedded
 
-        bootstrap = embedded.start(progress=say).bootstrap
+        bootstrap = embedded.start(progress=notify).bootstrap
     return work(
         role,
         run=run,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, reading, refuse_folder, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, reading, refuse_folder
 from penstock.pipeline.runtime.reporting.visible_output import print_json
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ def export_topics(
     with at(bootstrap, security) as log:
         run_id = resolve(log, run)
         if not follow:
-            _print_export(export.export(log, run_id, directory, topics=chosen, say=say), json=json)
+            _print_export(export.export(log, run_id, directory, topics=chosen, notify=notify), json=json)
             return
         total = export.Exported(run=run_id, directory=str(directory / run_id))
         try:
-            for done in export.follow(log, run_id, directory, topics=chosen, say=say):
+            for done in export.follow(log, run_id, directory, topics=chosen, notify=notify):
                 total.add(done)
                 if done.rows:
-                    say(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
+                    notify(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
         finally:  # also on Ctrl-C: the part exported so far is readable
             _print_export(total, json=json)
 
@@ -153,7 +153,7 @@ def import_topics(
 
     archive = find_archive(directory)
     with at(bootstrap, security, start=True) as log:
-        done = import_run(log, archive, becomes=run_id, say=say)
+        done = import_run(log, archive, becomes=run_id, notify=notify)
         if trust_code:
             adopt_run(log, done.run)
     if json:
@@ -182,7 +182,7 @@ def adopt(
         run_id = resolve(log, run, executes=True)
         text = shown(log, run_id)
         if text is not None and not yes:
-            say(text)
+            notify(text)
             if json or not sys.stdin.isatty():
                 raise ConfigError(f"nothing is signed: `penstock topics adopt {run_id} --yes` signs what is shown")
             typer.confirm(f"sign {run_id}?", abort=True, err=True)

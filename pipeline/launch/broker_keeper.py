@@ -20,7 +20,7 @@ from penstock.pipeline.runtime.exit_status import FAILED
 STOP_NOTE_S = 0.2
 """A broker that is being stopped looks dead for some milliseconds, until its pid file is removed."""
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class BrokerKeeper:
 
     bootstrap: str
     rules: Rules
-    say: Say
+    notify: Notify
     deaths: list[WorkerExit] = field(default_factory=list)
     ours: bool = False
     _down: str | None = None
@@ -74,20 +74,20 @@ class BrokerKeeper:
 
     def _runs(self, *, now_s: float) -> None:
         if self._down is not None:  # another process has started it
-            self.say(f"the broker at {self.bootstrap} runs again")
+            self.notify(f"the broker at {self.bootstrap} runs again")
             self._down, self._stopped, self._up_s = None, False, now_s
         self._seen_dead_s = None
 
     def _is_gone(self, why: str | None, *, now_s: float) -> None:
         if why is None:
             if not self._stopped:
-                self.say(f"the broker at {self.bootstrap} was stopped; its run waits for it (`penstock broker start`)")
+                self.notify(f"the broker at {self.bootstrap} was stopped; its run waits for it (`penstock broker start`)")
             self._down, self._stopped, self._seen_dead_s = "the broker was stopped", True, None
         elif self._seen_dead_s is None:
             self._seen_dead_s = now_s
         elif now_s - self._seen_dead_s >= STOP_NOTE_S:
             self._died(why, now_s=now_s, progress=now_s - self._up_s >= restart_policy.HEALTHY_S)
-            self.say(f"{why}; it is started again")
+            self.notify(f"{why}; it is started again")
 
     def _died(self, why: str, *, now_s: float, progress: bool) -> None:
         self._down, self._stopped, self._seen_dead_s = why, False, None
@@ -97,22 +97,22 @@ class BrokerKeeper:
         """Apply the result of the starting thread."""
         if self._refusal is not None:
             self._died(self._refusal, now_s=now_s, progress=False)
-            self.say(f"the broker could not be started again: {self._refusal}")
+            self.notify(f"the broker could not be started again: {self._refusal}")
             return
         self._down, self._up_s = None, now_s
-        self.say(f"the broker at {self.bootstrap} serves again")
+        self.notify(f"the broker at {self.bootstrap} serves again")
 
     def _start(self) -> None:
         try:
             status = embedded.start()
             self._refusal = None if status.bootstrap == self.bootstrap else f"it is at {status.bootstrap} now, not at {self.bootstrap}"
             if status.risk is not None:
-                self.say(status.risk)
+                self.notify(status.risk)
         except (BrokerError, OSError) as error:
             self._refusal = str(error)
 
 
-def connect(bootstrap: str, security: Mapping[str, str], *, say: Say, start: bool = True) -> KafkaLog:
+def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, start: bool = True) -> KafkaLog:
     """Connect to a broker, with these settings of the client over those of the environment.
 
     `embedded` is this machine's own, which is started where it does not run, unless `start` is false.
@@ -123,7 +123,7 @@ def connect(bootstrap: str, security: Mapping[str, str], *, say: Say, start: boo
     """
     settings = credentials(security)
     if bootstrap == "embedded":
-        found = embedded.start(progress=say) if start or embedded.status().running else None
+        found = embedded.start(progress=notify) if start or embedded.status().running else None
         if found is None:
             raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
         bootstrap, settings = found.bootstrap, {}

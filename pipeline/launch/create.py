@@ -38,7 +38,7 @@ def create(
     *,
     log: Log,
     run_id: str | None = None,
-    say: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     checked: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> RunRecord:
@@ -51,10 +51,10 @@ def create(
         PenstockError: data or model cannot be used; one line, for data with file and line.
     """
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})})
-    info = {**(check_inputs(config, say=say)[0] if checked is None else checked), **(about or {})}
+    info = {**(check_inputs(config, notify=notify)[0] if checked is None else checked), **(about or {})}
     run = usable(run_id or new_id(config))
     for warning in log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies):
-        say(f"warning: {warning}")
+        notify(f"warning: {warning}")
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
     specs = topics_of(
@@ -78,7 +78,7 @@ def new_id(config: Config) -> str:
     return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
+def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
     """The part of the run's info that its data and model determine: rows, steps, digests; and the rows that rewards are to be tried on.
 
     Raises what `create` raises.
@@ -87,8 +87,8 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
     try:
         model_digests = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-        say(f"checking the prompts of {', '.join(config.data_sources)}")
-        reader = RowReader(config, say=say)
+        notify(f"checking the prompts of {', '.join(config.data_sources)}")
+        reader = RowReader(config, notify=notify)
         dataset, held_out_sets = open_data(config), open_eval_data(config)
         reader.read(dataset)
         dataset.order(config)
@@ -102,10 +102,10 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
         raise PenstockError(str(error)) from error
     for warning in (reader.replaced.warning(), endless_warning(config, model_digests["stop_ids"], reader.renderer)):
         if warning:
-            say(f"warning: {warning}")
+            notify(f"warning: {warning}")
     try_own_functions(config)
     rows, steps = len(dataset), config.steps(len(dataset))
-    _check_length(config, rows=rows, steps=steps, say=say)
+    _check_length(config, rows=rows, steps=steps, notify=notify)
     longest = data.max_prompt_tokens + config.sampling.max_new_tokens
     if context is not None and config.sampling.max_new_tokens >= context:
         raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: the model's context is {context} tokens")
@@ -114,8 +114,8 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
             f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
             f"together above the model's context of {context} tokens"
         )
-    _say_what_is_long(config, say)
-    _say_where_the_rate_ends(config, steps, say)
+    _say_what_is_long(config, notify)
+    _say_where_the_rate_ends(config, steps, notify)
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     info = {
         **install,
@@ -135,7 +135,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
     return info, reader.kinds
 
 
-def _check_length(config: Config, *, rows: int, steps: int, say: Callable[[str], None]) -> None:
+def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[str], None]) -> None:
     """Refuse a warm-up or a step that the run is too short for; say so if a step repeats rows, or the last prompts fill none."""
     epochs, prompts, warmup = config.run.epochs, config.schedule.prompts_per_step, config.trainer.warmup_steps
     asked = None if epochs is None else int(epochs * rows)
@@ -150,26 +150,28 @@ def _check_length(config: Config, *, rows: int, steps: int, say: Callable[[str],
         )
     if asked is not None and asked % prompts:
         rest = asked % prompts
-        say(f"run.epochs = {epochs:g}: {asked} prompts are {steps} steps of {prompts}; the last {rest} are no step and not trained")
+        notify(f"run.epochs = {epochs:g}: {asked} prompts are {steps} steps of {prompts}; the last {rest} are no step and not trained")
     if rows < prompts:
-        say(f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains the same row repeatedly")
+        notify(
+            f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains the same row repeatedly"
+        )
 
 
-def _say_what_is_long(config: Config, say: Callable[[str], None]) -> None:
+def _say_what_is_long(config: Config, notify: Callable[[str], None]) -> None:
     """Say so where one sample may be larger than a micro-batch, which then has it alone and takes the memory for all of it."""
     drawn, budget = config.sampling.max_new_tokens, config.trainer.micro_batch_tokens
     longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + drawn
     if longest > budget:
-        say(
+        notify(
             f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; one that is longer than a "
             "micro-batch is trained alone, in as much memory as it takes"
         )
 
 
-def _say_where_the_rate_ends(config: Config, steps: int, say: Callable[[str], None]) -> None:
+def _say_where_the_rate_ends(config: Config, steps: int, notify: Callable[[str], None]) -> None:
     """Say so if the run may end before its learning rate does: under `run.epochs` a dropped group takes its prompt with it."""
     if config.run.epochs is not None and config.trainer.lr_schedule != "constant" and config.algorithm.filter_zero_variance:
-        say(
+        notify(
             f"trainer.lr_schedule = {config.trainer.lr_schedule!r} spans {steps} steps, but under run.epochs filtered groups are not "
             "replaced: the run may end earlier, at a higher learning rate; run.steps fixes the number of steps"
         )

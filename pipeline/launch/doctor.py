@@ -306,7 +306,7 @@ def _durability(bootstrap: str) -> Iterator[Finding]:
     from penstock.pipeline.launch.broker_keeper import connect
 
     try:
-        log = connect(bootstrap, {}, say=lambda _: None)
+        log = connect(bootstrap, {}, notify=lambda _: None)
         try:
             found = log.weaknesses()
         finally:

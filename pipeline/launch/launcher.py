@@ -51,20 +51,20 @@ PATIENCE_S = 10.0
 HURRY_S = 5.0
 """Time for workers to end while the broker is away: they could not write anything more."""
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
+def launch(config: Config, *, notify: Notify, live: bool, json_out: bool, run_id: str | None = None) -> int:
     """Create a run and attend it to its end; returns the exit status."""
     state_directory()  # where nothing can be written, no disk is full
-    checked = check(config, tell=lambda _name, _text: None, samples=False, say=say)
-    log = connect(config.kafka.bootstrap, config.kafka.security, say=say)
-    record = create(config, log=log, run_id=run_id, checked=checked.info, say=say)
-    return attend(log, record, config, say=say, live=live, json_out=json_out)
+    checked = check(config, tell=lambda _name, _text: None, samples=False, notify=notify)
+    log = connect(config.kafka.bootstrap, config.kafka.security, notify=notify)
+    record = create(config, log=log, run_id=run_id, checked=checked.info, notify=notify)
+    return attend(log, record, config, notify=notify, live=live, json_out=json_out)
 
 
 def resume(
-    run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, overrides: Sequence[str] = (), trust_code: bool = False
+    run: str, *, log: KafkaLog, notify: Notify, live: bool, json_out: bool, overrides: Sequence[str] = (), trust_code: bool = False
 ) -> int:
     """Start the workers of a run that is not finished; they continue from the log, with these keys of its configuration changed.
 
@@ -77,7 +77,7 @@ def resume(
         raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
     if record.status in ("finished", "failed"):
         raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
-    require_trusted(found, trust=Trust(code=trust_code), say=say)
+    require_trusted(found, trust=Trust(code=trust_code), notify=notify)
     if trust_code and not found.signed:
         make_key(run)  # the workers find it
         write(log, record)
@@ -85,23 +85,23 @@ def resume(
     if overrides:
         config = changed(config, overrides, run=run)
         record = replace(record, config=to_json(config))
-    made_of = with_changes(record, config, say=say)
+    made_of = with_changes(record, config, notify=notify)
     if overrides or made_of is not record:
         record = replace(made_of, updated_ns=time.time_ns())
         write(log, record)
-    return attend(log, record, config, say=say, live=live, json_out=json_out)
+    return attend(log, record, config, notify=notify, live=live, json_out=json_out)
 
 
-def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, json_out: bool) -> int:
+def attend(log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, live: bool, json_out: bool) -> int:
     """Start a registered run's workers, stay until they have ended, and print the report; returns the exit status."""
-    status = watch(log, record, config, say=say, live=live, quiet=json_out)
+    status = watch(log, record, config, notify=notify, live=live, quiet=json_out)
     if status == 0:
-        show_report(log, record.run, json_out=json_out, say=say)
+        show_report(log, record.run, json_out=json_out, notify=notify)
     return status
 
 
 def watch(
-    log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool, screen: "NotebookScreen | None" = None
+    log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, live: bool, quiet: bool, screen: "NotebookScreen | None" = None
 ) -> int:
     """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
 
@@ -119,20 +119,20 @@ def watch(
         asked_to_stop() as stop,
         _only_one(
             WriterLease(
-                log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, first_wins=True, say=say, stop=stop
+                log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, first_wins=True, notify=notify, stop=stop
             )
         ),
     ):
-        left = end_leftovers(directory, run, say=say)
+        left = end_leftovers(directory, run, notify=notify)
         remove_reports(directory)  # the tracker may die
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
-        say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
+        notify(f"run {run}: starting its workers; logs in {directory / 'logs'}")
         if (address := ui_address()) is not None:
-            say(f"in a browser: {address}run?id={run}")
-        say(f"threads: {threads(config)}" if placement.gpus is None else str(placement))
+            notify(f"in a browser: {address}run?id={run}")
+        notify(f"threads: {threads(config)}" if placement.gpus is None else str(placement))
         view = LiveView(log, run, console=_console(quiet), plain=not live, screen=screen)
-        tell = view.tell if live else say
+        tell = view.tell if live else notify
         watching = Watching(
             view,
             Supervisor(run, log.connection, config, directory, tell, placement, left),
@@ -149,22 +149,22 @@ def watch(
                 tell("stopping: workers finish what they have in hand; a second Ctrl-C kills them")
             watching.stop(status="stopped" if stop.is_set() or failure is not None else None)
         if failure is not None:
-            _note(log, record, say=say)
-            raise PenstockError(_given_up(failure, run, say=say))
+            _note(log, record, notify=notify)
+            raise PenstockError(_given_up(failure, run, notify=notify))
         if stop.is_set():
-            _note(log, record, say=say)
+            _note(log, record, notify=notify)
             done, planned = view.view.steps_done, steps_planned(view.view) or "?"
             tell(f"stopped after {done} of {planned} steps; `penstock run --resume {run}` goes on with it")
             return 130
     status = _ended(log, record, view)
     failed = view.view.outcomes["failed"]
     if failed:
-        say(
+        notify(
             f"warning: {failed:,} of {view.view.outcomes.total():,} groups failed, as their reward could not be computed; "
             f"`penstock topics tail {run} dead-letters` has the errors"
         )
     for name in watching.supervisor.missing:
-        say(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
+        notify(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
     return status
 
 
@@ -216,7 +216,7 @@ class Watching:
         return {name: worker.labels["doing"] for name, worker in self.view.view.workers.items() if "doing" in worker.labels}
 
 
-def show_report(log: Log, run: str, *, json_out: bool, say: Say) -> None:
+def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker was given up before it wrote any.
 
     On a terminal it is as wide as that.
@@ -232,7 +232,7 @@ def show_report(log: Log, run: str, *, json_out: bool, say: Say) -> None:
     if written.exists() and not on_terminal:
         print(written.read_text(encoding="utf-8"), file=exact_output() if json_out else None)
         return
-    report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else collect(log, run, alive=Progress(say))
+    report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else collect(log, run, alive=Progress(notify))
     if on_terminal:
         Terminal().print(render(report, directory=directory))
     elif json_out:
@@ -241,20 +241,20 @@ def show_report(log: Log, run: str, *, json_out: bool, say: Say) -> None:
         print(as_text(report, directory=directory))
 
 
-def _given_up(failure: Failure, run: str, *, say: Say) -> str:
+def _given_up(failure: Failure, run: str, *, notify: Notify) -> str:
     if failure.last_words:
-        say(f"its last words:\n{failure.last_words}")
+        notify(f"its last words:\n{failure.last_words}")
     return f"run {run} is given up: {failure.line}; once that is put right, `penstock run --resume {run}` goes on with it"
 
 
-def _note(log: Log, record: RunRecord, *, say: Say) -> None:
+def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
     """Note in the register that the run is stopped, if its trainer has not noted another end there."""
     try:
         now = find(log, record.run)
         if now is not None and now.status in ("created", "running"):
             mark(log, record, status="stopped")
     except LogError as error:
-        say(f"the register of runs does not say that the run is stopped ({error}); it can be resumed all the same")
+        notify(f"the register of runs does not say that the run is stopped ({error}); it can be resumed all the same")
 
 
 def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:

@@ -66,13 +66,13 @@ def forget(directory: Path) -> None:
     (directory / PIDS).unlink(missing_ok=True)
 
 
-def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> dict[str, list[str]]:
+def end_leftovers(directory: Path, run: str, *, notify: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> dict[str, list[str]]:
     """End the workers that a killed launcher of this run left; only for the holder of the lock. Returns worker -> tokens, all ended."""
     noted, tokens = _noted(directory)
     left = {name: process for name, pid in noted.items() if (process := _worker(pid, run)) is not None}
     if not left:
         return tokens
-    say(f"ending what an earlier launcher of run {run} left behind: {', '.join(left)}")
+    notify(f"ending what an earlier launcher of run {run} left behind: {', '.join(left)}")
     for process in left.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()

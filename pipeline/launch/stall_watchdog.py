@@ -33,7 +33,7 @@ class Watchdog:
 
     log: Log
     stall_s: float
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     unblock: Callable[[], None] = lambda: None
     """Ends transactions whose end was lost; runs on a thread of its own."""
     _unblocked_s: float = 0.0
@@ -47,7 +47,7 @@ class Watchdog:
         now_s = time.monotonic()
         if view.moved_ms != self._moved_ms:
             if self._told is not None:
-                self.say(f"the run moves again, after {now_s - self._moved_s:.0f} s")
+                self.notify(f"the run moves again, after {now_s - self._moved_s:.0f} s")
             self._moved_ms, self._moved_s, self._told = view.moved_ms, now_s, None
         still_s = now_s - self._moved_s
         if still_s > UNBLOCK_AFTER_S and not outage_s and now_s - self._unblocked_s > LOOK_EVERY_S + UNBLOCK_AFTER_S:
@@ -60,20 +60,20 @@ class Watchdog:
         stuck = examine(self.log, scene)
         if stuck is not None and not stuck.same_as(self._told):
             self._told = stuck
-            self.say(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=scene.now_s)}")
+            self.notify(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=scene.now_s)}")
 
 
-def unblock(log: KafkaLog, run: str, say: Callable[[str], None]) -> None:
+def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
     """Write the missing ends of transactions in a run's topics, as far as it is known how they were decided."""
     try:
         for found in log.hanging(log.topics(f"{run}.")):
             if found.committed is None:
-                say(f"{found}: `penstock topics unblock {run}` says how to end it")
+                notify(f"{found}: `penstock topics unblock {run}` says how to end it")
             else:
                 log.end_hanging(found, commit=found.committed)
-                say(f"{found}; it is there now")
+                notify(f"{found}; it is there now")
     except LogError as error:
-        say(f"transactions whose end was lost cannot be looked for or ended: {error}")
+        notify(f"transactions whose end was lost cannot be looked for or ended: {error}")
 
 
 def examine(log: Log, scene: RunSnapshot) -> Stuck | None:

@@ -36,7 +36,7 @@ LONGEST_STOP = 4
 IDLE = ("waiting", "done")
 """How reports begin that say nothing about a stop."""
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Supervisor:
     connection: Connection
     config: Config
     directory: Path
-    say: Say
+    notify: Notify
     placement: Placement = NOT_PLACED
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Worker -> tokens of the processes that an earlier launcher had started; they have ended."""
@@ -99,7 +99,7 @@ class Supervisor:
                 return failure
             if failure is not None:
                 worker.given_up, worker.dead = True, False
-                self.say(f"warning: {failure.line}; the run goes on without it")
+                self.notify(f"warning: {failure.line}; the run goes on without it")
         return None
 
     def kill_hung(self, silent: Mapping[str, float], *, now_s: float, stall_s: float, reachable: bool) -> None:
@@ -111,7 +111,7 @@ class Supervisor:
             if not reachable or silent_s < stall_s or worker.status is not None or not worker.served_s(now_s):
                 worker.forget_share()
             elif restart_policy.is_hung(silent_s=silent_s, cpu_share=worker.cpu_share(now_s=now_s, over_s=stall_s), stall_s=stall_s):
-                self.say(f"{worker.name} has reported nothing for {silent_s:.0f} s and computes nothing: it is killed")
+                self.notify(f"{worker.name} has reported nothing for {silent_s:.0f} s and computes nothing: it is killed")
                 worker.signal(signal.SIGKILL, group=True)
 
     def notes(self, *, now_s: float) -> dict[str, str]:
@@ -151,7 +151,7 @@ class Supervisor:
             now = time.monotonic()
             if now - news >= limit_s or now - began >= LONGEST_STOP * limit_s:
                 for worker in left:
-                    self.say(f"{worker.name} had not ended after {now - began:.0f} s and was killed")
+                    self.notify(f"{worker.name} had not ended after {now - began:.0f} s and was killed")
                     worker.signal(signal.SIGKILL, group=True)
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,7 +163,7 @@ class Supervisor:
                     news = time.monotonic() if worker.name in reported else news
                     reported[worker.name] = work
                     if not work.startswith(IDLE):
-                        self.say(f"{worker.name}: {work}")
+                        self.notify(f"{worker.name}: {work}")
 
     @property
     def _rules(self) -> Rules:
@@ -183,7 +183,7 @@ class Supervisor:
             return Failure(f"{worker.name} {how} ({why}); its log is {worker.log_file}", worker.last_words())
         if decision == "start":
             self._start(worker, moved=moved)
-            self.say(f"{worker.name} {how} and is started again (start {worker.starts})")
+            self.notify(f"{worker.name} {how} and is started again (start {worker.starts})")
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:

@@ -25,7 +25,7 @@ from penstock.pipeline.scheduling import rules
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 WeightsOf = Callable[[int], Iterable[TensorBytes]]
 
 
@@ -147,7 +147,9 @@ class PolicyTrainer:
         count = rules.versions_of if self.steps_done == self.steps else rules.version_after
         return count(self.steps_done, steps_per_version=self.config.schedule.steps_per_version)
 
-    def load_newest(self, store: CheckpointStore, recorded: Recorded, *, say: Say, doing: Say, at_most: int | None = None) -> State | None:
+    def load_newest(
+        self, store: CheckpointStore, recorded: Recorded, *, notify: Notify, doing: Notify, at_most: int | None = None
+    ) -> State | None:
         """Load the newest checkpoint (of at most so many steps) that is whole, agrees with the ledger and gives the recorded weights.
 
         Without one the policy stays at the run's beginning, and None is returned.
@@ -163,7 +165,7 @@ class PolicyTrainer:
                 self.load(store.path(steps) / "backend", state)
             except (CheckpointError, BackendError) as error:
                 store.refuse(steps)
-                say(f"checkpoint of step {steps} is not used: {error}")
+                notify(f"checkpoint of step {steps} is not used: {error}")
                 continue
             return state
         if touched:

@@ -34,11 +34,11 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
     now = arithmetic_of(policy.backend, policy.config)
     if changed := changed_arithmetic(past.entries, now):
         text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
-        reporter.say(f"the arithmetic is not the one the run was computed with: {text}")
+        reporter.notify(f"the arithmetic is not the one the run was computed with: {text}")
     if (store := writer.checkpoints.store) is not None:
         at_most = writer.lost.step if writer.lost is not None else None  # whoever has to send a version again has to pass it
         doing = partial(reporter.doing, now=True)
-        state = policy.load_newest(store, past.recorded(), say=reporter.say, doing=doing, at_most=at_most)
+        state = policy.load_newest(store, past.recorded(), notify=reporter.notify, doing=doing, at_most=at_most)
         if state is not None:
             writer.checkpoints.saved_steps = state.steps
             reporter.values.update(step=state.steps, version=state.version)
@@ -57,7 +57,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
     took, repeated = time.monotonic() - started, done - loaded
     reporter.values.update(recovered_from_step=loaded, repeated_steps=repeated, recovery_s=took)
     origin = f"checkpoint of step {loaded} loaded in {loading_s:.1f} s" if loaded else "no checkpoint to start from"
-    reporter.say(f"recovered in {took:.1f} s: {origin}, {repeated} of {done} steps repeated from the log")
+    reporter.notify(f"recovered in {took:.1f} s: {origin}, {repeated} of {done} steps repeated from the log")
 
 
 def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:

@@ -64,7 +64,7 @@ class RunWriter:
         session = self.session
         self.checkpoints = Checkpointer(session, self.write)
         count = session.log.partitions(session.topic("weights")) or 2
-        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count, say=session.reporter.say)
+        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count, notify=session.reporter.notify)
         self._gaps = ChunkGaps(session)
         self._gaps.skip(self.state.manifests.values())
 
@@ -118,7 +118,7 @@ class RunWriter:
             "rebased", step=done, version=policy.version, digest=policy.weights().digest, metrics=measured, details=json.dumps(details)
         )
         what = f"step {first} and {measured['differing_steps'] - 1:.0f} more gave other bits" if differences else "no repeated step differs"
-        self.session.reporter.say(f"rebased after step {done - 1}: {what}; the run goes on from the weights that are here")
+        self.session.reporter.notify(f"rebased after step {done - 1}: {what}; the run goes on from the weights that are here")
         if not differences:
             return
         self._rebased_at = done
@@ -217,7 +217,7 @@ class RunWriter:
         except LogUnreachable:
             raise
         except LogError as error:
-            self.session.reporter.throttled.say("weights that stay", f"old weights stay: {error}")
+            self.session.reporter.throttled.notify("weights that stay", f"old weights stay: {error}")
 
     def repair_newest(self) -> None:
         """Send the newest version again if its chunks cannot be read, as far as it is still in memory. Raises `LogError`."""
@@ -227,7 +227,7 @@ class RunWriter:
         if published is None or content is None:
             return
         if (problem := self._publisher.look_through(self.state.manifests, newest)) is not None:
-            self.session.reporter.say(f"version {newest} cannot be read any more ({problem}): it is sent again")
+            self.session.reporter.notify(f"version {newest} cannot be read any more ({problem}): it is sent again")
             self._publish_again(content, published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
@@ -242,7 +242,7 @@ class RunWriter:
         self.state.add(manifest)
         self._publisher.committed(publication)
         self.lost = None
-        self.session.reporter.say(f"version {manifest.version} is published again")
+        self.session.reporter.notify(f"version {manifest.version} is published again")
 
     def _read_newest(self) -> None:
         """Read the newest version back, to go on with changes to it, or to find out that it has to be sent again."""
@@ -251,7 +251,7 @@ class RunWriter:
             return
         if (problem := self._publisher.read_back(self.state.manifests, newest)) is not None:
             self.lost = self.state.manifests[newest]
-            self.session.reporter.say(f"version {newest} cannot be read ({problem}): it is sent again once its weights are here")
+            self.session.reporter.notify(f"version {newest} cannot be read ({problem}): it is sent again once its weights are here")
 
     def step_digest(self, policy: PolicyTrainer) -> str | None:
         """The digest of the weights for the ledger's entry of a step; None for a model too large to hash at each step."""
@@ -277,7 +277,7 @@ class RunWriter:
             target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing("writing the final model")
             policy.backend.export(target, policy.weights().tensors)
-            self.session.reporter.say(f"final model in {target}")
+            self.session.reporter.notify(f"final model in {target}")
 
     def check_manifest(self, record: Record) -> None:
         """Check a record of partition 0 of `weights`: our own, a repetition, or a dead letter."""

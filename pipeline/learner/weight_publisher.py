@@ -62,7 +62,7 @@ class WeightPublisher:
     """Partitions of `weights`."""
     base: Base | None = None
     """The newest version; without it the next one is sent whole, or as adapters."""
-    say: Callable[[str], None] = lambda _: None
+    notify: Callable[[str], None] = lambda _: None
     """Gets a line where weights cannot be handed to this machine's workers."""
     _producer: Producer | None = None
     _adapted: tuple[int, Adapted] | None = None
@@ -166,13 +166,13 @@ class WeightPublisher:
             return None
         if self._ipc_sender is None:
             if not is_supported():
-                self.say('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
+                self.notify('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
                 return None
-            self._ipc_sender = IpcWeightSender(self.run, origin, say=self.say)
+            self._ipc_sender = IpcWeightSender(self.run, origin, notify=self.notify)
         try:
             return self._ipc_sender.put(tensors(), version=manifest.version, digest=manifest.digest)
         except LogError as error:
-            self.say(f"version {manifest.version} is not handed to this machine's workers, who read the log: {error}")
+            self.notify(f"version {manifest.version} is not handed to this machine's workers, who read the log: {error}")
             return None
 
     def _send(self, publication: Publication, origin: Manifest | None) -> None:

@@ -16,7 +16,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
 from penstock.pipeline.launch.create import create, new_id
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import arithmetic, bring_to, opened
@@ -38,7 +38,7 @@ class Forked:
     """Directory of the fork's model and optimizer state."""
 
 
-def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, run_id: str | None, say: Say) -> Forked:
+def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, run_id: str | None, notify: Notify) -> Forked:
     """Register a run that goes on from `recording` after so many steps, its last if None, under changed settings if wanted.
 
     Raises:
@@ -64,9 +64,9 @@ def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, r
     check_engine(_at(config, recording.config.model.path))
     aside = run_directory(run).with_name(f".fork-{secrets.token_hex(4)}")
     try:
-        with opened(recording, recording.config, say=say) as policy:
-            tell_arithmetic(arithmetic(recording, policy), say)
-            bring_to(policy, recording, step, say=say)
+        with opened(recording, recording.config, notify=notify) as policy:
+            tell_arithmetic(arithmetic(recording, policy), notify)
+            bring_to(policy, recording, step, notify=notify)
             origin = _origin(recording, policy, step)
             _write(policy, aside, state=config.trainer.initial_state is not None)
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, r
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     try:
-        record = create(config, log=log, run_id=run, say=say, about={"forked_from": origin})
+        record = create(config, log=log, run_id=run, notify=notify, about={"forked_from": origin})
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

@@ -16,7 +16,7 @@ from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording, with_model
@@ -39,27 +39,27 @@ class Start:
 
 
 @contextmanager
-def opened(recording: Recording, config: Config, *, say: Say, steps: int | None = None) -> Iterator[PolicyTrainer]:
+def opened(recording: Recording, config: Config, *, notify: Notify, steps: int | None = None) -> Iterator[PolicyTrainer]:
     """The run's model with version 0 as it is recorded; the model directory needs no more than the architecture. Raises `PenstockError`.
 
     `steps` is where a falling learning rate reaches zero: the run's own if absent.
     """
     with ExitStack() as held:
-        policy = _open(recording, config, recording.planned_steps if steps is None else steps, held, say)
+        policy = _open(recording, config, recording.planned_steps if steps is None else steps, held, notify)
         try:
             yield policy
         finally:
             policy.backend.close()
 
 
-def bring_to(policy: PolicyTrainer, recording: Recording, step: int, *, say: Say) -> Start:
+def bring_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> Start:
     """Go to where `step` begins: by the newest checkpoint before it that can be used, and by the recorded steps after that.
 
     Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's, `PenstockError` where its groups are deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
     if step and store is not None:
-        state = policy.load_newest(store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
+        state = policy.load_newest(store, recording.past.recorded(), notify=notify, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
     begin, shown = policy.steps_done, time.monotonic()
     check_kept(recording, recording.steps[begin:step])
@@ -69,20 +69,20 @@ def bring_to(policy: PolicyTrainer, recording: Recording, step: int, *, say: Say
             if loaded
             else "from the beginning: no checkpoint of it or of a step before is here"
         )
-        say(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
+        notify(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
     for entry in recording.steps[begin:step]:
-        cross_rebase(policy, recording, say=say)
+        cross_rebase(policy, recording, notify=notify)
         repetition = repeat(policy, entry, read_planned(recording.log, recording.run, entry.plan))
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
             raise Unrecoverable(f"on the way to step {step}, step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`")
         if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
-            say(f"on the way to step {step}: {policy.steps_done} done")
+            notify(f"on the way to step {step}: {policy.steps_done} done")
     return Start(step=step, checkpoint=loaded, repeated=step - begin)
 
 
-def cross_rebase(policy: PolicyTrainer, recording: Recording, *, say: Say) -> None:
+def cross_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify) -> None:
     """Where the run was rebased after the steps done so far, go on as it did: from the checkpoint that was made then, if it is here.
 
     Its weights and optimizer state are in no topic, so without it what follows gives other bits.
@@ -100,9 +100,9 @@ def cross_rebase(policy: PolicyTrainer, recording: Recording, *, say: Say) -> No
             raise CheckpointError("it was made before the rebase")
         policy.load(store.path(done) / "backend", state)
     except (CheckpointError, BackendError) as error:
-        say(f"{recording.run} was rebased after {done} steps and its checkpoint cannot be used ({error}): later steps give other bits")
+        notify(f"{recording.run} was rebased after {done} steps and its checkpoint cannot be used ({error}): later steps give other bits")
     else:
-        say(f"{recording.run} was rebased after {done} steps: its checkpoint made then is used from here on")
+        notify(f"{recording.run} was rebased after {done} steps: its checkpoint made then is used from here on")
 
 
 def arithmetic(recording: Recording, policy: PolicyTrainer) -> list[dict[str, object]]:
@@ -117,7 +117,7 @@ def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
     return fetch(recording.log, recording.ledger_state.manifests, version, run=recording.run)
 
 
-def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> PolicyTrainer:
+def _open(recording: Recording, config: Config, steps: int, held: ExitStack, notify: Notify) -> PolicyTrainer:
     manifest = recording.ledger_state.manifests.get(0)
     if manifest is None:
         raise PenstockError(f"{recording.run} has not published its initial weights yet; start its trainer first")
@@ -136,9 +136,9 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
             return policy
         policy.backend.close()
         if same_dtype:
-            say(f"{config.model.path} holds other weights than version 0 of {recording.run}: those of the log are used")
+            notify(f"{config.model.path} holds other weights than version 0 of {recording.run}: those of the log are used")
     except BackendError as error:
-        say(f"{error}: version 0 comes from the log")
+        notify(f"{error}: version 0 comes from the log")
     except ValueError as error:
         raise PenstockError(f"{error}; --model DIR says where one is: its config.json is enough, the weights are in the log") from error
     from penstock.infra.backends.model.files import write_model

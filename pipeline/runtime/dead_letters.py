@@ -44,7 +44,7 @@ class DeadLetters:
         reporter = self.reporter
         reporter.add("dead_letters")
         key = f"{record.topic}/{record.partition}/{record.offset}"
-        reporter.throttled.say(f"dead letters ({error.kind}) from {record.topic}", f"dead letter ({error.kind}) from {key}: {error}")
+        reporter.throttled.notify(f"dead letters ({error.kind}) from {record.topic}", f"dead letter ({error.kind}) from {key}: {error}")
         letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=reporter.worker, time_ns=time.time_ns())
         value = dead_letters.encode(letter)
         headers = dead_letters.headers(letter, run=reporter.run).encode(value)

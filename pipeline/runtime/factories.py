@@ -41,23 +41,23 @@ def check_engine(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, say: Callable[[str], None] = lambda _: None) -> Engine:
+def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, notify: Callable[[str], None] = lambda _: None) -> Engine:
     """An engine with the initial model; where the run has an environment, and `episodes`, one that plays them. Raises `EngineError`.
 
     `sleeps`: it will be asked to sleep.
     """
     with _LOADING, _mistakes():
         engine = config.engine.open(_settings_of(config, sleeps=sleeps))
-    return engine if config.environment.source is None or not episodes else with_environments(engine, config, say=say)
+    return engine if config.environment.source is None or not episodes else with_environments(engine, config, notify=notify)
 
 
-def with_environments(engine: Engine, config: Config, *, say: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:
+def with_environments(engine: Engine, config: Config, *, notify: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:
     """An engine that plays the trajectories of a run, and asks `engine` for their turns."""
     chosen = config.environment
     assert chosen.source is not None
     return TrajectoryEngine(
         engine, source=chosen.source, template=template_for(config), limits=limits_of(config), processes=chosen.processes,
-        in_flight=chosen.in_flight, rules=chosen.rules(), say=say,
+        in_flight=chosen.in_flight, rules=chosen.rules(), notify=notify,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from penstock.pipeline.runtime.ownership import SILENT_S
 from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust
 from penstock.pipeline.runtime.reporting.client_log import pass_on_warnings
 from penstock.pipeline.runtime.reporting.health import Health, serve
-from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, say
+from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, print_line
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 from penstock.topics.wire.visible import visible
@@ -89,7 +89,7 @@ def work(
     stop_on_signals(stop)
     worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
     session: Session | None = None
-    say_no_more = pass_on_warnings(lambda text, level: say(run, worker or role, text, level=level))
+    stop_forwarding = pass_on_warnings(lambda text, level: print_line(run, worker or role, text, level=level))
     try:
         rank = int(os.environ.get("RANK", "0")) if ROLES[role].in_ranks else 0
         log = _log(bootstrap, security, client_id=f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else ""))
@@ -99,12 +99,12 @@ def work(
         session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S, pool=pool, trust=trust)
         if session is None:
             return ENDED
-        session.reporter.say(f"joined run {run}")
+        session.reporter.notify(f"joined run {run}")
         serve(Health(session.reporter, stop), health)
         threading.Thread(target=session.announce_stop, daemon=True, name="announce-stop").start()
         importlib.import_module(ROLES[role].module).main(session)
         session.close(status="stopped" if stop.is_set() else "finished")
-        session.reporter.say("done")
+        session.reporter.notify("done")
         return ENDED
     except (PenstockError, OSError, *MISTAKES) as error:
         return _failed(role, session, error, run=run, debug=debug)
@@ -114,7 +114,7 @@ def work(
     except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
         return _failed(role, session, error, run=run, debug=True)
     finally:
-        say_no_more()
+        stop_forwarding()
         sys.stdout.flush()
 
 

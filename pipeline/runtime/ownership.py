@@ -52,7 +52,7 @@ class WriterLease:
     """Tokens of processes that have certainly ended."""
     watch_s: float = 0.0
     """How long a silent owner is watched before its place is taken; 0 asks only who it is."""
-    say: Callable[[str], None] = lambda _: None
+    notify: Callable[[str], None] = lambda _: None
     stop: threading.Event = field(default_factory=threading.Event)
     """Set: stop watching."""
     first_wins: bool = False
@@ -119,7 +119,7 @@ class WriterLease:
             gone |= {found.token} if found.kind == "ended" else set()
         if owner is None or owner.token in gone or not self.watch_s:
             return
-        self.say(f"waits {self.watch_s:g} s to learn whether {self.writer} on {owner.host} is still alive")
+        self.notify(f"waits {self.watch_s:g} s to learn whether {self.writer} on {owner.host} is still alive")
         silent_s, last = 0.0, time.monotonic()
         while silent_s < self.watch_s and not self.stop.is_set():
             for found in self._read(tail.poll(0.25)):

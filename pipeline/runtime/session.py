@@ -23,7 +23,7 @@ from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.ownership import WriterLease, given_token, new_token
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
 from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_own_server, require_trusted
-from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.topics.catalogue import topic_name
@@ -98,7 +98,7 @@ class Session:
         """Take this worker's place as the only writer under its name. Raises `Fenced` while another process is alive there."""
         reporter = self.reporter
         self._place = WriterLease(
-            log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, say=reporter.say, stop=self.stop
+            log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, notify=reporter.notify, stop=self.stop
         )
         return self._place.take()
 
@@ -119,7 +119,7 @@ class Session:
         """Wait until the worker is asked to stop, then report what it still finishes; for a thread of its own."""
         self.stop.wait()
         text = self.finishing() if self.finishing else f"ends what it does now: {self.reporter.labels['doing']}"
-        self.reporter.say(f"asked to stop: {text}")
+        self.reporter.notify(f"asked to stop: {text}")
         with contextlib.suppress(PenstockError):  # the worker itself meets whatever is wrong with the log
             self.reporter.doing(f"stopping: {text}", now=True)
 
@@ -152,11 +152,11 @@ def join(
     said = False
     while not _is_made(log, found := registration(log, run, key_file=trust.run_key)):
         if not said:
-            say(run, worker or role, f"waits for the run to be created (penstock create CONFIG --run-id {run})")
+            print_line(run, worker or role, f"waits for the run to be created (penstock create CONFIG --run-id {run})")
             said = True
         if stop.wait(1.0):
             return None
-    record = require_trusted(found, trust=trust, say=partial(say, run, worker or role))
+    record = require_trusted(found, trust=trust, notify=partial(print_line, run, worker or role))
     config = from_json(record.config)
     if role == "tracker":
         require_own_server(found, config, trust=trust)
@@ -165,7 +165,7 @@ def join(
     token = given_token()
     name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
     pool = pool_of_worker(config, role=role, worker=name, asked=pool)
-    log.wait_out(config.kafka.give_up_s, say=partial(say, run, name))  # before any client is made: it holds for those that follow
+    log.wait_out(config.kafka.give_up_s, notify=partial(print_line, run, name))  # before any client is made: it holds for those that follow
     session = Session(
         run=run,
         role=role,

@@ -174,7 +174,7 @@ def audited(place: WriterLease, run: str) -> Audit:
 def complete(place: WriterLease, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """A whole undisturbed run; returns its report."""
     with Crew(place, run) as crew:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         crew.start_all(config, roles)
         crew.wait()
         return crew.report()

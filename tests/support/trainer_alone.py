@@ -103,7 +103,7 @@ def write_groups(log: Log, run: str, found: Sequence[Group], *, partitions: int)
 
 def written(log: Log, run: str, config: Config, found: Sequence[Group]) -> None:
     """Create a run with these groups."""
-    create(config, log=log, run_id=run, say=lambda _: None)
+    create(config, log=log, run_id=run, notify=lambda _: None)
     write_groups(log, run, found, partitions=config.partitions)
 
 

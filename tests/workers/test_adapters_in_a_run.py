@@ -46,7 +46,7 @@ def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapter
     config = adapting(tiny_model, tmp_path, encoding="adapter", schedule={"mode": "pipelined"})
     complete(undisturbed, run_id, config)
     with Crew(log, late) as crew:
-        create(config, log=log, run_id=late, say=lambda _: None)
+        create(config, log=log, run_id=late, notify=lambda _: None)
         crew.start_all(config)
         crew.wait(lambda: encodings(log, late).count("adapter") >= 2)
         for name in ("rollout-0", "trainer"):

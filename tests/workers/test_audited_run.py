@@ -60,7 +60,7 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
         weights={"partitions": 1},
     )
     with Crew(broker, RUN) as crew:
-        create(config, log=crew.log, run_id=RUN, say=lambda _: None)
+        create(config, log=crew.log, run_id=RUN, notify=lambda _: None)
         stranger = Producer(c_client(broker))
         for topic in FOREIGN:
             stranger.produce(f"{RUN}.{topic}", b"hello", partition=int(topic == "weights"), headers=[("run", b"another")])
@@ -288,7 +288,7 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
     config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 3}, schedule={**sizes, **schedule}, rollout={"workers": 2})
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
         stranger = crew.log.producer()
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for topic, partition in OWNED:
             for head, value in bad_records(run_id, topic if (topic, partition) != ("weights", 1) else "weights/1").values():
                 write(stranger, f"{run_id}.{topic}", value, partition=partition, headers=head)

@@ -146,7 +146,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_the_device_ends(run_id: str
     other = SharedDevice(factories.run_directory(run_id) / "device")
     assert other.take()
     with Crew(MemoryLog(), run_id) as crew:
-        create(config_for(tiny_model, tmp_path), log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config_for(tiny_model, tmp_path), log=crew.log, run_id=run_id, notify=lambda _: None)
         crew.start("rollout")
         crew.start("trainer")
         crew.wait(lambda: other.wanted)
@@ -175,7 +175,7 @@ def test_a_run_goes_on_after_the_kill_of_either_process_that_has_the_device(brok
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         for role in ("feeder", "scorer"):
             workers.start(role)
         workers.start("trainer", environment={VARIABLE: "ledger.step.before:2"})

@@ -47,7 +47,7 @@ def test_a_trainer_that_is_killed_again_and_again_is_followed_by_one_whose_memor
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with Crew(broker, run) as watching, Processes(broker, run, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run, say=lambda _: None)
+        create(config, log=watching.log, run_id=run, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             workers.start(role)
         for fault in ("ledger.version.before:2", "chunk.sent:2", "ledger.version.after:2"):

@@ -61,7 +61,7 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
         turns = sum(turn.source == "model" for turn in sample.rollout.turns or ())
         assert found[sample.rollout.group, sample.rollout.sample] == (sample.reward, turns)
     assert {row["step"] for row in rows} >= {0, 1}
-    life = explain(log, run_id, samples[0].rollout.group, say=lambda _: None)
+    life = explain(log, run_id, samples[0].rollout.group, notify=lambda _: None)
     assert [turn["source"] for turn in life["samples"][0]["turns"][:2]] == ["prompt", "model"]
     assert f"turns in {samples[0].rollout.environment} (seed {samples[0].rollout.environment_seed}), rewards" in as_page(life)
 

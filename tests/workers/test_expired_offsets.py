@@ -49,7 +49,7 @@ def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weight
     log = NotingLog()
     plain = complete(log, "undisturbed", config, roles=roles)
     with Crew(log, "rested") as crew:
-        create(config, log=log, run_id="rested", say=lambda _: None)
+        create(config, log=log, run_id="rested", notify=lambda _: None)
         crew.start_all(config, roles)
         crew.wait(lambda: crew.report()["steps"] >= 4)
         for name in list(crew.threads):

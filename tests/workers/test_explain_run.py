@@ -48,7 +48,7 @@ def ask(recorded: RecordedRun, log: KafkaLog) -> Ask:
 
     @cache
     def life_of(group: int) -> dict[str, Any]:
-        life = as_json.life(read_group(run, group, say=lambda _: None), say=lambda _: None)
+        life = as_json.life(read_group(run, group, notify=lambda _: None), notify=lambda _: None)
         return dict(json.loads(json.dumps(life)))
 
     return life_of
@@ -257,7 +257,7 @@ def test_groups_that_came_too_late_say_how_late(
     run = read_run(log, run_id)
     found = {}
     for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):
-        found[fate_of[number]] = as_json.life(read_group(run, number, say=lambda _: None), say=lambda _: None)
+        found[fate_of[number]] = as_json.life(read_group(run, number, notify=lambda _: None), notify=lambda _: None)
     late, trained = found[fate], found["trained"]
     versions = [sample["versions"] for sample in late["samples"]]
     drawn = {sample.sample: sample for sample in samples if sample.group == late["group"]}

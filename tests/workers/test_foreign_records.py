@@ -25,7 +25,7 @@ def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was
     run = f"{run_id}-dirty"
     with Crew(log, run) as crew:
         foreign = crew.log.producer()
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         expected: dict[tuple[str, int], int] = {}
         for topic, partition in [*OWNED, ("dead-letters", 0)]:
             for head, value in bad_records(run, topic if (topic, partition) != ("weights", 1) else "weights/1").values():

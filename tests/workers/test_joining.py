@@ -28,7 +28,7 @@ def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_a
         crew.start("trainer")  # the run does not exist yet
         crew.start("scorer", 0)
         crew.start("rollout", 0)
-        create(config, log=crew.log, run_id=f"{run_id}-odd", say=lambda _: None)
+        create(config, log=crew.log, run_id=f"{run_id}-odd", notify=lambda _: None)
         crew.start("scorer", 1)
         crew.start("feeder")
         for done, move in enumerate(moves, start=1):

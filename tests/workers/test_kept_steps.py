@@ -57,7 +57,7 @@ def test_what_was_exported_and_deleted_is_in_the_archive(
 ) -> None:
     config = short(tiny_model, tmp_path, bootstrap=broker, keep_steps=KEPT, archive=str(tmp_path / "archive"))
     with Crew(broker, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         crew.start_all(config, ROLES)
         crew.wait()
         export(crew.log, run_id, tmp_path / "archive")
@@ -79,7 +79,7 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
     log, run = MemoryLog(), "kept"
     config = short(tiny_model, tmp_path, keep_steps=KEPT)
     with Crew(log, run) as crew:
-        create(config, log=log, run_id=run, say=lambda _: None)
+        create(config, log=log, run_id=run, notify=lambda _: None)
         crew.start_all(config, ROLES)
         crew.wait(lambda: {("prompts", 0), ("rollouts", 0), ("groups", 0)} <= begins(log, run).keys())
         for name in list(crew.threads):
@@ -106,7 +106,7 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
 def test_a_trainer_that_has_lost_its_checkpoints_says_what_it_would_have_to_repeat(tiny_model: Path, tmp_path: Path) -> None:
     log, run = MemoryLog(), "lost"
     with Crew(log, run) as crew:
-        create(short(tiny_model, tmp_path, keep_steps=KEPT), log=log, run_id=run, say=lambda _: None)
+        create(short(tiny_model, tmp_path, keep_steps=KEPT), log=log, run_id=run, notify=lambda _: None)
         crew.start_all(short(tiny_model, tmp_path), ROLES)
         crew.wait(lambda: ("groups", 0) in begins(log, run))
     shutil.rmtree(tmp_path / "saved")

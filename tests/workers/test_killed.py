@@ -72,7 +72,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         waves = Waves(workers, seed=7)
         for name in WORKERS:
             waves.start(name)
@@ -116,7 +116,7 @@ def test_a_scorer_that_is_stopped_inside_a_transaction_loses_and_doubles_no_grou
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-stopped"
     with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         workers.start("scorer", 1, before=stop_in_the_third_transaction)
         for role in ("trainer", "rollout", "feeder"):
             workers.start(role)

@@ -161,9 +161,9 @@ def test_a_run_whose_worker_cannot_be_helped_is_given_up_in_its_own_words_and_ca
     monkeypatch.setattr(launcher, "Supervisor", HopelessCrew)
     log = KafkaLog(broker)
     try:
-        record = create(config, log=log, run_id=run_id, say=said.append)
+        record = create(config, log=log, run_id=run_id, notify=said.append)
         with pytest.raises(PenstockError, match=rf"run {run_id} is given up: scorer-0: reward: no such function; once"):
-            launcher.watch(log, record, config, say=said.append, live=False, quiet=True)
+            launcher.watch(log, record, config, notify=said.append, live=False, quiet=True)
         status = find(log, run_id)
     finally:
         log.close()
@@ -192,11 +192,11 @@ def test_a_second_launcher_on_another_machine_ends_before_it_starts_a_worker(
     log = KafkaLog(broker)
     first = WriterLease(log=log, run=run_id, writer="launcher", token=new_token(), watch_s=SILENT_S, first_wins=True)
     try:
-        record = create(config, log=log, run_id=run_id, say=said.append)
+        record = create(config, log=log, run_id=run_id, notify=said.append)
         first.take().close()
         monkeypatch.setenv("PENSTOCK_HOME", str(home))
         with pytest.raises(Fenced, match=f"launcher of run {run_id} is at work already"):
-            launcher.watch(log, record, config, say=said.append, live=False, quiet=True)
+            launcher.watch(log, record, config, notify=said.append, live=False, quiet=True)
     finally:
         first.leave()
         log.close()

@@ -76,7 +76,7 @@ def test_a_run_is_whole_with_the_least_rights_and_no_role_has_more(new_home: Cal
         add_users(broker, RUN)
         config = config_of(tiny_model, tmp_path, run={"steps": 3, "seed": 7})
         launcher = KafkaLog(broker.secure, security=credentials(broker, "launcher"))
-        create(config, log=launcher, run_id=RUN, say=lambda _: None)
+        create(config, log=launcher, run_id=RUN, notify=lambda _: None)
         launcher.close()
         with Users(broker, RUN) as crew:
             crew.start_all(config, [role for role in ROLES if role != "evaluator"])

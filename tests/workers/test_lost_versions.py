@@ -100,7 +100,7 @@ def test_a_run_whose_newest_version_is_lost_goes_on_to_its_end(
     monkeypatch.setattr(trainer, "LOOK_S", 2.0)
     monkeypatch.setattr(weight_prefetch, "RETRY_S", 1.0)
     with Crew(bootstrap, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         crew.start_all(config, PIPELINE)
         crew.wait()
         report = crew.report()

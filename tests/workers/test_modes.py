@@ -84,7 +84,9 @@ def test_a_lagging_run_with_an_evaluator_stays_within_its_lag_and_ends_early_whe
     groups = report["groups"]
     assert groups["admitted"] == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
     run = read_run(log, run_id)
-    lives = [explain(log, run_id, number, say=lambda _: None) for number in sorted(set(range(groups["admitted"])) - set(run.past.trained))]
+    lives = [
+        explain(log, run_id, number, notify=lambda _: None) for number in sorted(set(range(groups["admitted"])) - set(run.past.trained))
+    ]
     unused = [life for life in lives if life["fate"] == "unused"]
     assert len(unused) == groups["unused"] > 0
     closed = json.loads(run.past.ledger_state.closed.details)
@@ -102,7 +104,7 @@ def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(run_id, tiny_mo
         schedule={"prompts_per_step": 2, "samples_per_prompt": 2, "max_drops_per_step": 6},
     )
     with Crew(MemoryLog(), run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             crew.start(role)
         with pytest.raises(AssertionError, match=r"trainer failed: \d+ groups were dropped .* filtered at reward 0.5"):

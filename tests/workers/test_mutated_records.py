@@ -154,7 +154,7 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
     capsys.readouterr()
     run = f"{run_id}-dirty"
     with Crew(broker, run) as crew:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         mallory = Mallory(broker, run, wanted=1500)
         for role in ROLES:
             crew.start(role)
@@ -178,7 +178,7 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
 @contextmanager
 def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> Iterator[tuple[Crew, Processes, Callable[[], bool]]]:
     with Crew(broker, run) as crew, Processes(broker, run, directory) as workers:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         for role in ROLES:
             workers.start(role)
 

@@ -64,9 +64,9 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     assert all(found.endswith(error) for found in errors), errors
     assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
     recording, again = Recording.open(log, run_id), Replayed(run_id)
-    replay(recording, Asked(), result=again, say=lambda _: None)
+    replay(recording, Asked(), result=again, notify=lambda _: None)
     recording.close()
     assert (again.as_json()["steps"], again.as_json()["matching_steps"]) == (2, 2)
-    scores = score_run(log, run_id, RescoreRequest(), say=lambda _: None)
+    scores = score_run(log, run_id, RescoreRequest(), notify=lambda _: None)
     assert (scores["changed"], scores["no_reward"], scores["newly_judged"]["samples"]) == (0, report["no_reward"], 0)
     assert set(scores["outcomes"]) <= {f"{outcome} -> {outcome}" for outcome in ("scored", "filtered", "failed")}, "no outcome changes"

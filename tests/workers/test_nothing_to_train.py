@@ -42,7 +42,7 @@ def created(run: str, policy: Path, directory: Path, **sections: Mapping[str, An
     log = MemoryLog()
     schedule = {"prompts_per_step": 2, "samples_per_prompt": 4, "max_drops_per_step": 8}  # or some more: groups come together
     config = config_of(policy, directory, run={"steps": 2, "seed": 7}, schedule=schedule, rollout={"workers": 1}, **sections)
-    create(config, log=log, run_id=run, say=lambda _: None)
+    create(config, log=log, run_id=run, notify=lambda _: None)
     return log, config
 
 

@@ -38,7 +38,7 @@ def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: 
     plain = complete(bootstrap, f"{run_id}-plain", config)
     run = f"{run_id}-outage"
     with Crew(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run, say=lambda _: None)
+        create(config, log=watching.log, run_id=run, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
             workers.start(role)
         for away, back, steps in ((own_broker.freeze, own_broker.thaw, 3), (own_broker.kill, own_broker.start, 8)):
@@ -70,7 +70,7 @@ def test_workers_that_have_waited_long_enough_say_so_and_end_for_the_launcher_to
     config = config_of(tiny_model, tmp_path, run={"steps": 500, "seed": 7}, rollout={"workers": 1}, kafka={"give_up_s": 8.0})
     bootstrap = own_broker.start()
     with Crew(bootstrap, run_id) as watching, Processes(bootstrap, run_id, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run_id, say=lambda _: None)
+        create(config, log=watching.log, run_id=run_id, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
             workers.start(role)
         watching.wait(lambda: watching.report()["steps"] >= 2)

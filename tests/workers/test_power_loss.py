@@ -39,7 +39,7 @@ def test_a_run_goes_on_after_a_power_loss_and_nothing_committed_is_missing(
     run = f"{run_id}-power"
     roles = ("trainer", "rollout", "scorer", "feeder", "tracker")
     with Crew(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run, say=lambda _: None)
+        create(config, log=watching.log, run_id=run, notify=lambda _: None)
         for role in roles:
             workers.start(role)
         for steps in (3, 7):

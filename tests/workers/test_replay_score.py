@@ -245,7 +245,7 @@ def test_an_interruption_leaves_no_half_of_a_new_run(recorded: RecordedRun, log:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score_run(log, recorded.run, RescoreRequest(write=run_id), say=interrupt)
+        score_run(log, recorded.run, RescoreRequest(write=run_id), notify=interrupt)
     assert log.topics(f"{run_id}.") == []
     assert find(log, run_id) is None
 

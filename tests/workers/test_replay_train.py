@@ -108,7 +108,7 @@ def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
     from penstock.pipeline.replay.train.verify import Replayed, replay
 
     recording, result = Recording.open(log, run), Replayed(run)
-    replay(recording, Asked(**wanted), result=result, say=lambda _: None)
+    replay(recording, Asked(**wanted), result=result, notify=lambda _: None)
     recording.close()
     return result.as_json()
 
@@ -185,7 +185,7 @@ def test_another_arithmetic_is_said_before_anything_is_computed(
     details["fingerprint"] = {key: value for key, value in (details["fingerprint"] | changed).items() if value is not None}
     recording.ledger_state.opened = replace(opened, details=json.dumps(details))
     result = Replayed(recorded.run)
-    replay(recording, Asked(to_step=0), result=result, say=said.append)
+    replay(recording, Asked(to_step=0), result=result, notify=said.append)
     recording.close()
     assert [row["name"] for row in result.fingerprint] == [name]
     assert f"the arithmetic is not the one of the run, so bits may differ: {text}" in said[0]
@@ -289,7 +289,7 @@ def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_fi
     recording = Recording.open(log, run_id)
     result = Alternative(run_id, {})
     chosen = what_if(recording.config, ["algorithm.loss=dr_grpo"])
-    wanted = {"result": result, "curves": nullcontext(), "export": None, "say": lambda _: None}
+    wanted = {"result": result, "curves": nullcontext(), "export": None, "notify": lambda _: None}
     follower = threading.Thread(target=train, args=(recording, chosen, Asked(follow=True)), kwargs=wanted)
     follower.start()
     with Crew(log, run_id) as crew:

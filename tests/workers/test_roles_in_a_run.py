@@ -43,7 +43,7 @@ def topics(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def logs_of(run: str, config: Config) -> dict[str, RecordingLog]:
     """The log of each role after a run in which every topic held a record that nobody could use."""
     log = MemoryLog()
-    create(config, log=log, run_id=run, say=lambda _: None)
+    create(config, log=log, run_id=run, notify=lambda _: None)
     producer = log.producer()
     for topic in (*TOPICS_OF_A_RUN, *(TURNS if config.turns_by_log else ())):
         producer.send(Outgoing(topic=topic_name(run, topic), partition=0, key=b"0", headers=(), value=b"no record of ours"))

@@ -38,7 +38,7 @@ def test_a_task_that_is_solved_after_a_third_of_its_steps_ends_evaluated_exporte
         trainer={"export": True, "checkpoint_every": 0},
         eval={"source": str(held_out), "every": 100, "samples": 1, "max_new_tokens": 1},
     )
-    create(config, log=log, run_id=run_id, say=lambda _: None)
+    create(config, log=log, run_id=run_id, notify=lambda _: None)
     with Crew(log, run_id) as crew:
         crew.start_all(config, (*PIPELINE, "evaluator", "tracker"))
         crew.wait()

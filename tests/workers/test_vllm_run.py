@@ -42,7 +42,7 @@ def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: longer ones are not taken, sockets lie there
     before = left_behind(temporary)
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             workers.start(role, environment={"TMPDIR": str(temporary)})
         crew.wait(lambda: crew.report()["steps"] >= 3)

@@ -70,7 +70,7 @@ def test_lost_ends_are_looked_for_once_a_run_stands_still_and_never_while_the_br
 def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"workers": 1})
     with Crew(MemoryLog(), run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         listener = Listener(crew, stall_s=1.0)
         listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
         crew.start("trainer")
@@ -89,7 +89,7 @@ def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, ti
 def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, run_id, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 400}, rollout={"workers": 1})
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         listener = Listener(crew, stall_s=3.0)
         listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
         workers.start("trainer")

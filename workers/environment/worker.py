@@ -112,9 +112,9 @@ class EnvironmentWorker(GroupWorker):
             run=session.run, worker=session.worker, topic=session.topic("calls"), producer=session.log.producer(linger_ms=0.0),
             replay=config.environment.resume == "replay", placed=placed,
         )  # fmt: skip
-        engine: TrajectoryEngine = with_environments(asking, config, say=session.reporter.say)
+        engine: TrajectoryEngine = with_environments(asking, config, notify=session.reporter.notify)
         member = session.member("prompts", "replies", max_records=2048, gathers=False)
-        weights = VersionWatch(session.log, session.run, say=session.reporter.say)
+        weights = VersionWatch(session.log, session.run, notify=session.reporter.notify)
         published = PublishedSamples(session.log, session.run)
         return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, asking=asking)
 

@@ -29,13 +29,15 @@ def main(session: Session) -> None:
         assert isinstance(engine, Sleepable)
         device.model = engine
     if session.config.environment.source is not None and not by_log:
-        engine = with_environments(engine, session.config, say=session.reporter.say)
+        engine = with_environments(engine, session.config, notify=session.reporter.notify)
     chosen = session.config.weights
-    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=chosen.shared, direct=chosen.transport == "ipc")
+    weights = WeightPrefetch(
+        session.log, session.run, notify=session.reporter.notify, shared=chosen.shared, direct=chosen.transport == "ipc"
+    )
     worker = (CallWorker if by_log else GroupWorker).open(session, engine, weights)
     worker.device = device
     if session.config.evaluates_on_rollout_engine:
         worker.shared_engine = SharedEngine(session, engine, weights.state)
         if by_log:
-            worker.shared_engine.playing = partial(with_environments, config=session.config, say=session.reporter.say)
+            worker.shared_engine.playing = partial(with_environments, config=session.config, notify=session.reporter.notify)
     worker.run()

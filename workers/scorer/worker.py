@@ -211,7 +211,7 @@ class Scorer:
             return
         if state.out_of_order(prompt.group):  # somebody else's record: the feeder's numbers rise
             place = f"{record.topic}/{record.partition}/{record.offset}"
-            self.session.reporter.say(f"prompt {prompt.group} at {place} is out of order: reading all groups")
+            self.session.reporter.notify(f"prompt {prompt.group} at {place} is out of order: reading all groups")
             state.distrust()
             self._read_finished([state.partition])
         if state.add_prompt(record, prompt, now_s=self.reports.now_s):
@@ -308,7 +308,7 @@ class Scorer:
         score, samples = Score.of(result.result), group.ordered()
         self._faults.partly(score.broken.values(), len(score.rewards))
         for position, reason in score.broken.items():
-            self.session.reporter.say(f"sample {samples[position].sample} of group {group.group} has no reward: {reason}")
+            self.session.reporter.notify(f"sample {samples[position].sample} of group {group.group} has no reward: {reason}")
         reporter = self.session.reporter
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)

@@ -47,6 +47,6 @@ def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list
         write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
     except Exception as error:  # the page is optional: whatever error prevents it, the run ends as it would without it
         cause = " ".join(str(error).split()) or type(error).__name__
-        session.reporter.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
+        session.reporter.notify(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
         return []
     return [path]

@@ -113,4 +113,4 @@ class Retention:
             session.log.delete_records(prompts)
             session.log.delete_records({place: offset for place, offset in before.items() if place not in prompts})
         except (PenstockError, OSError, ValueError) as error:
-            session.reporter.throttled.say("records that stay", f"old records stay: {error}")
+            session.reporter.throttled.notify("records that stay", f"old records stay: {error}")

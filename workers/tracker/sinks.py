@@ -73,7 +73,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def sinks(config: Config, run: str, directory: Path, *, say: Callable[[str], None]) -> "Sinks":
+def sinks(config: Config, run: str, directory: Path, *, notify: Callable[[str], None]) -> "Sinks":
     """The sinks that the configuration names."""
     makers: dict[str, Callable[[], Sink]] = {}
     if config.tensorboard.enabled:
@@ -81,14 +81,14 @@ def sinks(config: Config, run: str, directory: Path, *, say: Callable[[str], Non
     if config.wandb.enabled:
         chosen, table = config.wandb, config.model_dump(mode="json")
         makers["W&B"] = lambda: WeightsAndBiases(run, directory, project=chosen.project, mode=chosen.mode, config=table)
-    return Sinks(makers, say)
+    return Sinks(makers, notify)
 
 
 class Sinks:
     """Several sinks, each for itself."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Sink]], say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, makers: Mapping[str, Callable[[], Sink]], notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._open: dict[str, Sink] = {}
         for name, make in makers.items():
             self._try(name, lambda name=name, make=make: self._open.update({name: make()}))  # type: ignore[misc]
@@ -110,4 +110,4 @@ class Sinks:
         except Exception as error:  # foreign libraries, with errors of no common type: a run never ends because of them
             self._open.pop(name, None)
             cause = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else " ".join(str(error).split())[:200]
-            self._say(f"{name} gets no more points ({cause or type(error).__name__}); metrics.jsonl has all of them")
+            self._notify(f"{name} gets no more points ({cause or type(error).__name__}); metrics.jsonl has all of them")

@@ -86,7 +86,7 @@ class Tracker:
         self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
-        self.sinks = sinks(session.config, session.run, directory, say=session.reporter.say)
+        self.sinks = sinks(session.config, session.run, directory, notify=session.reporter.notify)
         self._checkpoints = CheckpointHistory(session)
         self._retention = Retention(session)
         self._tail = session.log.tail({place: self._since.get(place, "earliest") for place in self._partitions})
@@ -133,7 +133,7 @@ class Tracker:
         end_ms, reason = closed.time_ns // 1_000_000 if closed else None, closing(self.view).get("reason")
         uploader.finish(self._mlflow_status(), end_ms=end_ms, artifacts=files, reason=reason)
         if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
-            session.reporter.say(
+            session.reporter.notify(
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "
                 f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
             )
@@ -145,7 +145,7 @@ class Tracker:
             report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._go_on)
         except _OutOfTime:
             remove_reports(self.directory)
-            session.reporter.say(f"no report was written: the log is too long for that; `penstock report {session.run}` makes one")
+            session.reporter.notify(f"no report was written: the log is too long for that; `penstock report {session.run}` makes one")
             return []
         if self.uploader is not None:
             report["mlflow_uri"] = self.uploader.shown_uri
@@ -315,8 +315,8 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
         return None
     tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
     target = target_of(session.record, session.config, tags=tags, data=session.info.get("data", ()))
-    session.reporter.say(f"MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
-    return Uploader(target, file, say=session.reporter.say)
+    session.reporter.notify(f"MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
+    return Uploader(target, file, notify=session.reporter.notify)
 
 
 def _patience_s(labels: Mapping[str, str]) -> float:

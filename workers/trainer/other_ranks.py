@@ -59,7 +59,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
         store = store_on_free_port(size)
         children = [_start(session, rank, store.port) for rank in range(1, size)]
         os.environ |= variables(rank=0, size=size, port=store.port)
-        session.reporter.say(f"{size} processes train: {os.getpid()} and {', '.join(str(child.pid) for child in children)}")
+        session.reporter.notify(f"{size} processes train: {os.getpid()} and {', '.join(str(child.pid) for child in children)}")
     for rank, child in enumerate(children, start=1):
         threading.Thread(target=_watch, args=(session, rank, child, over), daemon=True, name=f"rank-{rank}").start()
     processes = ProcessSet.join(on_gpu=_on_gpu(config), store=store)
@@ -102,7 +102,7 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NOTHING_SAID
 def _registered(log: Log, run: str, trust: Trust) -> RunRecord:
     while (found := registration(log, run, key_file=trust.run_key)).record is None:
         threading.Event().wait(1.0)
-    return require_trusted(found, trust=trust, say=print)
+    return require_trusted(found, trust=trust, notify=print)
 
 
 def _on_gpu(config: Config) -> bool:
@@ -149,6 +149,6 @@ def _watch(session: Session, rank: int, child: "subprocess.Popen[bytes]", over: 
     status = child.wait()
     if over.is_set():
         return
-    session.reporter.say(f"rank {rank} {how(status)}: all processes of the trainer end with it")
+    session.reporter.notify(f"rank {rank} {how(status)}: all processes of the trainer end with it")
     sys.stdout.flush()
     os._exit(status if status > 0 else FAILED)

@@ -56,7 +56,7 @@ def main(session: Session) -> None:
     resumed = read_resumed(session.log, session.run, saved=saved_steps(session))
     past = resumed.past
     if past.ledger_state.closed is not None:
-        session.reporter.say("the run is closed already")
+        session.reporter.notify("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     device = open_device(session.config, session.run)
@@ -129,7 +129,7 @@ class Trainer:
         try:
             recover(self.policy, self.writer, resumed.past)
         except OlderNeeded as error:
-            self.session.reporter.say(f"{error}: the whole ledger is read")
+            self.session.reporter.notify(f"{error}: the whole ledger is read")
             resumed = Resumed(past=read_past(self.session.log, self.session.run))
             self.writer.state.manifests.update(resumed.past.ledger_state.manifests)
             self.arrivals.start_over()
@@ -220,7 +220,7 @@ class Trainer:
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
             self.writer.finish_begun()
-            session.reporter.say(f"stopped after step {self.committed - 1}; the run can be resumed")
+            session.reporter.notify(f"stopped after step {self.committed - 1}; the run can be resumed")
             return
         self.writer.finish_begun()
         self.writer.export(self.policy)
@@ -229,7 +229,7 @@ class Trainer:
             selector = self.arrivals.inbox.selector
             unused = selector.known - selector.drops - self.committed * session.schedule.prompts_per_step
             reason += f"; {unused} scored groups are unused, as a step takes {session.schedule.prompts_per_step}" if unused > 0 else ""
-            session.reporter.say(f"the run ends after {done} of {session.steps} steps: {reason}")
+            session.reporter.notify(f"the run ends after {done} of {session.steps} steps: {reason}")
         self._close_run(status="finished", reason=reason or ALL_DONE)
 
     def way_back(self) -> str:

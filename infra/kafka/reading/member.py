@@ -180,7 +180,7 @@ class KafkaMember:
             offset, first = noted.offset, kept[TopicPartition(*partition)]
             if offset is not None and offset < first:
                 where = f"{partition[0]}/{partition[1]}"
-                self._contact.say(f"{where}: offsets {offset} to {first - 1} were deleted unread; reading on at {first}")
+                self._contact.notify(f"{where}: offsets {offset} to {first - 1} were deleted unread; reading on at {first}")
             self._consumer.seek(TopicPartition(*partition), max(first, offset or 0))
         if self._incoming is incoming:
             self._incoming = None

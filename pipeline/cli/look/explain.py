@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, notify, reading
 
 
 def explain(
@@ -20,7 +20,7 @@ def explain(
     from penstock.pipeline.observe.explain import as_json, text
 
     with reading(run, bootstrap, security) as (log, run_id):
-        life = as_json.explain(log, run_id, group, say=say, trust_code=trust_code)
+        life = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code)
     if json:
         emit(life)
     else:

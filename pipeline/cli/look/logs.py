@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Run, say
+from penstock.pipeline.cli.options import Run, notify
 
 SHOWN = 20
 POLL_S = 0.3
@@ -53,8 +53,8 @@ def stop(run: Run) -> int:
 
     directory = folder_of(run)
     asking = f"stopping {directory.name}; its workers finish what they have in hand"
-    if not ask_to_stop(directory, wait_s=STOP_LIMIT_S, asked=lambda: say(asking)):
-        say(f"it has not stopped after {STOP_LIMIT_S:.0f} s; `penstock logs {directory.name}` shows what it does")
+    if not ask_to_stop(directory, wait_s=STOP_LIMIT_S, asked=lambda: notify(asking)):
+        notify(f"it has not stopped after {STOP_LIMIT_S:.0f} s; `penstock logs {directory.name}` shows what it does")
         return 1
     print(f"stopped; `penstock run --resume {directory.name}` goes on with it")
     return 0

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, notify, reading
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
         _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
         return
     with reading(run, bootstrap, security) as (log, run_id):
-        found = collect(log, run_id, alive=Progress(say))
+        found = collect(log, run_id, alive=Progress(notify))
     if json:
         emit(found)
         return
@@ -60,7 +60,7 @@ def _page(
         raise ConfigError(f"--html {html}: that is no file; give the path of one")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
     with reading(run, bootstrap, security) as (log, run_id):
-        made = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(say))
+        made = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(notify))
     try:
         write(made, html.resolve())
     except OSError as error:
@@ -72,4 +72,4 @@ def _page(
         f"{html}: {made.facts['bytes'] / 1e6:.1f} MB; {made.facts['samples'][0]:,} samples, {made.facts['tokens'][0]:,} tokens one by one"
     )
     for note in made.facts["left_out"]:
-        say(note)
+        notify(note)

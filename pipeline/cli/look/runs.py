@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, notify
 
 app = typer.Typer(help="List the runs, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
@@ -25,7 +25,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
         refused: list[str] = []
         rows = list_runs(log, refused=refused.append)
     if refused:
-        say(f"{len(refused)} records of the register of runs cannot be used and are left out, the last one is {refused[-1]}")
+        notify(f"{len(refused)} records of the register of runs cannot be used and are left out, the last one is {refused[-1]}")
     if json:
         emit(rows)
     elif not rows:

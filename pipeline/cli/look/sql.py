@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, notify, reading
 from penstock.pipeline.runtime.reporting.visible_output import exact_output
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def sql(
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
             answer = ask(tables, text)
             if gone := some_of(gone_from(tables, text)):
-                say("\n".join(["the answer is of what is kept:", *gone]))
+                notify("\n".join(["the answer is of what is kept:", *gone]))
     except ValueError as error:  # a query that fails
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
-        say("interrupted, there is no answer")
+        notify("interrupted, there is no answer")
         raise
     if csv:
         _print_csv(answer)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Security, at, say
+from penstock.pipeline.cli.options import Bootstrap, Security, at, notify
 
 PORT = 8265
 
@@ -31,7 +31,7 @@ def ui(
         note = state_directory() / UI_ADDRESS
         note.write_text(server.address, encoding="utf-8")
         print(server.address, flush=True)
-        say("open it in a browser of this machine; Ctrl-C ends it")
+        notify("open it in a browser of this machine; Ctrl-C ends it")
         try:
             server.serve_forever()
         finally:

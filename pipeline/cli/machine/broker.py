@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Json, emit, say
+from penstock.pipeline.cli.options import Json, emit, notify
 
 app = typer.Typer(help="This machine's own Apache Kafka broker: start, stop, status.")
 
@@ -20,7 +20,7 @@ def start(
     """Start it, or find it running."""
     from penstock.infra.broker import embedded
 
-    _show(embedded.start(port=port, progress=say), json=json)
+    _show(embedded.start(port=port, progress=notify), json=json)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Json, emit, say
+from penstock.pipeline.cli.options import Json, emit, notify
 
 app = typer.Typer(help="Models to begin with.")
 
@@ -22,7 +22,7 @@ def tiny(
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step % 50 == 0 or step == steps:
-            say(f"warm start {step}/{steps}, loss {loss:.3f}")
+            notify(f"warm start {step}/{steps}, loss {loss:.3f}")
 
     path = make_tiny_model(directory, seed=seed, progress=progress)
     _made(path, json=json, seed=seed)

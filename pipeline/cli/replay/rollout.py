@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading
 
 if TYPE_CHECKING:
     from penstock.pipeline.replay.resample.compare import ResampledCompletion
@@ -39,7 +39,7 @@ def rollout(
 
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         request = ResampleRequest(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
-        found = sorted(redraw(log, run_id, request, say=say), key=lambda one: (one.group, one.sample))
+        found = sorted(redraw(log, run_id, request, notify=notify), key=lambda one: (one.group, one.sample))
     figures = summary(found)
     if json:
         emit({**figures, "differences": [one for one in found if not one.same]})

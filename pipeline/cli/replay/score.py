@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, refuse_folder, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading, refuse_folder
 
 
 def score(
@@ -59,7 +59,7 @@ def score(
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if new_run is not None:
             refuse_folder(log, "--write")
-        report = score_run(log, run_id, request, say=say)
+        report = score_run(log, run_id, request, notify=notify)
     if json:
         emit(report)
     else:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, refuse_folder, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading, refuse_folder
 
 if TYPE_CHECKING:
     from penstock.pipeline.replay.recording import Recording
@@ -52,7 +52,7 @@ def train(
                 recording.config = with_model(recording.config, model.resolve())
             chosen = what_if(recording.config, overrides or [])
             if overrides and not chosen.changed:
-                say(f"--set changes nothing: {recording.run} was trained with these settings")
+                notify(f"--set changes nothing: {recording.run} was trained with these settings")
             is_what_if = bool(chosen.changed) or (recording.over and not recording.steps)
             if export is not None and not is_what_if:
                 raise ConfigError("--export is for a what-if; the recorded weights of the run are in its topics and in runs/RUN/model")
@@ -61,7 +61,7 @@ def train(
             if keep_going and is_what_if:
                 raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
             code = user_code(chosen.config, sections=("algorithm", "trainer"), given=keys_of(overrides or []))
-            require_trusted(recording.found, trust=Trust(code=trust_code), say=say, code=code)
+            require_trusted(recording.found, trust=Trust(code=trust_code), notify=notify, code=code)
             prepare(chosen.config)
             from penstock.pipeline.replay.train.steps import Asked  # imports torch, which reads the environment then
 
@@ -80,9 +80,9 @@ def _exact(recording: "Recording", asked: "Asked", *, json: bool) -> int:
 
     result = Replayed(recording.run)
     try:
-        replay(recording, asked, result=result, say=say)
+        replay(recording, asked, result=result, notify=notify)
     except KeyboardInterrupt:
-        say(f"stopped after {result.steps} steps")
+        notify(f"stopped after {result.steps} steps")
         if result.steps:
             emit(result.as_json()) if json else print(as_text(result))
         raise
@@ -98,8 +98,8 @@ def _what_if(recording: "Recording", chosen: "WhatIf", asked: "Asked", *, export
 
     result = Alternative(recording.run, chosen.changed)
     try:
-        curves = child_run(recording, chosen, result, wanted=mlflow, say=say)
-        train_alternative(recording, chosen, asked, result=result, curves=curves, export=export, say=say)
+        curves = child_run(recording, chosen, result, wanted=mlflow, notify=notify)
+        train_alternative(recording, chosen, asked, result=result, curves=curves, export=export, notify=notify)
     finally:
         if result.whole or (result.steps and sys.exc_info()[0] is KeyboardInterrupt):
             emit(result.as_json()) if json else print(table(result))

@@ -146,7 +146,7 @@ def group(runs: Watching, query: Query) -> bytes:
     name, number = resolve(runs.log, one(query, "id")), one(query, "group")
     if not number.isdecimal():
         raise ConfigError(f"group {number!r} is no number")
-    life = as_json.explain(runs.log, name, int(number), say=lambda _: None)
+    life = as_json.explain(runs.log, name, int(number), notify=lambda _: None)
     return page(
         f"group {number}", [navigation(name), Html(f"<h1>Group {number}</h1>"), Html(f'<pre class="wide">{text(as_page(life))}</pre>')]
     )

@@ -86,10 +86,10 @@ class TrajectoryEngine:
         processes: int,
         in_flight: int,
         rules: ChildRules = ENVIRONMENT,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._inner, self._in_flight = inner, in_flight
-        self._say = say
+        self._notify = notify
         self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]] | None] = queue.SimpleQueue()
         self._running: dict[tuple[int, int], _Running] = {}
         self._flying: dict[int, _Asked] = {}
@@ -224,18 +224,18 @@ class TrajectoryEngine:
         counts["replaced"] += trajectory.replaced
         if trajectory.replaced:
             many = f"{trajectory.replaced} lone surrogate{'s' if trajectory.replaced > 1 else ''}"
-            self._say(f"group {trajectory.group} sample {trajectory.sample}: {many} in the environment's texts, replaced by U+FFFD")
+            self._notify(f"group {trajectory.group} sample {trajectory.sample}: {many} in the environment's texts, replaced by U+FFFD")
         if trajectory.turns and trajectory.turns[-1].source == "environment":
             counts["broken"] += 1
             cause = str(trajectory.turns[-1].finish)
             kind = cause.partition(":")[0].replace("-", "_")
             counts[kind] = counts.get(kind, 0.0) + 1
-            self._say(f"group {trajectory.group} sample {trajectory.sample}: {cause}")
+            self._notify(f"group {trajectory.group} sample {trajectory.sample}: {cause}")
         return trajectory
 
     def _lost(self, line: str) -> None:
         self._counts["losses"] += 1
-        self._say(line)
+        self._notify(line)
 
     def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

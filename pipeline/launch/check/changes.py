@@ -28,7 +28,7 @@ def code_digests(config: Config) -> dict[str, str]:
     return found | {f"eval reward {name}": digest for name, digest in rewards.digests(config.eval.functions or ()).items()}
 
 
-def with_changes(record: RunRecord, config: Config, *, say: Callable[[str], None]) -> RunRecord:
+def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> RunRecord:
     """The record of a run that is resumed, with what has changed since it was written; each change is said.
 
     Raises:
@@ -57,7 +57,9 @@ def with_changes(record: RunRecord, config: Config, *, say: Callable[[str], None
     if not changes:
         return record
     for change in changes:
-        say(f"{change['what']} has changed since the run's start ({change['before'][:12]} -> {change['after'][:12]}): the report says so")
+        notify(
+            f"{change['what']} has changed since the run's start ({change['before'][:12]} -> {change['after'][:12]}): the report says so"
+        )
     info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
     return replace(record, info=json.dumps(info))
 

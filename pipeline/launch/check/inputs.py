@@ -93,7 +93,7 @@ def look(
     base: Path,
     prompt_field: str | None,
     answer_field: str | None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Inputs:
     """Read the model, the data and the reward, with paths relative to `base`. Raises `ConfigError` or `ValueError` as `propose` does."""
     folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
@@ -104,7 +104,7 @@ def look(
     dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
     scoring = rewards.resolve([absolute_source(name, base) for name in functions])
     scoring.check(dataset[0].columns, without_json=dataset[0].without_json)
-    say(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
+    notify(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}
     gpus, cpu = len(visible_gpus()), this_cpu()

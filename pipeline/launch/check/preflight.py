@@ -47,7 +47,7 @@ class Checked:
     samples: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
 
-def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], None] = lambda _: None) -> Checked:
+def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], None] = lambda _: None) -> Checked:
     """Try everything; `tell` gets each finding as (name, text) when it is there; with `samples` the engine draws those of a step.
 
     Raises:
@@ -64,7 +64,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     if config.model_directory.is_dir():
         check_engine(config)
     try:
-        info, kinds = check_inputs(config, say=say)
+        info, kinds = check_inputs(config, notify=notify)
     except (PenstockError, ConfigError):
         # The numbers help to see what is asked for, also where a file is missing.
         rows = config.data.limit or config.data.size or (config.run.steps or 0) * config.schedule.prompts_per_step
@@ -81,7 +81,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores = trial.judge_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
-    drawn = _samples(config, info, note, say) if samples else []
+    drawn = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in drawn if sample["reward"] is not None]
     problem = equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
     if problem:
@@ -158,8 +158,8 @@ def _shape(config: Config) -> Shape | None:
     return shape_of(json.loads((config.model_directory / "config.json").read_text(encoding="utf-8")))
 
 
-def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    say(f"loading the model into the {config.rollout.engine} engine, to draw as many samples as a step has, at most 64")
+def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
+    notify(f"loading the model into the {config.rollout.engine} engine, to draw as many samples as a step has, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
     drawn = trial.draw(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
     samples: list[dict[str, Any]] = drawn["samples"]

@@ -25,17 +25,17 @@ def propose(
     base: Path,
     prompt_field: str | None = None,
     answer_field: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> str:
     """The text of a configuration file that lies in the folder `base`; the columns are guessed from their names where none is given.
 
-    `say` gets a line for what takes a while.
+    `notify` gets a line for what takes a while.
 
     Raises:
         ConfigError: the model, the data or the reward cannot be used as they are named.
         ValueError: the same, from the part that reads them.
     """
-    inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, say=say)
+    inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, notify=notify)
     engine = "vllm"
     try:
         check_engine(_loaded(_text(model, data, functions, inputs, engine=engine, steps=100), base))

@@ -23,10 +23,10 @@ PROGRESS_EVERY_S = 10.0
 
 
 class RowReader:
-    """Reads the rows of a configuration's data sets; `say` gets notes on them and the progress."""
+    """Reads the rows of a configuration's data sets; `notify` gets notes on them and the progress."""
 
-    def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
-        self._config, self._say, self.renderer = config, say, Renderer.of(config)
+    def __init__(self, config: Config, *, notify: Callable[[str], None]) -> None:
+        self._config, self._notify, self.renderer = config, notify, Renderer.of(config)
         self.replaced = ReplacedText()
         self.kinds: list[Row] = []
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
@@ -71,12 +71,12 @@ class RowReader:
         self._read += 1
         if time.monotonic() > self._due_s:
             self._due_s = time.monotonic() + PROGRESS_EVERY_S
-            self._say(f"checked {self._read:,} of {self._total:,} rows")
+            self._notify(f"checked {self._read:,} of {self._total:,} rows")
 
     def _note(self, name: str, text: str) -> None:
         if name not in self._noted:
             self._noted.add(name)
-            self._say(text)
+            self._notify(text)
 
     def _keep_kind(self, row: Row) -> None:
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())

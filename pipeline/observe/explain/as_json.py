@@ -29,17 +29,17 @@ from penstock.topics.wire.record import Record
 NS = 1e9
 
 
-def explain(log: Log, run: str, group: int, *, say: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
+def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
     """Everything the log knows of one group, ready for JSON.
 
     Raises `ValueError` for a run or group that does not exist, `LogError` for a group whose prompt the broker has deleted.
     """
-    return life(read_group(read_run(log, run), group, say=say), say=say, trust_code=trust_code)
+    return life(read_group(read_run(log, run), group, notify=notify), notify=notify, trust_code=trust_code)
 
 
-def life(history: GroupHistory, *, say: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
+def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
     """The same of a group whose records were read. Raises `LogError`."""
-    step, shares_of = _step(history, say=say, trust_code=trust_code) if history.step is not None else (None, {})
+    step, shares_of = _step(history, notify=notify, trust_code=trust_code) if history.step is not None else (None, {})
     return {
         "run": history.run.run,
         "group": history.number,
@@ -168,10 +168,10 @@ def _outcome(read: Read[Group] | None) -> dict[str, Any] | None:
     }
 
 
-def _step(history: GroupHistory, *, say: Callable[[str], None], trust_code: bool) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
+def _step(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
     entry, config, oldest = history.step, history.run.config, history.policy_version_min
     assert entry is not None
-    say(f"reading the {len(entry.plan)} groups of step {entry.step}")
+    notify(f"reading the {len(entry.plan)} groups of step {entry.step}")
     step_shares, problem = _shares(history, entry, trust_code=trust_code)
     mine = step_shares.of(history.number) if step_shares else {}
     plan = [planned.group for planned in entry.plan]

@@ -139,15 +139,15 @@ class GroupHistory:
         )
 
 
-def read_group(run: RecordedRun, number: int, *, say: Callable[[str], None]) -> GroupHistory:
+def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) -> GroupHistory:
     """Everything about one group. Raises `ConfigError` for one that was never admitted, `LogError` for one whose prompt is gone."""
     wanted, reader = {number}, run.reader
-    say(f"reading the prompts of {run.run}")
+    notify(f"reading the prompts of {run.run}")
     prompts = list(reader.prompts(wanted=wanted, repeats=True))
     if not prompts:
         raise no_prompt(run, number)
     partition = next((read for read in prompts if read.payload), prompts[0]).record.partition
-    say(f"reading partition {partition} of rollouts and groups")
+    notify(f"reading partition {partition} of rollouts and groups")
     entries = run.past.entries
     step = next((entry for entry in entries if entry.kind == "step" and any(planned.group == number for planned in entry.plan)), None)
     done = None if step is None else (step.step or 0) + 1

@@ -44,7 +44,7 @@ class ResampleRequest:
     """Whether environments and options of the engine that the run names may be loaded although no key here has signed it."""
 
 
-def redraw(log: Log, run: str, request: ResampleRequest, *, say: Callable[[str], None]) -> Iterator[ResampledCompletion]:
+def redraw(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[str], None]) -> Iterator[ResampledCompletion]:
     """Draw what is wished for, version by version, and compare sample by sample as they end.
 
     Raises `ConfigError` for a wish that makes no sense and for a step, group or version that is not recorded, `LogError` for records
@@ -55,12 +55,12 @@ def redraw(log: Log, run: str, request: ResampleRequest, *, say: Callable[[str],
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     config, past = changed(recorded.config, request.overrides), recorded.past
     code = user_code(config, sections=("environment", "rollout"), given=keys_of(request.overrides))
-    require_trusted(registration(log, run), trust=request.trust, say=say, code=code)
+    require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     wanted = groups_of(past, request)
     asked = prompts_of(recorded, wanted)
     samples = samples_of(recorded, asked.keys())
     if (lost := "; ".join(deleted(log, f"{run}.rollouts"))) and samples:
-        say(f"samples that are gone are not drawn again: {lost}")
+        notify(f"samples that are gone are not drawn again: {lost}")
     if lost and not samples:
         raise LogError(f"no sample of what is asked for is kept: {lost}")
     if not samples:
@@ -70,11 +70,11 @@ def redraw(log: Log, run: str, request: ResampleRequest, *, say: Callable[[str],
     for version in by_version:
         if version not in past.ledger_state.manifests:
             raise ConfigError(f"version {version} is not among the run's: 0 to {past.ledger_state.newest_version}")
-    say(f"{sum(map(len, by_version.values()))} samples of {len(asked)} groups under {len(by_version)} versions: loading the engine")
+    notify(f"{sum(map(len, by_version.values()))} samples of {len(asked)} groups under {len(by_version)} versions: loading the engine")
     engine = make_engine(config)
     try:
         for version, mine in sorted(by_version.items()):
-            say(f"version {version}: {len(mine)} samples")
+            notify(f"version {version}: {len(mine)} samples")
             engine.load_weights(version, fetch(log, past.ledger_state.manifests, version, run=run))
             for completion in draw(engine, asked, mine, config=config, stop_ids=stop_ids):
                 yield compare(mine[completion.group, completion.sample], completion, version=version)

@@ -108,10 +108,10 @@ class NewRun:
         if self._bytes >= BATCH_BYTES:
             self._commit()
 
-    def finish(self, *, say: Callable[[str], None]) -> RunRecord:
+    def finish(self, *, notify: Callable[[str], None]) -> RunRecord:
         """Copy prompts, samples and version 0, close the story, and register the run."""
         self._commit()
-        say(f"copying prompts and samples to {self.run}")
+        notify(f"copying prompts and samples to {self.run}")
         reader = self.source.reader
         copied: tuple[tuple[str, Callable[..., Headers], Iterator[Read[Any]]], ...] = (
             ("prompts", prompts.check, reader.prompts()),

@@ -43,7 +43,7 @@ class RescoreRequest:
     """Whether functions that the run names may be loaded although no key here has signed it."""
 
 
-def score_run(log: Log, run: str, request: RescoreRequest, *, say: Callable[[str], None]) -> dict[str, Any]:
+def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[str], None]) -> dict[str, Any]:
     """The report as plain data, ready for JSON.
 
     Raises `ConfigError` for a wish that makes no sense, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
@@ -54,7 +54,7 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, say: Callable[[str
     # A new run has the whole configuration, and what this machine signs has been trusted whole.
     given = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
     code = user_code(config, sections=() if request.write else ("reward",), given=given)
-    require_trusted(registration(log, run), trust=request.trust, say=say, code=code)
+    require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)
     comparison, shown = Comparison(request.threshold), time.monotonic()
@@ -62,7 +62,7 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, say: Callable[[str
     gone = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))
     begun = NewRun.begin(log, source, request.write, config, origin=origin) if request.write else nullcontext()
     with begun as new:
-        say(f"judging the groups of {run}")
+        notify(f"judging the groups of {run}")
         recorded, processes = cases(source, model=request.model), request.processes or config.scorer.processes
         for number, judged in enumerate(rescore(recorded, config, steps=source.planned_steps, processes=processes)):
             comparison.add(judged)
@@ -70,9 +70,9 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, say: Callable[[str
                 new.add(judged)
             if time.monotonic() - shown > PROGRESS_S:
                 shown = time.monotonic()
-                say(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
+                notify(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
         if new is not None:
-            new.finish(say=say)
+            new.finish(notify=notify)
     return {"run": run, "reward": described, **comparison.table(), "gone": gone, "written": request.write}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.infra.mlflow.child_run import ChildRun
-from penstock.pipeline.learner.policy_trainer import Say
+from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.observe.metrics.mlflow_target import target_of
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.train.overrides import WhatIf
@@ -19,7 +19,7 @@ OFF_POLICY_TAG = "penstock.off_policy"
 
 
 @contextmanager
-def child_run(recording: Recording, chosen: WhatIf, result: Alternative, *, wanted: bool, say: Say) -> Iterator[ChildRun | None]:
+def child_run(recording: Recording, chosen: WhatIf, result: Alternative, *, wanted: bool, notify: Notify) -> Iterator[ChildRun | None]:
     """A child run for the time of a what-if; None when none is wanted. Raises `TrackingError`."""
     if not wanted:
         yield None
@@ -34,7 +34,7 @@ def child_run(recording: Recording, chosen: WhatIf, result: Alternative, *, want
     child = ChildRun(target, name=f"{recording.run} with {_short(chosen)}")
     result.mlflow_run_id = child.run_id
     where = f"child of {child.parent_id}" if child.parent_id else f"MLflow has no run of {recording.run}, so it stands alone"
-    say(f"MLflow: run {child.run_id} in experiment {target.experiment!r} ({where})")
+    notify(f"MLflow: run {child.run_id} in experiment {target.experiment!r} ({where})")
     status = "FAILED"
     try:
         yield child

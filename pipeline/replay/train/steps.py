@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from penstock.infra.errors import ConfigError, PenstockError
-from penstock.pipeline.learner.policy_trainer import Say
+from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.replay.plan_reader import Found, PlannedGroups, ReadAhead
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import PROGRESS_S
@@ -56,14 +56,14 @@ class StepToTrain:
 
 
 def replay_steps(
-    recording: Recording, asked: Asked, *, times: Times, progress: Callable[[], None], say: Say, selection: Selection | None = None
+    recording: Recording, asked: Asked, *, times: Times, progress: Callable[[], None], notify: Notify, selection: Selection | None = None
 ) -> Generator[StepToTrain, None, None]:
     """Step after step, of the recorded plans or of those that `selection` makes; `progress` is called every few seconds between two.
 
     Close it where it is left early: the times are complete then.
     """
     began = shown = time.monotonic()
-    steps = _recorded(recording, asked, times, say) if selection is None else _selected(recording, asked, times, selection)
+    steps = _recorded(recording, asked, times, notify) if selection is None else _selected(recording, asked, times, selection)
     try:
         for step in steps:
             yield step
@@ -95,7 +95,7 @@ def await_weights(recording: Recording, asked: Asked) -> None:
         recording.wait()
 
 
-def _recorded(recording: Recording, asked: Asked, times: Times, say: Say) -> Iterator[StepToTrain]:
+def _recorded(recording: Recording, asked: Asked, times: Times, notify: Notify) -> Iterator[StepToTrain]:
     """The recorded plans from the first to the last asked for; those to come are waited for if wanted."""
     ahead, number, waiting = ReadAhead(recording), asked.from_step, False
     try:
@@ -108,7 +108,9 @@ def _recorded(recording: Recording, asked: Asked, times: Times, say: Say) -> Ite
                 return
             else:
                 if not waiting:
-                    say(f"up to the newest committed step, {number - 1}; waiting for more until {recording.run} is closed (Ctrl-C ends it)")
+                    notify(
+                        f"up to the newest committed step, {number - 1}; waiting for more until {recording.run} is closed (Ctrl-C ends it)"
+                    )
                 waiting, began = True, time.monotonic()
                 recording.wait()
                 times.waited_s += time.monotonic() - began

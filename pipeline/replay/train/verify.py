@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.repeat_step import Repetition, repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording
@@ -65,7 +65,7 @@ class Replayed:
         }
 
 
-def replay(recording: Recording, asked: Asked, *, result: Replayed, say: Say) -> None:
+def replay(recording: Recording, asked: Asked, *, result: Replayed, notify: Notify) -> None:
     """Train the recorded steps again; what is found is in `result`, also when this is interrupted.
 
     Raises `ConfigError` for steps that are not there, `PenstockError` for those that cannot be read.
@@ -73,38 +73,38 @@ def replay(recording: Recording, asked: Asked, *, result: Replayed, say: Say) ->
     began = time.monotonic()
     check_steps(recording, asked)
     await_weights(recording, asked)
-    with opened(recording, recording.config, say=say) as policy:
+    with opened(recording, recording.config, notify=notify) as policy:
         result.fingerprint = arithmetic(recording, policy)
-        tell_arithmetic(result.fingerprint, say)
-        result.start = bring_to(policy, recording, asked.from_step, say=say)
+        tell_arithmetic(result.fingerprint, notify)
+        result.start = bring_to(policy, recording, asked.from_step, notify=notify)
         check_kept(recording, recording.steps[policy.steps_done : None if asked.to_step is None else asked.to_step + 1])
         result.times.start_s = time.monotonic() - began
         try:
-            _train(policy, recording, asked, result, say)
+            _train(policy, recording, asked, result, notify)
         finally:
             result.recorded_busy_s = busy_s(recording, recording.steps[asked.from_step : asked.from_step + result.steps])
 
 
-def tell_arithmetic(changes: list[dict[str, object]], say: Say) -> None:
+def tell_arithmetic(changes: list[dict[str, object]], notify: Notify) -> None:
     """Say which part of the arithmetic differs here, before anything is computed."""
     if changes:
         text = ", ".join(f"{row['name']} {row['recorded']} -> {row['here']}" for row in changes)
         recorded = {str(row["name"]): row["recorded"] for row in changes}
         wider = "cpu_capability" in recorded and f"; ATEN_CPU_CAPABILITY={str(recorded['cpu_capability']).lower()} may compute as there"
-        say(f"the arithmetic is not the one of the run, so bits may differ: {text}{wider or ''}")
+        notify(f"the arithmetic is not the one of the run, so bits may differ: {text}{wider or ''}")
 
 
-def _train(policy: PolicyTrainer, recording: Recording, asked: Asked, result: Replayed, say: Say) -> None:
-    progress = lambda: say(_progress(result, recording))  # noqa: E731
-    with closing(replay_steps(recording, asked, times=result.times, progress=progress, say=say)) as steps:
+def _train(policy: PolicyTrainer, recording: Recording, asked: Asked, result: Replayed, notify: Notify) -> None:
+    progress = lambda: notify(_progress(result, recording))  # noqa: E731
+    with closing(replay_steps(recording, asked, times=result.times, progress=progress, notify=notify)) as steps:
         for step in steps:
             entry = step.recorded
             assert entry is not None
-            cross_rebase(policy, recording, say=say)
+            cross_rebase(policy, recording, notify=notify)
             altered = [member for member in step.members if member.problem]
             if unreadable := [member for member in altered if member.group is None]:
                 result.first = result.first or difference(recording, entry, altered, None)
-                say(f"step {entry.step} cannot be trained: {unreadable[0].problem}")
+                notify(f"step {entry.step} cannot be trained: {unreadable[0].problem}")
                 return
             repetition = repeat(policy, entry, [member.group for member in step.members if member.group is not None])
             _count(result, recording, entry, repetition)

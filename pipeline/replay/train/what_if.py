@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from penstock.infra.checkpoints.rules import State
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.mlflow.tracking import Point
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording
@@ -87,7 +87,7 @@ def train(
     result: Alternative,
     curves: AbstractContextManager[Points | None],
     export: Path | None,
-    say: Say,
+    notify: Notify,
 ) -> None:
     """Train the recorded groups under the changed settings; what is found is in `result`, also when this is interrupted.
 
@@ -106,11 +106,11 @@ def train(
     result.plans = "made anew from the scored groups" if selects else "recorded"
     result.recorded_digest = recording.ledger_state.closed.digest if recording.ledger_state.closed and recording.steps else None
     with ExitStack() as held:
-        policy, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, say=say))
+        policy, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, notify=notify))
         result.fingerprint = arithmetic(recording, policy)
         selection = Selection(recording, chosen.config, follow=asked.follow) if selects else None
         result.times.start_s = time.monotonic() - began
-        _train(policy, recording, asked, selection, result, held.enter_context(curves), say)
+        _train(policy, recording, asked, selection, result, held.enter_context(curves), notify)
         if export is not None and result.whole:
             _export(policy, export)
             result.exported = str(export)
@@ -123,7 +123,7 @@ def _train(
     selection: Selection | None,
     result: Alternative,
     points: Points | None,
-    say: Say,
+    notify: Notify,
 ) -> None:
     unsent: list[Point] = []
 
@@ -133,10 +133,10 @@ def _train(
         unsent.clear()
 
     def progress() -> None:
-        say(_progress(result.steps[-1]))
+        notify(_progress(result.steps[-1]))
         send()
 
-    steps = replay_steps(recording, asked, times=result.times, progress=progress, say=say, selection=selection)
+    steps = replay_steps(recording, asked, times=result.times, progress=progress, notify=notify, selection=selection)
     try:
         with closing(steps):
             for step in steps:
@@ -162,7 +162,7 @@ def _train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain) 
 
 
 @contextmanager
-def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool, say: Say) -> Iterator[tuple[PolicyTrainer, Start]]:
+def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool, notify: Notify) -> Iterator[tuple[PolicyTrainer, Start]]:
     """The changed settings' model at the first step: the recorded run's own as it was before that step."""
     steps = None
     if selects and not asked.follow:
@@ -172,17 +172,17 @@ def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool,
                 f"{recording.run} has fewer than {chosen.config.schedule.prompts_per_step} scored groups: too few for a step"
             )
     if not asked.from_step:
-        with opened(recording, chosen.config, say=say, steps=steps) as policy:
+        with opened(recording, chosen.config, notify=notify, steps=steps) as policy:
             yield policy, Start(step=0, checkpoint=None, repeated=0)
         return
     if chosen.config.trainer.dtype != recording.config.trainer.dtype or chosen.config.trainer.backend != recording.config.trainer.backend:
         raise ConfigError("--from-step: the optimizer's state at that step is of the recorded trainer.backend and trainer.dtype")
     with tempfile.TemporaryDirectory(prefix="penstock-state-") as place:
-        with opened(recording, recording.config, say=say) as before:
-            start = bring_to(before, recording, asked.from_step, say=say)
+        with opened(recording, recording.config, notify=notify) as before:
+            start = bring_to(before, recording, asked.from_step, notify=notify)
             before.backend.save(place)
             state = State(run=recording.run, steps=asked.from_step, version=before.version, digest=before.weights().digest, seq=0)
-        with opened(recording, chosen.config, say=say) as policy:
+        with opened(recording, chosen.config, notify=notify) as policy:
             policy.load(Path(place), state)
             policy.release_weights()
             yield policy, start

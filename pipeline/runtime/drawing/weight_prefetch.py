@@ -36,9 +36,9 @@ class WeightPrefetch:
     """Follows ledger and manifests for a worker that must not wait for them."""
 
     def __init__(
-        self, log: Log, run: str, *, say: Callable[[str], None] = lambda _: None, shared: bool = False, direct: bool = False
+        self, log: Log, run: str, *, notify: Callable[[str], None] = lambda _: None, shared: bool = False, direct: bool = False
     ) -> None:
-        """`say` gets a line when a version cannot be read, and when it can be after all.
+        """`notify` gets a line when a version cannot be read, and when it can be after all.
 
         `shared`: one copy for the machine's workers. `direct`: where the trainer is on this machine, what it has in its memory.
         """
@@ -52,7 +52,7 @@ class WeightPrefetch:
         self._memory: MachineMemory | None = None
         """What this worker shares with others, once it knows the run's version 0."""
         self._ask_at = 0.0
-        self._log, self._run, self._say = log, run, say
+        self._log, self._run, self._notify = log, run, notify
         self._reader, self._below = ChunkReader(log, run), BaseWeights()
         self._refused: Manifest | None = None
         """The manifest of the version that could not be read last."""
@@ -136,7 +136,7 @@ class WeightPrefetch:
                 self._ask_at = time.monotonic() + ASK_S
                 self._attach(self._memory)
         except OSError as error:
-            self._say(f"weights cannot be shared with this machine's other workers ({error}): this one reads them for itself")
+            self._notify(f"weights cannot be shared with this machine's other workers ({error}): this one reads them for itself")
             self._leave()
             self._shared, self._copy = False, WeightCopy()
         return not self._shared
@@ -180,11 +180,11 @@ class WeightPrefetch:
             raise
         except LogError as error:
             if self._refused is None or self._refused.version != version:
-                self._say(f"version {version} cannot be read: {error}; this worker goes on with the weights it has and tries again")
+                self._notify(f"version {version} cannot be read: {error}; this worker goes on with the weights it has and tries again")
             self._refused, self._retry_at = manifest, time.monotonic() + RETRY_S
             return
         if self._refused is not None:
-            self._say(f"version {version} is here")
+            self._notify(f"version {version} is here")
             self._refused = None
 
     def _bring(self, version: int) -> None:

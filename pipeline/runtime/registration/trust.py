@@ -16,7 +16,7 @@ from penstock.topics.wire.secrets import without_password
 
 SHOWN_CHARACTERS = 1000
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ NOTHING_SAID = Trust()
 """The operator has named no key and trusts no code."""
 
 
-def require_trusted(found: Registration, *, trust: Trust, say: Say, code: Collection[Named] | None = None) -> RunRecord:
+def require_trusted(found: Registration, *, trust: Trust, notify: Notify, code: Collection[Named] | None = None) -> RunRecord:
     """The run's record, unless this process may not do what its configuration says: then raise `ConfigError`.
 
     `code`: what of the configuration would be executed, all of its code if None.
@@ -45,7 +45,7 @@ def require_trusted(found: Registration, *, trust: Trust, say: Say, code: Collec
     run = found.run
     if found.ignored:
         offsets = ", ".join(map(str, found.ignored[:5])) + (", …" if len(found.ignored) > 5 else "")
-        say(f"{run}.run: records that do not fit the run's key are ignored: {len(found.ignored)}, at offsets {offsets}")
+        notify(f"{run}.run: records that do not fit the run's key are ignored: {len(found.ignored)}, at offsets {offsets}")
     if code is not None and not code and found.record is not None and not found.own:
         return found.record  # an archive of an earlier release, of which nothing is executed
     record = require_own(found)
@@ -57,7 +57,7 @@ def require_trusted(found: Registration, *, trust: Trust, say: Say, code: Collec
     if not found.signed and not trust.code:
         named = user_code(from_json(record.config)) if code is None else code
     if named:
-        say(as_block(run, named))
+        notify(as_block(run, named))
         raise ConfigError(
             f"run {run} names code, and no key on this machine has signed it: copy runs/{run}/{KEY_FILE} of the machine that made the run "
             "(penstock worker --run-key FILE), or give --trust-code to run what is shown"

@@ -15,11 +15,11 @@ _NUMBERS = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 
 
 class ClientLog(logging.Handler):
-    """Passes warnings on to `say(text, level)`."""
+    """Passes warnings on to `notify(text, level)`."""
 
-    def __init__(self, say: Callable[[str, str], None]) -> None:
+    def __init__(self, notify: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._say = say
+        self._notify = notify
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
         """Logger and sort of line -> when one was printed, and how many came since."""
 
@@ -33,12 +33,12 @@ class ClientLog(logging.Handler):
             self._said[sort] = said_s, more + 1
             return
         self._said[sort] = now, 0
-        self._say(f"{record.name}: {text}" + (f" ({more} more like it meanwhile)" if more else ""), record.levelname.lower())
+        self._notify(f"{record.name}: {text}" + (f" ({more} more like it meanwhile)" if more else ""), record.levelname.lower())
 
 
-def pass_on_warnings(say: Callable[[str, str], None]) -> Callable[[], None]:
-    """Give what the client and our own log warn of to `say(text, level)`, until the returned function is called."""
-    handler = ClientLog(say)
+def pass_on_warnings(notify: Callable[[str, str], None]) -> Callable[[], None]:
+    """Give what the client and our own log warn of to `notify(text, level)`, until the returned function is called."""
+    handler = ClientLog(notify)
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)
 

@@ -121,7 +121,7 @@ def serve(health: Health, text: str | None = None) -> Callable[[], None]:
     except OSError as error:
         raise ConfigError(f"--health {chosen}: {error.strerror or error}; take another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
-    health.reporter.say(f"health and metrics at http://{host}:{server.server_port}")
+    health.reporter.notify(f"health and metrics at http://{host}:{server.server_port}")
 
     def close() -> None:
         server.shutdown()

@@ -28,6 +28,6 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {run} {worker}: {visible(text, one_line=True)}"
 
 
-def say(run: str, worker: str, text: str, *, level: str = "info") -> None:
+def print_line(run: str, worker: str, text: str, *, level: str = "info") -> None:
     """Print one line of a worker's log."""
     print(log_line(text, run=run, worker=worker, level=level, as_json=bool(os.environ.get(LOG_JSON))), flush=True)

@@ -14,7 +14,7 @@ import psutil
 
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
-from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.reporting.time_uses import TRAINER_WAITS, split, use_of
 from penstock.topics import metrics
@@ -58,7 +58,7 @@ class ThrottledLog:
     _counted: Counter[str] = field(default_factory=Counter)
     _summed: float = field(default_factory=time.monotonic)
 
-    def say(self, sort: str, text: str) -> None:
+    def notify(self, sort: str, text: str) -> None:
         """Print a line, or only count it among those of its sort."""
         self._seen[sort] += 1
         if self._seen[sort] <= SAID_AT_FIRST:
@@ -111,11 +111,11 @@ class Reporter:
 
     def __post_init__(self) -> None:
         self._counted = self._started
-        self.throttled = ThrottledLog(self.say)
+        self.throttled = ThrottledLog(self.notify)
 
-    def say(self, text: str, *, level: str = "info") -> None:
+    def notify(self, text: str, *, level: str = "info") -> None:
         """Print one line of the worker's log."""
-        say(self.run, self.worker, text, level=level)
+        print_line(self.run, self.worker, text, level=level)
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Raise one of the cumulative numbers."""
@@ -153,7 +153,7 @@ class Reporter:
     def duplicate(self, what: str) -> None:
         """Count a record that repeats what is known already."""
         self.add("duplicates")
-        self.throttled.say("ignored duplicates", f"ignored a duplicate: {what}")
+        self.throttled.notify("ignored duplicates", f"ignored a duplicate: {what}")
 
     def numbers(self) -> dict[str, float]:
         """The worker's numbers, its process's included."""
@@ -177,7 +177,7 @@ class Reporter:
         now, doing = time.monotonic(), self.labels.get("doing", "")
         if doing != self._said and now - self._said_s >= SAY_EVERY_S:
             self._said, self._said_s = doing, now
-            self.say(doing)
+            self.notify(doing)
 
     def send(
         self,

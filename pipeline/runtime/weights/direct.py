@@ -27,8 +27,8 @@ def _memory(run: str, origin: Manifest, *, only_reads: bool = False) -> MachineM
 class IpcWeightSender:
     """The trainer's end: the newest version, where workers load it and where the next one is compared with it."""
 
-    def __init__(self, run: str, origin: Manifest, *, say: Callable[[str], None] = lambda _: None) -> None:
-        self._memory, self._say = _memory(run, origin), say
+    def __init__(self, run: str, origin: Manifest, *, notify: Callable[[str], None] = lambda _: None) -> None:
+        self._memory, self._notify = _memory(run, origin), notify
         self._copy = WeightCopy(self._memory)
 
     def put(self, tensors: Sequence[TensorBytes], *, version: int, digest: str) -> Sequence[TensorBytes]:
@@ -46,7 +46,7 @@ class IpcWeightSender:
         try:
             self._memory.claim()
         except OSError as error:
-            self._say(f"weights.transport: this machine's workers cannot ask for the trainer's memory ({error}): they read the log")
+            self._notify(f"weights.transport: this machine's workers cannot ask for the trainer's memory ({error}): they read the log")
         return self._copy.tensors()
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def committed(log: KafkaLog, group: str, topic: str, offset: int) -> None:
 
 def test_a_member_whose_next_records_were_deleted_says_which_and_reads_on(broker: str, run_id: str) -> None:
     log, said = KafkaLog(broker), list[str]()
-    log.wait_out(WAIT_S, say=said.append)
+    log.wait_out(WAIT_S, notify=said.append)
     (topic,) = make_topics(log, run_id, "a", partitions=1)
     write(log, topic, [b"%d" % number for number in range(6)])
     committed(log, f"{run_id}.group", topic, 1)

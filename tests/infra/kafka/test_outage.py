@@ -156,7 +156,7 @@ def test_everybody_survives_a_broker_that_is_killed_and_comes_back(own_broker: O
 def test_all_clients_give_up_after_the_same_time_and_the_outage_is_said_once(own_broker: OwnBroker, log: KafkaLog, run_id: str) -> None:
     a, b = make_topics(log, run_id, "a", "b", partitions=1)
     said: list[str] = []
-    log.wait_out(8.0, say=said.append)
+    log.wait_out(8.0, notify=said.append)
     tail, producer, writer = log.tail({(a, 0): "earliest"}), log.producer(), log.transactions(f"{run_id}.writer", timeout_s=2)
     heard = Heard(log.member(f"{run_id}.group", [a]))
     producer.send(outgoing(a, b"before")).offset(WAIT_S)

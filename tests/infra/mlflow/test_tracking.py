@@ -113,7 +113,7 @@ def test_a_second_uploader_goes_on_where_the_first_ended(target: Target, tmp_pat
         # What was delivered in an earlier life is dropped unseen: a changed value would be a second point.
         values = [float(number) if end == 3 or number >= 3 else -1.0 for number in range(end)]
         lines = Lines([[Point(key="loss", value=value, timestamp_ms=step, step=step)] for step, value in enumerate(values)])
-        uploader = Uploader(target, lines, say=lambda _text: None)
+        uploader = Uploader(target, lines, notify=lambda _text: None)
         uploader.finish("FINISHED", end_ms=end, artifacts=[report], reason="solved: all of it")
         assert uploader.wait(WAIT_S)
         assert uploader.queued == 0
@@ -129,13 +129,13 @@ def test_an_outage_is_said_once_and_loses_no_point_and_holds_none_in_memory(empt
     said: list[str] = []
     failed = threading.Event()
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         said.append(text)
         failed.set()
 
     target = Target(run="demo-1", uri=f"sqlite:///{away / 'mlflow.db'}", experiment="tests", artifacts=(tmp_path / "art").as_uri())
     lines = Lines([points(number, count=100) for number in range(25)])
-    uploader = Uploader(target, lines, say=say)
+    uploader = Uploader(target, lines, notify=notify)
     uploader.start()
     assert failed.wait(WAIT_S)
     assert uploader.run_id is None
@@ -156,7 +156,7 @@ def test_a_store_that_comes_back_older_or_empty_gets_everything_again(target: Ta
     monkeypatch.setattr(uploading, "GATHER_S", 0.01)
     lines = Lines([points(number) for number in range(3)])
     said: list[str] = []
-    uploader = Uploader(target, lines, say=said.append)
+    uploader = Uploader(target, lines, notify=said.append)
     uploader.start()
     wait_for(lambda: uploader.queued == 0)
     before = uploader.run_id
@@ -175,7 +175,7 @@ def test_a_store_that_comes_back_older_or_empty_gets_everything_again(target: Ta
 def test_a_second_run_made_by_an_answer_that_came_late_is_noticed_at_the_end(target: Target, monkeypatch) -> None:
     monkeypatch.setattr(uploading, "GATHER_S", 0.01)
     lines = Lines([points(number) for number in range(3)])
-    uploader = Uploader(target, lines, say=lambda _text: None)
+    uploader = Uploader(target, lines, notify=lambda _text: None)
     uploader.start()
     wait_for(lambda: uploader.queued == 0)
     client = MlflowRun(target)._client
@@ -190,7 +190,7 @@ def test_a_second_run_made_by_an_answer_that_came_late_is_noticed_at_the_end(tar
 
 def test_an_artifact_store_that_raises_errors_of_its_own_keeps_nothing_else_from_being_done(target: Target, tmp_path: Path) -> None:
     said: list[str] = []
-    uploader = Uploader(target, Lines([points(0)]), say=said.append)
+    uploader = Uploader(target, Lines([points(0)]), notify=said.append)
     missing = tmp_path / "missing.txt"
     uploader.finish("KILLED", artifacts=[missing])
     wait_for(lambda: bool(said))

@@ -80,7 +80,7 @@ def test_other_rows_are_refused_in_one_line_with_source_and_both_digests(
     before = json.loads(record.info)["data"][file == "held.jsonl"]["digest"][:12]
     (tmp_path / file).write_text(change(ROWS))
     with pytest.raises(ConfigError) as refused:
-        with_changes(record, config, say=pytest.fail)
+        with_changes(record, config, notify=pytest.fail)
     line, opened = str(refused.value), open_data(config).sources if key == "data" else open_eval_data(config)
     after = next(iter(opened.values())).digest[:12]
     assert line.startswith(f"{key}.source: the rows of {tmp_path / file} have changed") and "\n" not in line
@@ -92,19 +92,19 @@ def test_the_same_rows_in_another_file_are_the_same(made: tuple[RunRecord, Confi
     record, config = made
     (tmp_path / "rows.jsonl").unlink()
     (tmp_path / "rows.jsonl").write_text(ROWS)
-    assert with_changes(record, config, say=pytest.fail) is record
+    assert with_changes(record, config, notify=pytest.fail) is record
 
 
 def test_other_rows_that_a_person_accepts_are_told_once_and_stand_in_the_record(made: tuple[RunRecord, Config], tmp_path: Path) -> None:
     record, config = made
     (tmp_path / "rows.jsonl").write_text(edited(ROWS))
     config, said = changed(config, ["data.on_change=accept"], run="r"), list[str]()
-    resumed = with_changes(record, config, say=said.append)
+    resumed = with_changes(record, config, notify=said.append)
     assert len(said) == 1 and f"data.source {tmp_path / 'rows.jsonl'} has changed" in said[0]
     info = json.loads(resumed.info)
     refuse_changed(info, config.data_sources, open_data(config).sources, context="training", run="r")  # a feeder opens these
     assert [change["what"] for change in info["changes"]] == [f"data.source {tmp_path / 'rows.jsonl'}"]
-    assert with_changes(resumed, config, say=pytest.fail) is resumed
+    assert with_changes(resumed, config, notify=pytest.fail) is resumed
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_other_code_is_told_once_and_allowed(made: tuple[RunRecord, Config], tmp
     record, config = made
     (tmp_path / file).write_text(CODE.replace("0.0", "50.0"))
     said = list[str]()
-    resumed = with_changes(record, config, say=said.append)
+    resumed = with_changes(record, config, notify=said.append)
     assert len(said) == 1 and said[0].startswith(f"{what.format(tmp_path)} has changed since the run's start")
-    assert with_changes(resumed, config, say=pytest.fail) is resumed
+    assert with_changes(resumed, config, notify=pytest.fail) is resumed
     (tmp_path / file).write_text(CODE)
-    assert len(json.loads(with_changes(resumed, config, say=said.append).info)["changes"]) == 2
+    assert len(json.loads(with_changes(resumed, config, notify=said.append).info)["changes"]) == 2
 
 
 def test_a_run_of_an_earlier_release_whose_record_lacks_digests_goes_on(made: tuple[RunRecord, Config], tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_run_of_an_earlier_release_whose_record_lacks_digests_goes_on(made: tu
     (tmp_path / "rows.jsonl").write_text(edited(ROWS))
     (tmp_path / "env.py").write_text("class Game: ...")
     old = replace(record, info=json.dumps({"steps": 9}))
-    assert with_changes(old, config, say=pytest.fail) is old
+    assert with_changes(old, config, notify=pytest.fail) is old
 
 
 CHANGES = [{"what": "reward rew.py:reward", "before": "1" * 64, "after": "2" * 64, "time_ns": 0}]

@@ -67,8 +67,8 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tm
 def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_for(tmp_path: Path) -> None:
     project(tmp_path)
     log = MemoryLog()
-    create(configured(tmp_path), log=log, run_id="eight", say=lambda _: None)
-    create(configured(tmp_path, weights={"partitions": 3}), log=log, run_id="three", say=lambda _: None)
+    create(configured(tmp_path), log=log, run_id="eight", notify=lambda _: None)
+    create(configured(tmp_path, weights={"partitions": 3}), log=log, run_id="three", notify=lambda _: None)
     assert (log.partitions("eight.weights"), log.partitions("three.weights")) == (FIRST + 8, FIRST + 3)
 
 
@@ -87,7 +87,7 @@ def test_a_learning_rate_that_may_not_reach_its_end_is_told_of(
 ) -> None:
     said: list[str] = []
     config = configured(project(tmp_path), run={"steps": None, **run}, trainer=trainer, algorithm=algorithm)
-    check_inputs(config, say=said.append)
+    check_inputs(config, notify=said.append)
     assert any("trainer.lr_schedule" in line and "run.steps fixes the number of steps" in line for line in said) == told
 
 
@@ -95,7 +95,7 @@ def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Pat
     said: list[str] = []
     for tokens in (79, 80):
         config = configured(project(tmp_path / str(tokens)), sampling={"max_new_tokens": 16}, trainer={"micro_batch_tokens": tokens})
-        check_inputs(config, say=said.append)
+        check_inputs(config, notify=said.append)
     assert [line for line in said if "micro" in line] == [
         "trainer.micro_batch_tokens = 79: a sample may have 80 tokens with its prompt; one that is longer than a micro-batch is trained "
         "alone, in as much memory as it takes"
@@ -319,7 +319,7 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
         model = make_tiny_model(tmp_path / "tiny", steps=1)
     config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})
     told, said = dict[str, str](), list[str]()
-    checked = preflight.check(config, tell=told.__setitem__, samples=True, say=said.append)
+    checked = preflight.check(config, tell=told.__setitem__, samples=True, notify=said.append)
     assert said[-1] == f"loading the model into the {engine} engine, to draw as many samples as a step has, at most 64"
     assert [sample["answer"] for sample in checked.samples] == [str(2 * number) for number in range(8) for _ in range(8)]
     assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)

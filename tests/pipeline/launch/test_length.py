@@ -16,7 +16,7 @@ def config_of(**sections: Any) -> Config:
 
 def said(config: Config, *, rows: int) -> list[str]:
     lines = list[str]()
-    _check_length(config, rows=rows, steps=config.steps(rows), say=lines.append)
+    _check_length(config, rows=rows, steps=config.steps(rows), notify=lines.append)
     return lines
 
 

@@ -45,7 +45,7 @@ def read(tmp_path: Path, model: Path) -> Read:
             **sections, "data": {"source": sources if len(sources) > 1 else sources[0], **sections.get("data", {})},
         }  # fmt: skip
         config, said = from_table(table), list[str]()
-        reader = RowReader(config, say=said.append)
+        reader = RowReader(config, notify=said.append)
         reader.read(open_data(config))
         reader.read_held_out(open_eval_data(config))
         return reader, said

@@ -27,12 +27,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
 
 
 def test_a_run_without_the_trackers_report_is_reported_from_its_log(log: MemoryLog, capsys: pytest.CaptureFixture[str]) -> None:
-    show_report(log, RUN, json_out=True, say=print)
+    show_report(log, RUN, json_out=True, notify=print)
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     directory = run_directory(RUN)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "report.txt").write_text("the tracker's")
-    show_report(log, RUN, json_out=False, say=print)
+    show_report(log, RUN, json_out=False, notify=print)
     assert capsys.readouterr().out == "the tracker's\n"
 
 
@@ -45,5 +45,5 @@ def test_on_a_terminal_the_trackers_report_is_as_wide_as_that(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     for width in (60, 100):
         monkeypatch.setenv("COLUMNS", str(width))
-        show_report(log, RUN, json_out=False, say=print)
+        show_report(log, RUN, json_out=False, notify=print)
         assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in capsys.readouterr().out.splitlines()) == width

@@ -308,7 +308,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path,
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
         run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
         monkeypatch.setattr(run_lock, "time", time_that_passes_once(lambda: not runs(left.pid)))
-        run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=600.0)
+        run_lock.end_leftovers(tmp_path, "r", notify=said.append, limit_s=600.0)
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None
         assert said == ["ending what an earlier launcher of run r left behind: rollout-0, rollout-2"]
@@ -321,7 +321,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path,
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"workers": {"a": "x"}}', '{"workers": 3}'])
 def test_a_list_that_a_power_cut_left_half_written_is_no_list(tmp_path: Path, text: str):
     (tmp_path / "workers.json").write_text(text)
-    run_lock.end_leftovers(tmp_path, "r", say=pytest.fail, limit_s=0.1)
+    run_lock.end_leftovers(tmp_path, "r", notify=pytest.fail, limit_s=0.1)
 
 
 LASTING = """

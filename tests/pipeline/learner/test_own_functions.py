@@ -114,13 +114,13 @@ def test_a_run_with_a_broken_function_is_neither_created_nor_passes_the_check(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
     log, broken = MemoryLog(), config(algorithm)
     with pytest.raises(ConfigError, match=said) as refused:
-        create(broken, log=log, run_id="broken", say=lambda _: None)
+        create(broken, log=log, run_id="broken", notify=lambda _: None)
     assert "\n" not in str(refused.value)
     assert log.topics("") == []
     with pytest.raises(ConfigError, match=said):
         preflight.check(broken, tell=lambda *_: None, samples=False)
     sound = {"loss": "plain", "aggregate": "token_mean", "advantage": "ranks"}
-    assert create(config(sound), log=log, run_id="sound", say=lambda _: None).status == "created"
+    assert create(config(sound), log=log, run_id="sound", notify=lambda _: None).status == "created"
 
 
 def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_run_is_created() -> None:

@@ -103,7 +103,7 @@ def test_the_newest_checkpoint_is_loaded_and_an_older_one_where_the_ledger_knows
     after_1, after_2 = digests_after(1, 2)
     for known, steps in (((after_1, after_2), 2), ((after_1,), 1)):
         policy = PolicyTrainer.open(config_of(), steps=STEPS)
-        state = policy.load_newest(store, recorded(*known), say=said.append, doing=lambda _: None)
+        state = policy.load_newest(store, recorded(*known), notify=said.append, doing=lambda _: None)
         assert state is not None
         assert (policy.steps_done, policy.weights().digest) == (steps, (after_1, after_2)[steps - 1])
     assert said == [line for line in said if line.startswith("checkpoint of step 2 is not used")]
@@ -113,7 +113,7 @@ def test_the_newest_checkpoint_is_loaded_and_an_older_one_where_the_ledger_knows
 def test_at_most_passes_over_newer_checkpoints(store: CheckpointStore) -> None:
     policy = PolicyTrainer.open(config_of(), steps=STEPS)
     everything = recorded(*digests_after(1, 2))
-    assert policy.load_newest(store, everything, say=print, doing=lambda _: None, at_most=1) is not None
+    assert policy.load_newest(store, everything, notify=print, doing=lambda _: None, at_most=1) is not None
     assert policy.steps_done == 1
 
 
@@ -127,7 +127,7 @@ def test_a_model_that_was_half_replaced_is_loaded_anew(
     policy = PolicyTrainer.open(config_of(), steps=STEPS)
     everything, begun = recorded(*digests_after(1, 2)), policy.weights().digest
     monkeypatch.setattr(NumberBackend, "load", broken)
-    assert policy.load_newest(store, everything, say=lambda _: None, doing=lambda _: None) is None
+    assert policy.load_newest(store, everything, notify=lambda _: None, doing=lambda _: None) is None
     assert (policy.steps_done, policy.weights().digest) == (0, begun)
     assert sum(backend.closed for backend in backends) == 1
 

@@ -46,7 +46,7 @@ def written(told: list[Outgoing]) -> MemoryLog:
 
 def explained(told: list[Outgoing], group: int) -> dict[str, Any]:
     """The life of a group, having gone through JSON; its page can be made."""
-    found = json.loads(json.dumps(as_json.explain(written(told), RUN, group, say=quiet)))
+    found = json.loads(json.dumps(as_json.explain(written(told), RUN, group, notify=quiet)))
     assert text.as_page(found)
     return dict(found)
 
@@ -209,7 +209,7 @@ def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -
     assert found["refused"]["topic"] == f"{RUN}.rollouts"
     assert found["refused"]["unusable"].startswith("checksum: ")
     assert found["claims_group"] == 0
-    claimed = as_json.explain(log, RUN, 0, say=quiet)
+    claimed = as_json.explain(log, RUN, 0, notify=quiet)
     assert claimed["fate"] == "filtered"
     assert [(one["offset"], one["of"]) for one in claimed["dead_letters"]] == [(0, "rollouts/0/2")]
     assert any(one["is"].startswith("unusable: ") for one in claimed["records"])
@@ -222,7 +222,7 @@ def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -
     log = written([teller.record(), teller.opened(), *told, refused(teller, orphan, kind="orphan", reason="no prompt")])
     assert letter_of(log)["claims_group"] == 77
     with pytest.raises(ConfigError, match=f"group 77 was never admitted: the highest group of run {RUN} is 0"):
-        as_json.explain(log, RUN, 77, say=quiet)
+        as_json.explain(log, RUN, 77, notify=quiet)
 
 
 def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +255,9 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
     log = written([teller.record(), teller.opened(), first[0], second[0]])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
     with pytest.raises(LogError, match=r"the prompt of group 0 is gone: .*prompts/0: the records at offsets 0 to 0 were deleted"):
-        as_json.explain(log, RUN, 0, say=quiet)
+        as_json.explain(log, RUN, 0, notify=quiet)
     with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
-        as_json.explain(log, RUN, 9, say=quiet)
+        as_json.explain(log, RUN, 9, notify=quiet)
 
 
 def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_them() -> None:
@@ -270,13 +270,13 @@ def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_
     ]
     log = written(told)
     log.delete_records({(f"{RUN}.rollouts", 0): 2, (f"{RUN}.groups", 0): 1})
-    found = as_json.explain(log, RUN, 0, say=quiet)
+    found = as_json.explain(log, RUN, 0, notify=quiet)
     lines = [f"{RUN}.rollouts/0: the records at offsets 0 to 1 were deleted", f"{RUN}.groups/0: the records at offsets 0 to 0 were deleted"]
     assert found["gone"] == lines
     assert found["why"].endswith(f", unless more is gone: {'; '.join(lines)}")
     page = text.as_page(found)
     assert "none is kept" in page and f"deleted\n  {lines[0]}" in page
-    assert as_json.explain(log, RUN, 1, say=quiet)["gone"] == []
+    assert as_json.explain(log, RUN, 1, notify=quiet)["gone"] == []
     assert collect(log, RUN)["gone"] == lines
 
 
@@ -285,7 +285,7 @@ def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_w
     log = written([teller.record(), teller.opened(), *teller.group([0.0, 1.0], version=0)])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
     with pytest.raises(LogError, match=r"ledger/0: the records at offsets 0 to 2 were deleted"):
-        as_json.explain(log, RUN, 0, say=quiet)
+        as_json.explain(log, RUN, 0, notify=quiet)
 
 
 def test_stages_lie_between_moments_that_are_known() -> None:

@@ -116,7 +116,7 @@ def test_a_clients_warning_is_a_dated_line_of_the_worker_and_its_repetitions_are
 ) -> None:
     clock = {"now": 1000.0}
     monkeypatch.setattr(client_log.time, "monotonic", lambda: clock["now"])
-    end = client_log.pass_on_warnings(lambda text, level: health.reporter.say(text, level=level))
+    end = client_log.pass_on_warnings(lambda text, level: health.reporter.notify(text, level=level))
     kafka = logging.getLogger("kafka.net.manager")
     for attempt in range(3):
         kafka.warning("Connection %d failed:\n%s", attempt, "ECONNREFUSED")
@@ -154,6 +154,6 @@ def test_a_line_of_the_log_has_date_level_run_and_worker_as_text_and_as_json(
     found: dict[str, Any] = json.loads(log_line("a\nb", run="r", worker="w", level="error", time_s=0.5, as_json=True))
     assert found == {"time": "1970-01-01T00:00:00.500Z", "level": "error", "run": "r", "worker": "w", "text": "a\nb"}
     monkeypatch.setenv(LOG_JSON, "1")
-    health.reporter.say("hello")
+    health.reporter.notify("hello")
     line = json.loads(capsys.readouterr().out)
     assert (line["level"], line["run"], line["worker"], line["text"]) == ("info", "r", "scorer-0", "hello")

@@ -48,7 +48,7 @@ def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_i
     frozen = place(log, watch_s=0.0)  # it says nothing more
     zombie = frozen.take()
     said: list[str] = []
-    successor = place(log, say=said.append)
+    successor = place(log, notify=said.append)
     began = time.monotonic()
     writer = successor.take()
     assert time.monotonic() - began > 0.25

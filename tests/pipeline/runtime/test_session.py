@@ -89,7 +89,7 @@ def test_the_first_lines_of_a_sort_are_printed_and_the_others_are_counted(monkey
     lines: list[str] = []
     throttled = ThrottledLog(lines.append)
     for number in range(5):
-        throttled.say("duplicates", f"number {number}")
+        throttled.notify("duplicates", f"number {number}")
     throttled.sum_up()
     assert lines == ["number 0", "number 1"]
     throttled.sum_up(now=True)

@@ -23,7 +23,7 @@ def test_a_run_whose_workers_are_killed_inside_trajectories_draws_no_answered_tu
     plain = complete(MemoryLog(), run_id, counting_run(tiny_model, tmp_path, **sizes))
     config = counting_run(tiny_model, tmp_path, environment={"carrier": "log"}, **sizes)
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in KILLED:
             workers.start(role)
         crew.start_all(config, ("trainer", "feeder"))

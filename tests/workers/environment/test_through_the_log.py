@@ -39,7 +39,7 @@ def test_a_run_through_the_log_ends_in_the_same_weights_as_one_in_process(tiny_m
     assert broken_promises(logs["log"], "calls", lambda call: replace(call, turn=call.turn + 9)) == {"replies-asked"}
     for topic in ("calls", "replies", "prompts", "rollouts"):
         assert broken_promises(logs["log"], topic, begin=2) == set()
-    life = explain(logs["log"], "log", 0, say=lambda _: None)
+    life = explain(logs["log"], "log", 0, notify=lambda _: None)
     times = life["samples"][0]["turn_times"]
     assert [time["turn"] for time in times] == list(range(len(times))) and times[0]["worker"].startswith("rollout-")
     assert "waited for engines" in as_page(life)

@@ -86,7 +86,7 @@ def test_a_reward_that_breaks_on_one_completion_of_two_counts_as_half_a_prompt_a
     score = {"rewards": [1.0, None], "components": [[1.0], [None]], "broken": {"1": "reward f broke: KeyError (f.py line 3)"}}
     pool: Any = Ended(Done(key=number, result=score, seconds=0.0) for number in range(prompts))
     logged = list[str]()
-    session: Any = SimpleNamespace(reporter=SimpleNamespace(say=logged.append))
+    session: Any = SimpleNamespace(reporter=SimpleNamespace(notify=logged.append))
     unused: Any = None
     evaluator = Evaluator(session, unused, pool, unused, [], [], unused, FaultCount("stop"), lambda: None)
     if stops:

@@ -72,7 +72,7 @@ def test_a_worker_that_takes_over_makes_the_evaluations_that_are_left(
     monkeypatch.setattr(Evaluator, "evaluate", noted)
     config = config_of(tiny_model, tmp_path, eval=held_out(tmp_path, "rollout"))
     with Crew(MemoryLog(), run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         crew.start_all(config, ALL)
         crew.wait()
         report = crew.report()

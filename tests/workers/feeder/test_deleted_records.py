@@ -15,7 +15,7 @@ RUN = "cut"
 def test_a_feeder_without_a_note_refuses_to_count_from_what_is_left(tiny_model: Path, tmp_path: Path) -> None:
     log, config = MemoryLog(), config_of(tiny_model, tmp_path, kafka={"partitions": 2})
     with Crew(log, RUN) as crew:
-        create(config, log=crew.log, run_id=RUN, say=lambda _: None)
+        create(config, log=crew.log, run_id=RUN, notify=lambda _: None)
         log.producer().send(Outgoing(topic=f"{RUN}.groups", partition=1, key=None, headers=(), value=b"?"))
         log.delete_records({(f"{RUN}.groups", 1): 1})
         crew.start("feeder")

@@ -82,7 +82,7 @@ def test_each_pool_draws_the_prompts_of_its_tags_and_the_weights_are_those_of_a_
 def test_prompts_of_a_pool_without_workers_wait_for_one_and_no_other_pool_draws_them(tiny_model: Path, tmp_path: Path) -> None:
     config = tagged(tiny_model, tmp_path)
     with Crew(MemoryLog(), RUN) as crew:
-        create(config, log=crew.log, run_id=RUN, say=lambda _: None)
+        create(config, log=crew.log, run_id=RUN, notify=lambda _: None)
         crew.start_all(config, ("trainer", "scorer", "feeder"))
         crew.start("rollout", 1)
         crew.wait(lambda: feeder_says(crew) == "waiting for a rollout worker for pool 'hard'")
@@ -99,7 +99,7 @@ def test_the_work_of_a_pool_that_is_killed_moves_to_its_fallback_and_the_weights
     config = tagged(tiny_model, tmp_path, fallback=("easy",))
     plain = complete(MemoryLog(), run_id, config)
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for slot in (0, 1):
             workers.start("rollout", slot)
         crew.start_all(config, ("trainer", "scorer", "feeder"))

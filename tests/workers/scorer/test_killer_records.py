@@ -34,7 +34,7 @@ def a_run_with(
     """A run of real processes; each one that is killed is started again. Gives the report, the dead letters and the deaths by worker."""
     deaths: Counter[str] = Counter()
     with Crew(broker, run) as crew, Processes(broker, run, directory) as workers:
-        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        create(config, log=crew.log, run_id=run, notify=lambda _: None)
         if before is not None:
             before(crew)
 
@@ -74,7 +74,7 @@ def a_config(tiny_model: Path, directory: Path, **sections: Any) -> Any:
 def test_a_trainer_skips_what_has_killed_it_three_times_and_uses_what_killed_it_twice(run_id: str, tiny_model, tmp_path: Path, times: int):
     config, log = a_config(tiny_model, tmp_path), MemoryLog()
     with Crew(log, run_id) as crew, dying_of({"trainer": ("groups/1", GROUP)}, times=times) as deaths:
-        create(config, log=log, run_id=run_id, say=lambda _: None)
+        create(config, log=log, run_id=run_id, notify=lambda _: None)
         crew.start_all(config)
         for death in range(1, times + 1):
             crew.wait(lambda death=death: len(deaths) >= death)

@@ -112,5 +112,5 @@ def test_a_sink_that_fails_is_left_alone_and_says_so_once() -> None:
 
 def test_without_configuration_there_is_no_sink(tmp_path: Path) -> None:
     said: list[str] = []
-    sinks(config_of(), RUN, tmp_path, say=said.append).close()
+    sinks(config_of(), RUN, tmp_path, notify=said.append).close()
     assert said == [] and list(tmp_path.iterdir()) == []

@@ -80,7 +80,7 @@ def session_for(log: MemoryLog, *, stop: bool = False) -> Session:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the tracker said."""
     lines: list[str] = []
-    monkeypatch.setattr(Reporter, "say", lambda _self, text: lines.append(text))
+    monkeypatch.setattr(Reporter, "notify", lambda _self, text: lines.append(text))
     return lines
 
 

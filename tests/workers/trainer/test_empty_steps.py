@@ -47,12 +47,12 @@ def test_report_explain_and_replay_say_that_a_step_was_empty(masked_run: MaskedR
     report = collect(log, run)
     assert report["empty_steps"] == 6
     assert "6 of 6 steps had no trained token and left the weights as they were" in as_text(report)
-    life = as_json.explain(log, run, 3, say=lambda _: None)
+    life = as_json.explain(log, run, 3, notify=lambda _: None)
     assert life["fate"] == "trained"
     assert {sample["trained"] for sample in life["samples"]} == {"out of tokens, algorithm.truncated = mask"}
     assert "the step has no trained token: it left the weights as they were" in text.as_page(life)
     recording, result = Recording.open(log, run), Replayed(run)
-    replay(recording, Asked(), result=result, say=lambda _: None)
+    replay(recording, Asked(), result=result, notify=lambda _: None)
     recording.close()
     assert (result.matching, result.first, result.whole) == (6, None, True)
 

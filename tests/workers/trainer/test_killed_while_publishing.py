@@ -84,7 +84,7 @@ def test_a_trainer_process_killed_after_every_chunk_of_three_versions_one_after_
 ) -> None:
     plain, config = whole
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as trainer:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             crew.start(role)
         for _ in range(VERSIONS):
@@ -129,7 +129,7 @@ def test_a_broker_killed_while_a_version_is_sent_comes_back_to_the_same_weights(
     monkeypatch.setattr(faults, "reach", reach)
     bootstrap = own_broker.start()
     with Crew(bootstrap, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         crew.start_all(config, PIPELINE)
         crew.wait()
         report = crew.report()

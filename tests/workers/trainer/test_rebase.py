@@ -71,7 +71,7 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     )
     log = MemoryLog()
     with Crew(log, run_id) as crew:
-        create(config, log=log, run_id=run_id, say=lambda _: None)
+        create(config, log=log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             crew.start(role)
         for fault in DEATHS[deaths]:
@@ -97,7 +97,7 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     assert audit_report.as_text(audit).count("note: rebased after") == 3
 
     last = report["groups"]["admitted"] - 1
-    life = as_json.explain(log, run_id, next(n for n in range(last, 0, -1) if n in read_past(log, run_id).trained), say=lambda _: None)
+    life = as_json.explain(log, run_id, next(n for n in range(last, 0, -1) if n in read_past(log, run_id).trained), notify=lambda _: None)
     assert [found["entry"] for found in life["step"]["rebased"]] == [entry.seq for entry in rebased]
     assert text.as_page(life).count("rebased after") == 3
 
@@ -107,7 +107,7 @@ def test_a_run_that_is_to_stop_stops(run_id: str, tiny_model: Path, tmp_path: Pa
     config = config_of(tiny_model, tmp_path, rollout={"workers": 1}, trainer={"on_mismatch": "stop", "checkpoint_every": 0})
     log = MemoryLog()
     with Crew(log, run_id) as crew:
-        create(config, log=log, run_id=run_id, say=lambda _: None)
+        create(config, log=log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             crew.start(role)
         with dying_at("ledger.step.after:1") as dead:
@@ -137,7 +137,7 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
         shutil.rmtree(tmp_path / "kept")
     said: list[str] = []
     recording, result = Recording.open(log, run_id), Replayed(run_id)
-    replay(recording, Asked(keep_going=True), result=result, say=said.append)
+    replay(recording, Asked(keep_going=True), result=result, notify=said.append)
     recording.close()
     if kept:
         assert (result.matching, result.first) == (6, None)

@@ -287,7 +287,7 @@ def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(run_id
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
     plain = complete(log, f"{run_id}-plain", config)
     with Crew(log, f"{run_id}-again") as crew:
-        create(config, log=crew.log, run_id=crew.run, say=lambda _: None)
+        create(config, log=crew.log, run_id=crew.run, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             crew.start(role)
         crew.wait(lambda: crew.report()["steps"] >= 2)
@@ -307,7 +307,7 @@ def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(run_id,
     )
     plain = complete(log, f"{run_id}-plain", config)
     with Crew(log, f"{run_id}-again") as crew:
-        create(config, log=crew.log, run_id=crew.run, say=lambda _: None)
+        create(config, log=crew.log, run_id=crew.run, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             crew.start(role)
         crew.wait(lambda: crew.report()["steps"] >= 3)
@@ -325,7 +325,7 @@ def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, ti
     held = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
     config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
     with Crew(log, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in ("evaluator", "trainer", "rollout", "feeder"):
             crew.start(role)
         crew.wait(lambda: bool(crew.report()["eval"]))

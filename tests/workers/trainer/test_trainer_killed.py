@@ -92,7 +92,7 @@ def test_a_whole_crew_whose_trainer_dies_there_ends_in_the_same_weights(
 ) -> None:
     plain, config = whole_crew
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as trainer:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             crew.start(role)
         for fault in deaths_at(point, LATER.get(point, 1)):

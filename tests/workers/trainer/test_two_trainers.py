@@ -32,7 +32,7 @@ def test_of_two_trainers_in_containers_one_goes_on_and_the_other_ends_for_good(
     config = config_of(tiny_model, tmp_path, run={"steps": 120, "seed": 7}, rollout={"workers": 1}, trainer={"checkpoint_every": 2})
     command = [sys.executable, "-m", "penstock.workers", "trainer", "--run", run_id, "--bootstrap", broker]
     with Crew(broker, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             crew.start(role)
         first = contained(command)

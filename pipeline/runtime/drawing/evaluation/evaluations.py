@@ -77,7 +77,7 @@ class Evaluations:
         try:
             tensors = fetch(session.log, self.follower.state.manifests, version, run=session.run)
         except RecordMissing as error:
-            session.reporter.say(f"version {version} is not evaluated, its weights were deleted (weights.keep): {error}")
+            session.reporter.notify(f"version {version} is not evaluated, its weights were deleted (weights.keep): {error}")
             return
         values = self.evaluator.evaluate(version, tensors)
         if values is None:

@@ -97,7 +97,7 @@ class Evaluator:
             values["turns_mean"] = sum(turns) / len(turns)
         found = [f"{how} reward {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_reward") in values]
         found += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
-        session.reporter.say(f"version {version}: {', '.join(found)}")
+        session.reporter.notify(f"version {version}: {', '.join(found)}")
         return {**values, "eval_s": time.monotonic() - started}
 
     def _request(self, index: int, rows: int, how: Sampling) -> GroupRequest:
@@ -121,7 +121,7 @@ class Evaluator:
         """Have the completions of one prompt scored; where an environment broke, the prompt has no reward."""
         row, (text, _) = self.rows[index]
         if cause := next((cause for one in completions if (cause := cause_of(getattr(one, "turns", None)))), None):
-            self.session.reporter.say(f"the environment of held-out prompt {index} is broken: {cause}")
+            self.session.reporter.notify(f"the environment of held-out prompt {index} is broken: {cause}")
             return
         token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.session.schedule.steps_per_version
@@ -180,13 +180,13 @@ class Evaluator:
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
-                    self.session.reporter.say(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
+                    self.session.reporter.notify(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
                     self.faults.failed(result.reason)
                 else:
                     scores[result.key] = score = Score.of(result.result)
                     self.faults.partly(score.broken.values(), len(score.rewards))
                     for number, reason in score.broken.items():
-                        self.session.reporter.say(f"completion {number} of held-out prompt {result.key} has no reward: {reason}")
+                        self.session.reporter.notify(f"completion {number} of held-out prompt {result.key} has no reward: {reason}")
                 self.faults.check()
             self.meanwhile()
         return scores

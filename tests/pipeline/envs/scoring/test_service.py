@@ -123,12 +123,12 @@ def test_a_service_that_stays_away_fails_the_group_in_time_with_what_it_said_las
 def test_what_is_no_answer_fails_at_once_with_its_words(serve: Serve, answer: Response, words: str) -> None:
     asked: list[int] = []
 
-    async def say(_request: Request) -> Response:
+    async def notify(_request: Request) -> Response:
         asked.append(1)
         return answer
 
     with pytest.raises(RewardError, match=words):
-        scored(serve(say), ["a", "b"])
+        scored(serve(notify), ["a", "b"])
     assert len(asked) == 1
 
 

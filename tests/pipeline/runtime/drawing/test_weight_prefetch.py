@@ -87,7 +87,7 @@ def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_i
     monkeypatch.setattr(weight_prefetch, "bring", lambda *given, **named: gate.wait(LIMIT_S) and bring(*given, **named))
     gate.set()
     published.version(0)
-    prefetch = WeightPrefetch(published.log, RUN, say=said.append)
+    prefetch = WeightPrefetch(published.log, RUN, notify=said.append)
     wait_for(prefetch, 0)
     gate.clear()
     published.version(1)
@@ -113,7 +113,7 @@ def test_a_worker_whose_place_in_a_partition_was_deleted_meanwhile_connects_anew
     gate.set()
     for version in (0, 1):
         published.version(version)
-    prefetch = WeightPrefetch(published.log, RUN, say=said.append)
+    prefetch = WeightPrefetch(published.log, RUN, notify=said.append)
     wait_for(prefetch, 1)
     gate.clear()
     for version in range(2, 10):  # 3, 6 and 9 are whole
@@ -182,7 +182,7 @@ def test_a_worker_that_cannot_share_reads_for_itself(published: Publishing, monk
     monkeypatch.setattr(MachineMemory, "ask", silent)
     monkeypatch.setattr(MachineMemory, "claim", refused)
     published.version(0)
-    prefetch = WeightPrefetch(published.log, RUN, say=said.append, shared=True)
+    prefetch = WeightPrefetch(published.log, RUN, notify=said.append, shared=True)
     wait_for(prefetch, 0)
     assert bytes_of(prefetch) == (0, content(0))
     reason = "not permitted" if forbidden else "timed out"

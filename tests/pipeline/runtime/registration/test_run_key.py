@@ -89,9 +89,9 @@ def test_whatever_others_forge_replay_reorder_or_delete_only_what_the_key_signed
     said: list[str] = []
     if not remaining:
         with pytest.raises(ConfigError, match=r"fits the run's key|configures nothing"):
-            require_trusted(found, trust=NOTHING_SAID, say=said.append)
+            require_trusted(found, trust=NOTHING_SAID, notify=said.append)
         return
-    record = require_trusted(found, trust=NOTHING_SAID, say=said.append)
+    record = require_trusted(found, trust=NOTHING_SAID, notify=said.append)
     assert record.config == max(remaining, key=lambda record: record.revision or 0).config
     assert len(said) == bool(found.ignored)
 

@@ -156,18 +156,18 @@ def test_scoring_again_loads_what_the_record_names_only_when_it_is_trusted() -> 
     write(log, CODE)
     said: list[str] = []
     with pytest.raises(ConfigError, match="--trust-code"):
-        score_run(log, RUN, RescoreRequest(), say=said.append)
+        score_run(log, RUN, RescoreRequest(), notify=said.append)
     assert [line.startswith(f"run {RUN} names this code") for line in said] == [True]
     for request in (
         RescoreRequest(functions=["exact_match"]),
         RescoreRequest(overrides=['reward.functions=["exact_match"]']),
         RescoreRequest(trust=Trust(code=True)),
     ):
-        assert score_run(log, RUN, request, say=lambda _: None)["written"] is None
+        assert score_run(log, RUN, request, notify=lambda _: None)["written"] is None
     append(log, topic_name(RUN, "run"), replace(CODE, config=json.dumps({**CONFIG, "algorithm": {"advantage": "os:getcwd"}})))
-    assert score_run(log, RUN, RescoreRequest(), say=said.append)["written"] is None
+    assert score_run(log, RUN, RescoreRequest(), notify=said.append)["written"] is None
     with pytest.raises(ConfigError, match="--trust-code"):  # the new run would be signed as a whole
-        score_run(log, RUN, RescoreRequest(write="new"), say=said.append)
+        score_run(log, RUN, RescoreRequest(write="new"), notify=said.append)
 
 
 def test_shown_code_is_one_line_each_and_of_bounded_length() -> None:
@@ -181,9 +181,9 @@ def test_a_configuration_is_judged_as_a_whole_unless_less_is_executed() -> None:
     log = log_with([])
     write(log, CODE)
     found = registration(log, RUN)
-    assert require_trusted(found, trust=NOTHING_SAID, say=print, code=[]).config == OWN
+    assert require_trusted(found, trust=NOTHING_SAID, notify=print, code=[]).config == OWN
     with pytest.raises(ConfigError, match="names code"):
-        require_trusted(found, trust=NOTHING_SAID, say=lambda _: None)
+        require_trusted(found, trust=NOTHING_SAID, notify=lambda _: None)
 
 
 def registered(log: MemoryLog, run: str, created_ns: int) -> None:
