@@ -3,7 +3,7 @@
 from pathlib import Path
 
 COMMON = """
-import binascii, ctypes, json, os, resource, signal, socket, subprocess, sys, threading, time
+import binascii, ctypes, errno, json, os, resource, signal, socket, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "hostile-child-mark"]
 
@@ -31,8 +31,12 @@ def secret_in(path):
         return b"HUNTER2" in file.read(1 << 20)
 
 def reads(payload, name): return [hit for pid in others(payload) for hit in attempt(lambda: secret_in(f"/proc/{pid}/{name}"), name)]
-def opens(payload, name):
-    return [hit for pid in others(payload) for hit in attempt(lambda: os.close(os.open(f'/proc/{pid}/{name}', 0)), name)]
+def readable(path):  # `maps` of a process that has ended opens for any user, and is empty
+    file = os.open(path, 0)
+    try: return os.pread(file, 1, 0) != b""
+    except OSError as error: return error.errno == errno.EIO  # no page at this address, of a process that may be read
+    finally: os.close(file)
+def opens(payload, name): return [hit for pid in others(payload) for hit in attempt(lambda: readable(f"/proc/{pid}/{name}"), name)]
 def links(payload, name): return [hit for pid in others(payload) for hit in attempt(lambda: bool(os.readlink(f"/proc/{pid}/{name}")), name)]
 def ptrace(payload, how):
     pids = [] if how == 16 and not payload["safe"] else others(payload)
