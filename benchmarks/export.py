@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from confluent_kafka import Producer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from penstock.infra.broker import embedded
 from penstock.infra.broker.embedded import BrokerInfo
 from penstock.infra.kafka.log import KafkaLog

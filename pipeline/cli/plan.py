@@ -7,8 +7,6 @@ import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Security, emit, notify, reading
 
-PAPERS = ("rolloutpipe", "pipelinerl", "rollart")
-
 
 def plan(
     *,
@@ -34,7 +32,6 @@ def plan(
     engine_size: Annotated[int, typer.Option(min=1, help="Accelerators of one engine (tensor parallel).")] = 1,
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
-    paper: Annotated[str | None, typer.Option(metavar="|".join(PAPERS), help="Reproduce a paper's setting instead.")] = None,
     from_run: Annotated[
         str | None, typer.Option(metavar="RUN|DIR", help="Take all times from a run, and say what other workers or schedules would give.")
     ] = None,
@@ -47,9 +44,6 @@ def plan(
     from penstock.infra.errors import ConfigError
 
     try:
-        if paper is not None:
-            _paper(paper, json=json)
-            return
         if plot is not None:
             from penstock.pipeline.planning.picture import check_path
 
@@ -59,7 +53,7 @@ def plan(
             return
         wanted = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
         if missing := [name for name, value in wanted.items() if value is None]:
-            raise ValueError(f"give {', '.join(missing)} as well, or --from-run RUN, or --paper {'|'.join(PAPERS)}")
+            raise ValueError(f"give {', '.join(missing)} as well, or --from-run RUN")
         assert accelerators is not None
         assert speed is not None
         assert train_speed is not None
@@ -81,22 +75,6 @@ def plan(
         _show(cluster, plot=plot, json=json)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _paper(name: str, *, json: bool) -> None:
-    if name not in PAPERS:
-        raise ValueError(f"--paper {name!r}: one of {', '.join(PAPERS)}")
-    from importlib import import_module
-
-    from penstock.pipeline.planning.text import comparison_as_text
-
-    if name == "pipelinerl":
-        notify("simulating 128 accelerators, about 20 s")
-    comparison = import_module(f"penstock.pipeline.planning.papers.{name}").reproduce()
-    if json:
-        emit(comparison.as_json())
-    else:
-        print(comparison_as_text(comparison), end="")
 
 
 def _from_run(

@@ -1,1 +1,1 @@
-"""How long a run would take: a simulator of the workers under the live rules, the search for a split of machines, three papers."""
+"""Run-time prediction: a simulator of the workers under the live rules, and the search for a split of machines."""

@@ -3,14 +3,12 @@
 The rule: every figure comes from the plan or the comparison; nothing is simulated here.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from penstock.pipeline.observe.report.text import printed
-from penstock.pipeline.planning.papers.comparison import Comparison, Figure
 from penstock.pipeline.planning.search import NEAR_BEST, Candidate, Plan
 
 WIDTH = 120
@@ -117,21 +115,6 @@ def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def comparison_as_text(comparison: Comparison) -> str:
-    """A paper's figures beside the simulated ones, what was put in, and what is to be known."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("figure", "simulated", "published", "deviation", "allowed", ""):
-        table.add_column(name, justify="left" if name in ("figure", "") else "right", no_wrap=True)
-    for figure in comparison.figures:
-        published = _shown(figure, figure.published) + (f" to {_shown(figure, figure.upper)}" if figure.upper is not None else "")
-        off = f"{100 * figure.deviation:+.1f} {'points' if figure.unit == '%' else '%'}"
-        table.add_row(
-            figure.name, _shown(figure, figure.simulated), published, off, f"{100 * figure.tolerance:g}", "" if figure.holds else "misses"
-        )
-    lists = [*_listed("put in", comparison.inputs), *_listed("assumed", comparison.assumed)]
-    return "\n".join([comparison.paper, "", *lists, "", printed(table, width=WIDTH).rstrip("\n"), "", *comparison.notes]) + "\n"
-
-
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
     outcome = candidate.outcome
     return (
@@ -147,28 +130,6 @@ def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
         str(outcome.lag_max),
         str(sum(outcome.dropped.values())),
     )
-
-
-def _shown(figure: Figure, value: float) -> str:
-    return {"%": f"{value:.1%}", "s": f"{value:.1f} s", "x": f"{value:.3f}x", "": f"{value:.4g}"}[figure.unit]
-
-
-def _listed(name: str, table: dict[str, Any]) -> list[str]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        if isinstance(value, dict):
-            pairs.append((key, ""))
-            pairs += [(f"  {inner}", _flat(values)) for inner, values in value.items()]
-        else:
-            pairs.append((key, value))
-    texts = [f"{key}: {value}".rstrip().removesuffix(":") for key, value in pairs]
-    return [f"{label:<9}{text}" for label, text in zip(itertools.chain([name], itertools.repeat("")), texts, strict=False)]
-
-
-def _flat(values: Any) -> str:
-    if not isinstance(values, dict):
-        return str(values)
-    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
 
 
 def modes_of(candidates: Sequence[Candidate]) -> list[str]:

@@ -75,7 +75,6 @@ def test_the_command_prints_json_and_draws_a_picture(tmp_path: Path, capsys: pyt
         ([*GIVEN, "--train-speed", "0"], "must be above 0"),
         ([*GIVEN, "--engine-size", "6"], "a split needs 6"),
         ([*GIVEN, "--plot", "plan.jpg"], "ends in .png or .svg"),
-        (["--paper", "grpo"], "one of rolloutpipe, pipelinerl, rollart"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

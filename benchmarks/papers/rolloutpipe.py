@@ -4,12 +4,15 @@ The rule: each workload is calibrated on its round of 96 groups alone; the round
 """
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.papers.comparison import Comparison, Figure, main
 from penstock.pipeline.planning.lengths import lognormal
 from penstock.pipeline.planning.outcome import Outcome
-from penstock.pipeline.planning.papers.comparison import Comparison, Figure
 from penstock.pipeline.planning.simulator import simulate
 from penstock.pipeline.planning.workload import DecodeTimes, Workload
 from penstock.pipeline.scheduling.schedule import Order, preset
@@ -231,3 +234,7 @@ def _grows(found: Mapping[str, Mapping[str, float]]) -> bool:
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
+
+
+if __name__ == "__main__":
+    main(reproduce, description=__doc__)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.pipeline.planning.papers import pipelinerl, rollart, rolloutpipe
-from penstock.pipeline.planning.papers.comparison import Figure
+from benchmarks.papers import pipelinerl, rollart, rolloutpipe
+from benchmarks.papers.comparison import Figure
 
 
 def misses(figures: tuple[Figure, ...]) -> list[str]:

@@ -4,15 +4,18 @@ The rule: both arrangements meet the same latencies, drawn for each trajectory a
 """
 
 import statistics
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import simpy
 
-from penstock.pipeline.planning.papers.comparison import Comparison, Figure
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.papers.comparison import Comparison, Figure, main
 
 GROUPS, GROUP_SIZE = 32, 8
 REDUNDANT_GROUPS, REDUNDANT_SIZE = 36, 12
@@ -121,3 +124,7 @@ def reproduce() -> Comparison:
             },
         },
     )
+
+
+if __name__ == "__main__":
+    main(reproduce, description=__doc__)

@@ -4,11 +4,14 @@ The rule: the paper's formulas are pure functions; the simulator runs the split 
 """
 
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.papers.comparison import Comparison, Figure, main
 from penstock.pipeline.planning.lengths import uniform
 from penstock.pipeline.planning.outcome import Outcome
-from penstock.pipeline.planning.papers.comparison import Comparison, Figure
 from penstock.pipeline.planning.simulator import simulate
 from penstock.pipeline.planning.workload import DecodeTimes, Workload, linear
 from penstock.pipeline.scheduling.schedule import preset
@@ -176,3 +179,7 @@ def reproduce() -> Comparison:
             "proportional": {"batch": second.batch, "generating": second.generating, "rate": second.rate, "conventional": second_turns},
         },
     )
+
+
+if __name__ == "__main__":
+    main(reproduce, description=__doc__)
