@@ -125,7 +125,7 @@ class Rewards:
         if episodes is not None:
             conversations = [json.loads(one["messages"]) for one in episodes]
             facts |= {"environment_reward": [one["reward"] for one in episodes], "conversations": conversations}
-            said = [answers_of(conversation) for conversation in conversations]
+            said = [completions_of(conversation) for conversation in conversations]
         if messages is None:
             facts |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
@@ -301,7 +301,7 @@ def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
     return {"reward": reward_of(turns), "messages": messages}
 
 
-def answers_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a trajectory that the policy generated, each with a text; one without text if there are none.
 
     Example:

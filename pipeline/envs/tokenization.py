@@ -87,9 +87,9 @@ class Renderer:
             raise DataError(f"{row.origin}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {self._limit}")
         return text, np.asarray(ids, dtype=np.int32)
 
-    def ends_answers(self) -> bool:
+    def ends_turns(self) -> bool:
         """False if the chat template writes no stop token after an answer."""
-        return self._template is None or self._template.ends_answers()
+        return self._template is None or self._template.ends_turns()
 
     def messages(self, row: Row) -> list[dict[str, Any]] | None:
         """The chat messages that a row's prompt is rendered from; None without a chat template."""

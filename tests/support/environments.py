@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.infra.engines.base import Sampling
 from penstock.infra.sandbox.sessions import Sessions
-from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.driver import Episode, Limits
+from penstock.pipeline.envs.agents.generation import Generation
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.conversation import PlainTemplate
 from penstock.pipeline.envs.environments.child import CHILD
@@ -89,10 +89,10 @@ class Policy:
     def __init__(self, *, length: int = 3) -> None:
         self.length, self.asked = length, list[tuple[int, int]]()
 
-    async def __call__(self, token_ids: Any, *, turn: int, max_new_tokens: int) -> Draw:
+    async def __call__(self, token_ids: Any, *, turn: int, max_new_tokens: int) -> Generation:
         self.asked.append((turn, len(token_ids)))
         ids = np.array([*(ord("a") + n for n in range(self.length)), 2], np.int32)
-        return Draw(ids, np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32), "stop")
+        return Generation(ids, np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32), "stop")
 
 
 def play(
@@ -107,7 +107,7 @@ def play(
             episodes = [
                 Episode(
                     request=request_for(row, group=group), sample=0, seed=4, template=template or characters(), sessions=sessions,
-                    limits=replace(LIMITS, **limits), draw=draw, on_loss=said.append,
+                    limits=replace(LIMITS, **limits), generate=draw, on_loss=said.append,
                 )
                 for group, row in enumerate(rows)
             ]  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.pipeline.envs.agents.draw import Draw
+from penstock.pipeline.envs.agents.generation import Generation
 from tests.support.chat_families import answer, tokenizer
 
 FAMILY = "qwen2_5"
@@ -19,11 +19,11 @@ class ScriptedPolicy:
         self.asked: dict[int, tuple[list[int], list[int], int]] = {}
         """Turn -> ids of the context, ids drawn, the limit."""
 
-    async def __call__(self, token_ids, *, turn: int, max_new_tokens: int) -> Draw:
+    async def __call__(self, token_ids, *, turn: int, max_new_tokens: int) -> Generation:
         if event := self.wait(turn):
             await event.wait()
         whole = answer(FAMILY, self.say(tokenizer(FAMILY).decode(token_ids.tolist(), skip_special_tokens=False)))
         ids, finish = (whole, "stop") if len(whole) <= max_new_tokens else (whole[:max_new_tokens], "length")
         self.asked[turn] = (token_ids.tolist(), ids, max_new_tokens)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
-        return Draw(np.array(ids, np.int32), logprobs, np.full(len(ids), turn, np.int32), finish)
+        return Generation(np.array(ids, np.int32), logprobs, np.full(len(ids), turn, np.int32), finish)

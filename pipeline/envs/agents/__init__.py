@@ -1,1 +1,1 @@
-"""Trajectories of several turns between a policy and an environment or an agent, and what becomes of them."""
+"""Multi-turn trajectories between a policy and an environment or an agent, and their records."""

@@ -1,8 +1,7 @@
-"""An engine whose samples are trajectories: it plays episodes, and asks the engine within it for their turns.
+"""An engine whose samples are trajectories: it runs episodes and requests their turns from an inner engine.
 
-The rule: it keeps the contract of `Engine`, so that whoever draws samples draws trajectories without knowing. A turn's random numbers
-follow from (run seed, group, sample, turn) alone. The environments have a thread and child processes of their own: an engine at work never
-holds up their clocks.
+It implements the protocol `Engine`. The random numbers of a turn depend on (run seed, group, sample, turn) alone. Environments run in a
+thread and child processes of their own, so that a busy engine does not consume their timeouts.
 """
 
 import asyncio
@@ -20,13 +19,13 @@ import numpy.typing as npt
 from penstock.infra.engines.base import Completion, Engine, GroupInFlight, GroupRequest
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.driver import Limits
 from penstock.pipeline.envs.agents.episodes import EpisodeEngine, open_episodes
+from penstock.pipeline.envs.agents.generation import Generation
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 
 WAIT_S = 0.02
-"""How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
+"""Longest wait of one `step` for an environment while no turn is requested."""
 SAMPLE_BITS, TURN_BITS = 12, 12
 _COUNTED = (
     *("trajectories", "turns", "dropped", "dropped_turns", "broken", "losses", "environment_s", "segments", "waits_s", "results_cut"),
@@ -35,7 +34,7 @@ _COUNTED = (
 
 
 def turn_number(group: int, sample: int, turn: int) -> int:
-    """One number for a turn: what the engine knows it by, and what its random numbers follow from. Lower groups come first.
+    """The id of a turn in the engine and the seed of its random numbers; ordered by group.
 
     Example:
         turn_number(1, 0, 2)  # -> 16777218
@@ -44,7 +43,7 @@ def turn_number(group: int, sample: int, turn: int) -> int:
 
 
 def turn_of(number: int) -> tuple[int, int, int]:
-    """Group, sample and turn that a number stands for.
+    """Group, sample and turn of a turn's number.
 
     Example:
         turn_of(16777218)  # -> (1, 0, 2)
@@ -53,28 +52,28 @@ def turn_of(number: int) -> tuple[int, int, int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _TurnRequest:
     """A turn that a trajectory waits for."""
 
     key: tuple[int, int]
     request: GroupRequest
-    answer: "asyncio.Future[Draw]"
+    generation: "asyncio.Future[Generation]"
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A trajectory under way."""
+    """A trajectory in flight."""
 
     episode: EpisodeEngine
     task: "Future[Trajectory]"
     oldest: int | None = None
     tokens: int = 0
     turns: set[int] = field(default_factory=set)
-    """Numbers of the turns that are drawn for it: an agent may ask for several at a time."""
+    """Numbers of its turns in the inner engine; an agent may request several at a time."""
 
 
 class TrajectoryEngine:
-    """Plays up to `in_flight` trajectories at a time, with `processes` child processes for their environments."""
+    """Runs up to `in_flight` trajectories at a time, with `processes` child processes for their environments."""
 
     def __init__(
         self,
@@ -90,9 +89,9 @@ class TrajectoryEngine:
     ) -> None:
         self._inner, self._in_flight = inner, in_flight
         self._notify = notify
-        self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_TurnRequest | tuple[tuple[int, int], Future[Trajectory]] | None] = queue.SimpleQueue()
         self._running: dict[tuple[int, int], _Running] = {}
-        self._flying: dict[int, _Asked] = {}
+        self._turns_in_flight: dict[int, _TurnRequest] = {}
         self._counts = dict.fromkeys(_COUNTED, 0.0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
@@ -118,19 +117,19 @@ class TrajectoryEngine:
         return len(self._running) < self._in_flight
 
     def submit(self, request: GroupRequest) -> None:
-        assert isinstance(request, EpisodeRequest), "a group of trajectories says what its environment begins with"
+        assert isinstance(request, EpisodeRequest), "a group of trajectories needs an EpisodeRequest"
         for sample in request.samples:
             key = (request.group, sample)
-            episode = self._episodes.episode(request, sample, draw=_Asker(self, key, request), version=self._inner.version)
+            episode = self._episodes.episode(request, sample, generate=_TurnGenerator(self, key, request), version=self._inner.version)
             task = asyncio.run_coroutine_threadsafe(episode.run(), self._loop)
             self._running[key] = _Running(episode, task)
             task.add_done_callback(partial(self._finished, key))
 
     def step(self) -> list[Completion]:
-        """One decode step for all turns that are asked for; the trajectories that ended meanwhile. Raises what no trajectory can mend."""
+        """Run one decode step for all requested turns and return the ended trajectories. Raises errors that are not retried."""
         ended = self._take(wait=self._inner.idle and bool(self._running))
         for completion in self._inner.step():
-            self._answer(completion)
+            self._deliver(completion)
         return [*ended, *self._take(wait=False)]
 
     def abort(self, group: int) -> list[Completion]:
@@ -139,19 +138,19 @@ class TrajectoryEngine:
             running = self._running.pop(key)
             for turn in running.turns:
                 self._inner.abort(turn)
-                self._flying.pop(turn, None)
+                self._turns_in_flight.pop(turn, None)
             aborted.append(self._in_loop(_ended(running)))
         self._counts["dropped"] += len(aborted)
         self._counts["dropped_turns"] += sum(map(_turns, aborted))
         return list[Completion](aborted)
 
     def groups_in_flight(self) -> list[GroupInFlight]:
-        drawing = {held.group: held for held in self._inner.groups_in_flight()}
+        turns = {turn.group: turn for turn in self._inner.groups_in_flight()}
         groups: dict[int, list[GroupInFlight]] = {}
         for (group, _), running in self._running.items():
             before = GroupInFlight(group=group, tokens=running.tokens, oldest_version=running.oldest)
-            groups.setdefault(group, []).extend([before, *(drawing[turn] for turn in running.turns if turn in drawing)])
-        return [_together(group, held) for group, held in sorted(groups.items())]
+            groups.setdefault(group, []).extend([before, *(turns[turn] for turn in running.turns if turn in turns)])
+        return [_merged(group, parts) for group, parts in sorted(groups.items())]
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         self._inner.load_weights(version, tensors)
@@ -167,22 +166,22 @@ class TrajectoryEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
         self._running.clear()
-        self._flying.clear()
+        self._turns_in_flight.clear()
         self._inner.close()
 
     def wake(self) -> None:
-        """End a step that waits: the engine within has something; called in any thread."""
+        """End the wait of `step` because the inner engine has work; callable from any thread."""
         self._events.put(None)
 
-    def ask(self, asked: _Asked) -> None:
-        """Hand a turn to the engine; called in the environments' thread."""
-        self._events.put(asked)
+    def enqueue(self, request: _TurnRequest) -> None:
+        """Request a turn; called in the environments' thread."""
+        self._events.put(request)
 
     def _finished(self, key: tuple[int, int], task: "Future[Trajectory]") -> None:
         self._events.put((key, task))
 
     def _take(self, *, wait: bool) -> list[Completion]:
-        """Submit the turns that were asked for, and return the trajectories that ended; `wait` a little for the first of either."""
+        """Submit the requested turns and return the ended trajectories; `wait` up to `WAIT_S` for the first of either."""
         ended: list[Completion] = []
         while True:
             try:
@@ -193,26 +192,25 @@ class TrajectoryEngine:
             wait = False
             if event is None:
                 continue
-            if isinstance(event, _Asked):
+            if isinstance(event, _TurnRequest):
                 if (running := self._running.get(event.key)) is not None:
                     running.turns.add(event.request.group)
-                    self._flying[event.request.group] = event
+                    self._turns_in_flight[event.request.group] = event
                     self._inner.submit(event.request)
             elif event[0] in self._running and self._running[event[0]].task is event[1]:
                 del self._running[event[0]]
                 ended.append(self._count(event[1].result()))
 
-    def _answer(self, completion: Completion) -> None:
-        """Hand a turn that was drawn to its trajectory."""
-        asked = self._flying.pop(completion.group, None)
-        running = self._running.get(asked.key) if asked is not None else None
-        if asked is None or running is None:
+    def _deliver(self, completion: Completion) -> None:
+        request = self._turns_in_flight.pop(completion.group, None)
+        running = self._running.get(request.key) if request is not None else None
+        if request is None or running is None:
             return
-        drawn = draw_of(completion)
+        generation = generation_of(completion)
         running.turns.discard(completion.group)
-        running.tokens += len(drawn.token_ids)
+        running.tokens += len(generation.token_ids)
         running.oldest = min([version for version in (running.oldest, completion.spans[0].version) if version is not None])
-        self._loop.call_soon_threadsafe(_resolve, asked.answer, drawn)
+        self._loop.call_soon_threadsafe(_resolve, request.generation, generation)
 
     def _count(self, trajectory: Trajectory) -> Trajectory:
         counts = self._counts
@@ -242,17 +240,17 @@ class TrajectoryEngine:
 
 
 @dataclass(slots=True)
-class _Asker:
-    """Draws the turns of one trajectory; used in the environments' thread."""
+class _TurnGenerator:
+    """Generates the turns of one trajectory; used in the environments' thread."""
 
     engine: TrajectoryEngine
     key: tuple[int, int]
     request: EpisodeRequest
 
-    async def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Draw:
+    async def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Generation:
         request, (group, sample) = self.request, self.key
-        answer: asyncio.Future[Draw] = asyncio.get_running_loop().create_future()
-        one = GroupRequest(
+        generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        turn_request = GroupRequest(
             group=turn_number(group, sample, turn),
             prompt_ids=token_ids,
             samples=(0,),
@@ -261,20 +259,20 @@ class _Asker:
             sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
             stream=turn_number(request.drawn_as, sample, turn),
         )
-        self.engine.ask(_Asked(self.key, one, answer))
-        return await answer
+        self.engine.enqueue(_TurnRequest(self.key, turn_request, generation))
+        return await generation
 
 
 def _turns(trajectory: Trajectory) -> int:
     return sum(turn.source == "model" for turn in trajectory.turns)
 
 
-def draw_of(completion: Completion) -> Draw:
-    """A turn as its trajectory takes it."""
+def generation_of(completion: Completion) -> Generation:
+    """The completion of an engine as one turn."""
     tokens = len(completion.token_ids)
     starts = np.array([span.start for span in completion.spans])
     versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), np.diff(starts, append=tokens))
-    return Draw(
+    return Generation(
         token_ids=np.asarray(completion.token_ids, np.int32),
         logprobs=np.asarray(completion.logprobs, np.float32),
         versions=versions,
@@ -289,11 +287,11 @@ async def _ended(running: _Running) -> Trajectory:
     return running.episode.ended("abort")
 
 
-def _resolve(answer: "asyncio.Future[Draw]", drawn: Draw) -> None:
-    if not answer.done():
-        answer.set_result(drawn)
+def _resolve(future: "asyncio.Future[Generation]", generation: Generation) -> None:
+    if not future.done():
+        future.set_result(generation)
 
 
-def _together(group: int, held: list[GroupInFlight]) -> GroupInFlight:
-    versions = [one.oldest_version for one in held if one.oldest_version is not None]
-    return GroupInFlight(group=group, tokens=sum(one.tokens for one in held), oldest_version=min(versions, default=None))
+def _merged(group: int, parts: list[GroupInFlight]) -> GroupInFlight:
+    versions = [part.oldest_version for part in parts if part.oldest_version is not None]
+    return GroupInFlight(group=group, tokens=sum(part.tokens for part in parts), oldest_version=min(versions, default=None))

@@ -1,4 +1,4 @@
-"""What plays the trajectories of a run: environments in child processes, or an agent's programs."""
+"""Trajectories by kind of source: environments in child processes, or an agent's programs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.sandbox.sessions import Sessions
-from penstock.pipeline.envs.agents.draw import Drawing
 from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
+from penstock.pipeline.envs.agents.generation import Generate
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.conversation import Template
 from penstock.pipeline.envs.environments.child import CHILD
@@ -19,23 +19,23 @@ class EpisodeEngine(Protocol):
     """One trajectory."""
 
     async def run(self) -> Trajectory:
-        """Play it to its end."""
+        """Run to the end."""
         ...
 
     def ended(self, finish: Literal["stop", "length", "abort"]) -> Trajectory:
-        """The trajectory as it stands."""
+        """The trajectory so far."""
         ...
 
 
 class Episodes(Protocol):
     """Makes trajectories of one source; used in one asyncio loop."""
 
-    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> EpisodeEngine:
-        """A trajectory that asks `draw` for its turns; `version`: the newest weights."""
+    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> EpisodeEngine:
+        """A trajectory whose turns come from `generate`; `version` is the newest policy version."""
         ...
 
     async def close(self) -> None:
-        """End all that runs for them."""
+        """Stop the processes behind the trajectories."""
         ...
 
 
@@ -48,11 +48,11 @@ class EnvironmentEpisodes:
     limits: Limits
     on_loss: Callable[[str], None]
 
-    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> Episode:
+    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> Episode:
         seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
         return Episode(
             request=request, sample=sample, seed=seed, template=self.template, sessions=self.sessions, limits=self.limits,
-            draw=draw, on_loss=self.on_loss, version=version,
+            generate=generate, on_loss=self.on_loss, version=version,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ async def open_episodes(
     rules: ChildRules = ENVIRONMENT,
     on_loss: Callable[[str], None] = lambda _: None,
 ) -> Episodes:
-    """What plays `source` with at most `processes` child processes, in the running loop; `on_loss` gets a line for each loss made good."""
+    """Open `source` in the running loop, with at most `processes` child processes; `on_loss` gets a line for each recovered failure."""
     if source.startswith(AGENT):
         try:
             from penstock.pipeline.envs.agents.gateway.episode import AgentEpisodes

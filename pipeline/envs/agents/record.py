@@ -1,6 +1,6 @@
-"""From a conversation to the columns of a sample: tokens of all segments, mask, versions, turns.
+"""Converts a conversation to the columns of a sample: tokens of all segments, loss mask, versions, turns.
 
-The rule: what was drawn is copied, never rendered; the group's prompt is left out where the first segment begins with it.
+Generated tokens are copied, never rendered again. If the first segment starts with the group's prompt, the prompt is omitted.
 """
 
 import json
@@ -19,7 +19,7 @@ from penstock.topics.samples import ENVIRONMENT, GENERATED, MODEL, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodeRequest(GroupRequest):
-    """A group whose samples are trajectories, and what their environment begins with."""
+    """A group whose samples are trajectories, with the input of their environment."""
 
     messages: str | None
     """JSON list of the prompt's chat messages; None for a plain text."""
@@ -30,7 +30,7 @@ class EpisodeRequest(GroupRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory(Completion):
-    """A sample of several turns; what a `Completion` says, of all its segments one after the other."""
+    """A sample of several turns; the fields of `Completion` cover all segments, concatenated."""
 
     loss_mask: npt.NDArray[np.bool_]
     segments: tuple[tuple[int, int, int], ...]
@@ -40,22 +40,22 @@ class Trajectory(Completion):
     environment_version: str | None
     environment_seed: int | None
     environment_s: float = 0.0
-    """Seconds that its environment took."""
+    """Seconds spent in its environment."""
     results_cut: int = 0
-    """Messages of its environment that were cut at `environment.max_result_tokens`."""
+    """Messages of its environment cut at `environment.max_result_tokens`."""
     segment_count: int = 1
     replaced: int = 0
-    """Lone surrogates in the texts of its environment; U+FFFD is in their places."""
+    """Lone surrogates in the texts of its environment, replaced by U+FFFD."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
-    """What is known of a trajectory beside its tokens, by the number of the model's turn."""
+    """Messages, rewards by turn number, and timing of a trajectory so far."""
 
     messages: list[dict[str, Any]]
     rewards: dict[int, float]
-    answers: list[int] = field(default_factory=list)
-    """Indices in `messages` of those that the policy generated."""
+    generated: list[int] = field(default_factory=list)
+    """Indices in `messages` of the generated ones."""
     environment: str | None = None
     version: str | None = None
     seed: int | None = None
@@ -64,7 +64,7 @@ class EpisodeState:
     started_ns: int = 0
     ended_ns: int = 0
     replaced: int = 0
-    """Lone surrogates in the texts of the environment."""
+    """Lone surrogates in the environment's texts."""
 
 
 def trajectory_of(
@@ -77,7 +77,7 @@ def trajectory_of(
     cause: str | None,
     version: int,
 ) -> Trajectory:
-    """The sample as it is published; `version`: under which it was begun, where nothing was drawn. `cause`: why an environment ended it."""
+    """The sample to publish; `version` labels a sample without tokens; `cause` is the environment's failure, if any."""
     ids, mask, logprobs, versions, bounds, turns = [], [], [], [], [], []
     total = 0
     for number, segment in enumerate(segments):
@@ -88,8 +88,8 @@ def trajectory_of(
             start, end = max(part.start, cut), part.end
             if start < end:
                 reward = episode_state.rewards.get(part.turn) if part.source == MODEL else None
-                where = total - cut
-                turns.append(Turn(start=where + start, end=where + end, source=part.source, finish=part.finish, reward=reward))
+                offset = total - cut
+                turns.append(Turn(start=offset + start, end=offset + end, source=part.source, finish=part.finish, reward=reward))
         ids.append(segment.token_ids[cut:])
         mask.append(segment.mask[cut:])
         logprobs.append(segment.logprobs[cut:])
@@ -111,7 +111,7 @@ def trajectory_of(
         loss_mask=np.concatenate([np.empty(0, np.bool_), *mask]),
         segments=tuple(bounds),
         turns=tuple(turns),
-        messages=json.dumps(_marked(episode_state.messages, frozenset(episode_state.answers))),
+        messages=json.dumps(_marked(episode_state.messages, frozenset(episode_state.generated))),
         environment=episode_state.environment,
         environment_version=episode_state.version,
         environment_seed=episode_state.seed,
@@ -122,13 +122,13 @@ def trajectory_of(
     )
 
 
-def _marked(messages: Sequence[dict[str, Any]], answers: AbstractSet[int]) -> list[dict[str, Any]]:
+def _marked(messages: Sequence[dict[str, Any]], generated: AbstractSet[int]) -> list[dict[str, Any]]:
     unmarked = [{key: value for key, value in message.items() if key != GENERATED} for message in messages]
-    return [{**message, GENERATED: True} if index in answers else message for index, message in enumerate(unmarked)]
+    return [{**message, GENERATED: True} if index in generated else message for index, message in enumerate(unmarked)]
 
 
 def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:
-    """The policy versions of tokens as spans; one empty span where there are no tokens.
+    """The policy versions of tokens as spans; one empty span if there are no tokens.
 
     Example:
         _spans(np.array([3, 3, 4]), 0)  # -> (Span(3, 0), Span(4, 2))

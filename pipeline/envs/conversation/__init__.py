@@ -1,13 +1,13 @@
-"""A conversation with a policy as token ids: what the engine drew is what is trained, never rendered again."""
+"""Conversations with a policy as token ids: the generated ids are trained as they are, never rendered again."""
 
 from penstock.pipeline.envs.conversation.base import Template
 from penstock.pipeline.envs.conversation.messages import TemplateRefused
 from penstock.pipeline.envs.conversation.plain import PlainTemplate
-from penstock.pipeline.envs.conversation.segments import Answer, Context, Conversation, Part, Segment
+from penstock.pipeline.envs.conversation.segments import AssistantTurn, Context, Conversation, Part, Segment
 from penstock.pipeline.envs.conversation.template import ChatTemplate, template_of
 
 __all__ = [
-    "Answer",
+    "AssistantTurn",
     "ChatTemplate",
     "Context",
     "Conversation",

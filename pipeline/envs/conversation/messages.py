@@ -1,4 +1,4 @@
-"""Messages in the OpenAI shape: their text, their tool calls, and what makes two of them the same."""
+"""Messages in OpenAI's format: text, tool calls, and equality."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateRefused(ValueError):
-    """Messages that a template cannot render; one line."""
+    """A template cannot render the messages; one line."""
 
 
 def text_of(message: Message) -> str:
-    """Its text; parts of type "text" are joined. Raises `TemplateRefused` for anything else, such as an image."""
+    """The text of a message; parts of type "text" are concatenated. Raises `TemplateRefused` for other parts, such as images."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -31,7 +31,7 @@ def text_of(message: Message) -> str:
 
 
 def shortened(text: str, tokens: int, tokenizer: Any) -> str:
-    """The first `tokens` tokens of a text and a mark behind them; the text itself if it has no more.
+    """The first `tokens` tokens of a text and a note that it was cut; the text itself if it has no more.
 
     Example:
         shortened("one two three", 2, tokenizer)  # -> "one two [cut: the first 2 of 3 tokens]"
@@ -43,36 +43,38 @@ def shortened(text: str, tokens: int, tokenizer: Any) -> str:
 
 
 def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
-    """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects, no null fields.
+    """A message as chat templates expect it: text content, tool-call arguments decoded if they are JSON objects, no null fields.
 
-    `developer`: the template reads messages of that role, OpenAI's newer name of the system's.
+    `developer`: the template supports the role `developer`; otherwise it becomes `system`.
     """
     role = message.get("role")
     if not isinstance(role, str):
         raise TemplateRefused('a message has no "role": give "system", "user", "assistant" or "tool"')
     role = "system" if role == "developer" and not developer else role
-    given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    made = {**given, "role": role, "content": text_of(message)}
+    fields = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    made = {**fields, "role": role, "content": text_of(message)}
     if calls := _calls(message):
         functions = [_function(call) for call in calls]
-        made["tool_calls"] = [{**_beside(call), "type": "function", "function": said} for call, said in zip(calls, functions, strict=True)]
+        made["tool_calls"] = [
+            {**_other_fields(call), "type": "function", "function": function} for call, function in zip(calls, functions, strict=True)
+        ]
     return made
 
 
 def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
-    """One digest for each beginning of a conversation: of the tools alone, then with one message more each.
+    """SHA-256 digests of all prefixes of a conversation: the tools alone, then with one more message each.
 
-    Two messages are the same if role, text, and names and arguments of tool calls are: clients drop reasoning, reorder keys, and turn ""
-    into null. White space at the ends of the policy's own text does not count.
+    Only role, text, and names and arguments of tool calls count: clients drop reasoning, reorder keys, and replace "" by null. White
+    space around the policy's own text is ignored.
     """
-    found = hashlib.sha256(json.dumps(tools or [], sort_keys=True, default=str).encode())
-    made = [found.digest()]
+    hasher = hashlib.sha256(json.dumps(tools or [], sort_keys=True, default=str).encode())
+    made = [hasher.digest()]
     for message in messages:
         role, text = message.get("role"), text_of(message)
         calls = [_function(call) for call in _calls(message)]
-        heard = [role, text.strip() if role == "assistant" else text, [[call["name"], call["arguments"]] for call in calls]]
-        found.update(json.dumps(heard, sort_keys=True, default=str).encode())
-        made.append(found.digest())
+        content = [role, text.strip() if role == "assistant" else text, [[call["name"], call["arguments"]] for call in calls]]
+        hasher.update(json.dumps(content, sort_keys=True, default=str).encode())
+        made.append(hasher.digest())
     return made
 
 
@@ -83,8 +85,8 @@ def _calls(message: Message) -> Sequence[Any]:
     return calls
 
 
-def _beside(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a call except its function; some write name and arguments among them."""
+def _other_fields(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a call except its function, whose name and arguments some clients put next to them."""
     return {key: value for key, value in call.items() if key not in ("name", "arguments")}
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer and the stop ids in a model's directory, read without importing transformers."""
+"""Reads the tokenizer and the stop ids in a model's directory without importing transformers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,14 +9,14 @@ from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.envs.chat_template import json_file, one_line
 
 MADE_HERE = ("tiny", "lake", "smollm2")
-"""What `penstock model` makes; the examples look for it in a folder of that name."""
+"""Models that `penstock model` makes; the examples expect them in folders of these names."""
 
 
 def model_folder(model_directory: str | Path) -> Path:
-    """The directory, after checking for the required files. Raises `ConfigError` that says what to do."""
+    """The directory, after checking for the required files. Raises `ConfigError` with the fix."""
     folder = local_model(str(model_directory))
     if not folder.is_dir():
-        # Where the folder above is there, a directory is meant.
+        # If the parent folder exists, the path is meant as a directory and not as a name on the hub.
         hub = "" if folder.parent.is_dir() else f"a model of the hub is hf:{'/'.join(folder.parts[-2:])}; "
         own = f"`penstock model {folder.name} {folder}` makes it" if folder.name in MADE_HERE else ""
         made = own or "`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
@@ -29,9 +29,9 @@ def model_folder(model_directory: str | Path) -> Path:
 
 
 def light_tokenizer(folder: Path) -> Any:
-    """The tokenizer of the `tokenizers` library in a model's directory, which neither cuts nor pads. Raises `ConfigError`.
+    """The tokenizer of the `tokenizers` library in a model's directory, without truncation and padding. Raises `ConfigError`.
 
-    Special tokens that are only named in the tokenizer's settings are special in it, as in transformers.
+    Tokens that only the tokenizer's settings list as special are special, as in transformers.
     """
     from tokenizers import Tokenizer
 
@@ -49,22 +49,22 @@ def light_tokenizer(folder: Path) -> Any:
 
 
 def encode_prompt(folder: Path, tokenizer: Any) -> Callable[[str], list[int]]:
-    """Prompt without a chat template -> token ids, with the special tokens that the model puts around a text.
+    """A function that encodes a prompt without a chat template, with the special tokens that the model adds.
 
-    A text that begins with the model's begin token gets no second one.
+    A text that starts with the model's BOS token gets no second one.
     """
     settings = json_file(folder / "tokenizer_config.json")
     if settings.get("add_bos_token") or settings.get("add_eos_token"):
-        full = _full_tokenizer(folder)  # only transformers knows which tokens a model's class puts where by these settings
-        whole: Callable[[str], list[int]] = lambda text: list(full(text, return_attention_mask=False)["input_ids"])  # noqa: E731
+        full = _full_tokenizer(folder)  # these settings work differently in each tokenizer class of transformers
+        encode_with_special: Callable[[str], list[int]] = lambda text: list(full(text, return_attention_mask=False)["input_ids"])  # noqa: E731
     else:
-        whole = lambda text: list(tokenizer.encode(text).ids)  # noqa: E731
-    own = tokenizer.encode("a", add_special_tokens=False).ids
-    begin = next((token for token in whole("a")[:1] if token not in own), None)
+        encode_with_special = lambda text: list(tokenizer.encode(text).ids)  # noqa: E731
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    bos = next((token for token in encode_with_special("a")[:1] if token not in plain), None)
 
     def encode(text: str) -> list[int]:
-        ids = whole(text)
-        return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
+        ids = encode_with_special(text)
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     return encode
 
@@ -73,7 +73,7 @@ def stop_ids_of(folder: Path) -> list[int]:
     """The end-of-sequence ids of the model, its generation config and its tokenizer, ascending.
 
     Raises:
-        ConfigError: a value that names no token; it has the file and the key.
+        ConfigError: a value is not a token; the message has the file and the key.
     """
     ids: set[int] = set()
     config, vocabulary = json_file(folder / "config.json"), _vocabulary(folder)
@@ -103,8 +103,8 @@ def _full_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"model.path: cannot load the tokenizer in {folder}: {one_line(error)}") from error
 
 
-def _ids(value: Any, vocabulary: Mapping[str, int], where: str, size: Any, *, text: bool = False) -> Iterator[int]:
-    """The ids that a value means: a token, an id, or a list of them; digits are a token only where `text` is expected."""
+def _ids(value: Any, vocabulary: Mapping[str, int], key: str, size: Any, *, text: bool = False) -> Iterator[int]:
+    """The ids of a value: a token, an id, or a list of them; digits are a token only with `text`."""
     for item in value if isinstance(value, list) else [] if value is None else [value]:
         token = item.get("content") if isinstance(item, dict) else item
         number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10 else token
@@ -113,13 +113,11 @@ def _ids(value: Any, vocabulary: Mapping[str, int], where: str, size: Any, *, te
         elif isinstance(number, int) and not isinstance(number, bool) and 0 <= number < (size if isinstance(size, int) else 2**31):
             yield number
         else:
-            raise ConfigError(
-                f"model.path: {where} is {item!r}, which is no token of the model; expected a token, an id, or a list of them"
-            )
+            raise ConfigError(f"model.path: {key} is {item!r}, which is no token of the model; expected a token, an id, or a list of them")
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
-    """Token -> id, of the tokenizer's words and its added tokens."""
+    """Token -> id, added tokens included."""
     tokenizer = json_file(folder / "tokenizer.json")
     words = (tokenizer.get("model") or {}).get("vocab")
     if isinstance(words, list):  # a unigram model's, with scores
@@ -128,7 +126,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _named(folder: Path) -> Iterator[str]:
-    """The special tokens that a tokenizer's settings name."""
+    """Special tokens in a tokenizer's settings."""
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in json_file(folder / name).items():
             if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):

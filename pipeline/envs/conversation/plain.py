@@ -1,18 +1,18 @@
-"""A conversation without a chat template: the texts of the messages, one after the other."""
+"""Conversations without a chat template: the texts of the messages, concatenated."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.pipeline.envs.conversation.base import Said
+from penstock.pipeline.envs.conversation.base import ParsedCompletion
 from penstock.pipeline.envs.conversation.control_tokens import ControlTokens
 from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, shortened, text_of
 
 
 class PlainTemplate:
-    """For models without a chat template. Each answer ends with a stop id; the next message follows it at once.
+    """For models without a chat template. Each completion ends with a stop id, directly followed by the next message.
 
-    `tokenizer` is one of the `tokenizers` library; `stop_ids` end an answer, the first closes one that was cut off. `encode_prompt` encodes
-    the first message, a prompt that was rendered beforehand: control tokens in it are meant. In all other messages they are text.
+    `tokenizer` is from the `tokenizers` library. The first of `stop_ids` closes a truncated completion. `encode_prompt` encodes the first
+    message, a pre-rendered prompt whose control tokens are encoded as such. In all other messages they are text.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], encode_prompt: Callable[[str], list[int]]) -> None:
@@ -20,13 +20,13 @@ class PlainTemplate:
         self._control = ControlTokens(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The ids of all texts, answers closed with the first stop id, a last one excepted: it is continued.
+        """The ids of all texts. Completions are closed with the first stop id, except a last one, which is continued.
 
         Raises:
             TemplateRefused: there are no texts, or there are tools.
         """
         if tools:
-            raise TemplateRefused("tools need a chat template: name a Jinja file in data.chat_template")
+            raise TemplateRefused("tools need a chat template: set data.chat_template to a Jinja file")
         ids: list[int] = []
         for number, message in enumerate(messages, 1):
             ids += self._encode_text(message) if ids else self._encode_prompt(text_of(message))
@@ -35,24 +35,24 @@ class PlainTemplate:
             raise TemplateRefused("the messages have no text")
         return ids
 
-    def bridge(self, messages: Sequence[Message], known: int, tools: Tools | None, last: int) -> list[int] | None:
-        """A stop id if the answer has none, and the ids of the new texts."""
+    def bridge(self, messages: Sequence[Message], prefix: int, tools: Tools | None, last: int) -> list[int] | None:
+        """A stop id if the completion has none, and the ids of the new texts."""
         ids = [] if last in self._stop_ids else list(self._stop_ids[:1])
-        for message in messages[known:]:
+        for message in messages[prefix:]:
             ids += self._encode_text(message)
         return ids
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Its first `tokens` tokens, and a mark if there are more."""
+        """The first `tokens` tokens of a text, and a note if it was cut."""
         return shortened(text, tokens, self._tokenizer)
 
     def _encode_text(self, message: Message) -> list[int]:
         return self._control.encode(self._control.escape({"role": message.get("role"), "content": text_of(message)})["content"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Their text, special tokens included."""
+        """The text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> Said:
+    def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
         """The text without special tokens."""
-        return Said({"role": "assistant", "content": str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))})
+        return ParsedCompletion({"role": "assistant", "content": str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))})

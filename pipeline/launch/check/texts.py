@@ -36,7 +36,7 @@ class ReplacedText:
 def endless_warning(config: Config, stop_ids: Sequence[int], renderer: Renderer) -> str | None:
     """One line if no token ends a completion; None otherwise."""
     sampling = config.sampling
-    if sampling.stop or (stop_ids and renderer.ends_answers()):
+    if sampling.stop or (stop_ids and renderer.ends_turns()):
         return None
     cause = (
         f"the chat template writes none of the model's end tokens (ids {', '.join(map(str, stop_ids))}) after an answer"

@@ -220,7 +220,7 @@ def test_an_end_token_that_the_model_does_not_have_is_named_with_file_and_key(tm
 def test_a_word_that_is_a_special_token_by_name_is_one_for_the_template_alone(tmp_path: Path, file: str, settings: dict[str, Any]) -> None:
     folder = model(tmp_path / "m", template="{% for m in messages %}A{{ m.content }}{% endfor %}")
     (folder / file).write_text(json.dumps(settings))
-    with pytest.raises(DataError, match=r"^train.jsonl:3: the text 'A' has no ids but those of a control token; leave it out$"):
+    with pytest.raises(DataError, match=r"^train.jsonl:3: the text 'A' can only be encoded as a control token; remove it$"):
         Renderer(folder).render(row("BAC"))
     ids = Renderer(folder).render(row("BC"))[1]
     assert Decoder(folder).decode(ids) == "BC"

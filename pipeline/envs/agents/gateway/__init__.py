@@ -1,1 +1,1 @@
-"""The way in for agents: programs in any language that speak the OpenAI API, each under a key of its own, recorded token by token."""
+"""Endpoint for agents: programs that use the OpenAI API, with one key per trajectory, recorded token by token."""

@@ -1,4 +1,4 @@
-"""Bodies of the chat completions API: what is taken of a request, and the shapes of answers, streamed answers and errors."""
+"""Bodies of the chat completions API: supported fields of requests, and responses, streamed responses and errors."""
 
 import json
 import time
@@ -8,61 +8,61 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.envs.agents.draw import Draw
-from penstock.pipeline.envs.conversation import Answer, Context
+from penstock.pipeline.envs.agents.generation import Generation
+from penstock.pipeline.envs.conversation import AssistantTurn, Context
 from penstock.pipeline.envs.conversation.messages import Message, Tools
 
 _CHANGES_THE_POLICY = ("logit_bias", "functions", "function_call", "audio", "web_search_options", "guided_json", "structured_outputs")
-"""A request with these asks for another distribution than the policy's, or for what it cannot do."""
+"""Unsupported fields: they change the policy's distribution, or need more than text generation."""
 
 
 class BadRequest(ValueError):
-    """What the agent can mend; becomes an error of the API with this status and code."""
+    """An invalid request; returned as an error of the API with this status and code."""
 
     def __init__(self, message: str, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
-        """As the API says it."""
+        """The body of the error response."""
         kind = "authentication_error" if self.status == 401 else "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What a request asks for; sampling settings are the run's, whatever the agent sends."""
+    """A parsed request; sampling settings always come from the run's configuration."""
 
     messages: tuple[Message, ...]
     tools: Tools | None
     max_tokens: int | None
-    """The most tokens to draw; None leaves it to the run."""
+    """Limit of completion tokens; None for the run's limit."""
     stop: tuple[str, ...]
     stream: bool
     usage: bool
-    """True if a streamed answer ends with its usage."""
+    """True if a streamed response ends with its usage."""
     model: str
     logprobs: bool
     token_ids: bool
-    """True if ids of the context and of the answer are wanted, as vLLM's `return_token_ids`."""
+    """True to return the ids of context and completion, as vLLM's `return_token_ids`."""
 
 
 def chat_request(body: Any) -> ChatRequest:
-    """The request in a decoded body. Raises `BadRequest`, for wishes too that would train on another distribution than the policy's."""
+    """Parse a decoded body. Raises `BadRequest`, also for fields that change the distribution that tokens are sampled from."""
     if not isinstance(body, Mapping):
         raise BadRequest("the body is no JSON object")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(message, Mapping) for message in messages):
         raise BadRequest('"messages" has to be a list of messages, at least one')
     if body.get("n", 1) not in (1, None):
-        raise BadRequest('"n" above 1 is not supported: a trajectory has one answer to a question; ask again')
+        raise BadRequest('"n" above 1 is not supported: a trajectory has one completion per request; send another request')
     if refused := next((name for name in _CHANGES_THE_POLICY if body.get(name)), None):
-        raise BadRequest(f'"{refused}" is not supported: it changes the distribution that answers are drawn from')
+        raise BadRequest(f'"{refused}" is not supported: it changes the distribution that tokens are sampled from')
     if (form := body.get("response_format")) and not (isinstance(form, Mapping) and form.get("type") == "text"):
-        raise BadRequest('"response_format" is not supported: it changes the distribution that answers are drawn from')
+        raise BadRequest('"response_format" is not supported: it changes the distribution that tokens are sampled from')
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none", None):
-        raise BadRequest('"tool_choice" has to be "auto" or "none": another one changes the distribution that answers are drawn from')
+        raise BadRequest('"tool_choice" has to be "auto" or "none": others change the distribution that tokens are sampled from')
     options = body.get("stream_options")
     return ChatRequest(
         messages=tuple(messages),
@@ -77,12 +77,12 @@ def chat_request(body: Any) -> ChatRequest:
     )
 
 
-def completion(request: ChatRequest, answer: Answer, draw: Draw, context: Context) -> dict[str, Any]:
-    """An answer as a chat completion."""
-    token_ids, said = draw.token_ids[: answer.tokens], len(context.token_ids)
-    choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason, "logprobs": None}
+def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation, context: Context) -> dict[str, Any]:
+    """A turn as a chat completion."""
+    token_ids, prompt = generation.token_ids[: turn.tokens], len(context.token_ids)
+    choice: dict[str, Any] = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason, "logprobs": None}
     if request.logprobs:
-        pairs = zip(token_ids.tolist(), np.asarray(draw.logprobs, np.float64).tolist(), strict=False)
+        pairs = zip(token_ids.tolist(), np.asarray(generation.logprobs, np.float64).tolist(), strict=False)
         content = [{"token": f"token_id:{token}", "logprob": nats, "bytes": None, "top_logprobs": []} for token, nats in pairs]
         choice["logprobs"] = {"content": content, "refusal": None}
     made = {
@@ -91,7 +91,7 @@ def completion(request: ChatRequest, answer: Answer, draw: Draw, context: Contex
         "created": int(time.time()),
         "model": request.model,
         "choices": [choice],
-        "usage": {"prompt_tokens": said, "completion_tokens": answer.tokens, "total_tokens": said + answer.tokens},
+        "usage": {"prompt_tokens": prompt, "completion_tokens": turn.tokens, "total_tokens": prompt + turn.tokens},
     }
     if request.token_ids:
         made["prompt_token_ids"], choice["token_ids"] = context.token_ids.tolist(), token_ids.tolist()
@@ -99,7 +99,7 @@ def completion(request: ChatRequest, answer: Answer, draw: Draw, context: Contex
 
 
 def events(request: ChatRequest, whole: Mapping[str, Any]) -> Iterator[str]:
-    """A chat completion as server-sent events: role, reasoning, content, calls of tools, the reason of the end, perhaps the usage."""
+    """A chat completion as server-sent events: role, reasoning, content, tool calls, finish reason, and usage if requested."""
     base = {"id": whole["id"], "object": "chat.completion.chunk", "created": whole["created"], "model": whole["model"]}
     choice = whole["choices"][0]
     message = choice["message"]

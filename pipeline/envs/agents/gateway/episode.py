@@ -1,6 +1,6 @@
-"""One trajectory of an agent: its program runs as a child with a key of its own, and each of its requests is a turn.
+"""One trajectory of an agent: its program runs as a child process with a key of its own; each request is a turn.
 
-The rule: a trajectory ends when its program does. One that fails, hangs or never asks is an aborted sample with its cause, not a reward.
+A trajectory ends when its program exits. If the program fails, hangs or sends no request, the sample is aborted with the cause.
 """
 
 import asyncio
@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 from penstock.infra.sandbox.program import Program, how_it_ended
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
-from penstock.pipeline.envs.agents.draw import Drawing
 from penstock.pipeline.envs.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
-from penstock.pipeline.envs.agents.gateway.clock import AgentClock
 from penstock.pipeline.envs.agents.gateway.server import Gateway
 from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
+from penstock.pipeline.envs.agents.generation import Generate
 from penstock.pipeline.envs.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation, Template
 from penstock.pipeline.envs.conversation.messages import text_of
@@ -29,17 +28,17 @@ from penstock.pipeline.envs.environments.sources import AGENT, PYTHON
 
 
 def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
-    """The program and its arguments in `agent:COMMAND`, each `{column}` replaced by the row's value; no shell reads it.
+    """The program and its arguments in `agent:COMMAND`, each `{column}` replaced by the row's value; no shell is used.
 
-    `python` is this process's own.
+    `python` is the interpreter of this process.
 
     Example:
         command_of("agent:python solve.py --task {prompt}", {"prompt": "1 + 1"})  # -> [sys.executable, "solve.py", "--task", "1 + 1"]
     """
 
     def value(match: re.Match[str]) -> str:
-        found = row.get(match[1], match[0])
-        return found if isinstance(found, str) else json.dumps(found)
+        column = row.get(match[1], match[0])
+        return column if isinstance(column, str) else json.dumps(column)
 
     program, *arguments = shlex.split(source.removeprefix(AGENT))
     return [PYTHON.get(program, program), *(re.sub(r"\{(\w+)\}", value, word) for word in arguments)]
@@ -52,9 +51,43 @@ def version_of(source: str) -> str | None:
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
 
 
+@dataclass(slots=True, eq=False)
+class AgentClock:
+    """Measures the time that an agent takes; stops while a turn is generated for it. `now` returns seconds."""
+
+    now: Callable[[], float] = time.monotonic
+    spent_s: float = 0.0
+    """Up to the last start or end of a turn."""
+    requested: bool = False
+    """True once the agent has requested a turn."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _generating: int = 0
+    _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._since = self.now()
+
+    def note(self, generating: bool) -> None:
+        """Record the start (True) or end (False) of a turn's generation."""
+        now = self.now()
+        if not self._generating:
+            self.spent_s += now - self._since
+        self._generating += 1 if generating else -1
+        self._since, self.requested = now, True
+        self.changed.set()
+
+    def remaining_s(self, limits: Limits) -> float | None:
+        """Seconds until the agent's timeout; None while a turn is generated for it."""
+        if self._generating:
+            return None
+        silent = self.now() - self._since
+        timeout_s = limits.step_timeout_s if self.requested else limits.reset_timeout_s
+        return max(0.0, min(timeout_s - silent, limits.trajectory_timeout_s - self.spent_s - silent))
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AgentEpisode:
-    """The state of one trajectory; `run` drives it to its end."""
+    """One trajectory of an agent and its state."""
 
     request: EpisodeRequest
     sample: int
@@ -63,40 +96,40 @@ class AgentEpisode:
     template: Template
     gateway: Gateway
     programs: asyncio.Semaphore
-    """As many programs run at a time as it lets through."""
+    """Limits the number of concurrent programs."""
     limits: Limits
-    draw: Drawing
+    generate: Generate
     rules: ChildRules = ENVIRONMENT
     on_loss: Callable[[str], None] = lambda _: None
-    """Gets a line for every loss that is made good."""
+    """Called with one line for each recovered failure."""
     version: int = 0
-    """The newest weights when it was begun."""
+    """Policy version at the start."""
     _started_ns: int = field(default_factory=time.time_ns)
     _session: AgentSession | None = None
     _clock: AgentClock | None = None
 
     async def run(self) -> Trajectory:
-        """Run the program to its end; one that failed is run again, from the beginning."""
+        """Run the program to its end; restart it after a failure, up to `limits.retries` times."""
         failures = 0
         while True:
             try:
                 async with self.programs:
-                    return await self._play()
+                    return await self._run_once()
             except EnvironmentBroken as broken:
                 failures += 1
                 if failures > self.limits.retries:
                     return self.ended("abort", cause=str(broken))
-                self.on_loss(f"{broken}; tried again")
+                self.on_loss(f"{broken}; retrying")
             await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
-        """The trajectory as it stands."""
+        """The trajectory so far."""
         session = self._session
-        messages, answers = session.record() if session else ([], [])
+        messages, generated = session.record() if session else ([], [])
         episode_state = EpisodeState(
             messages=messages,
-            answers=answers,
-            rewards={session.last_turn: session.reward} if session and answers and session.reward is not None else {},
+            generated=generated,
+            rewards={session.last_turn: session.reward} if session and generated and session.reward is not None else {},
             environment=self.source,
             version=version_of(self.source),
             seed=self.seed,
@@ -110,12 +143,12 @@ class AgentEpisode:
             segments, self.request, self.sample, episode_state=episode_state, finish=finish, cause=cause, version=self.version
         )
 
-    async def _play(self) -> Trajectory:
+    async def _run_once(self) -> Trajectory:
         limits = self.limits
         clock = self._clock = AgentClock()
         bounds = Bounds(max_turns=limits.max_turns, turn_tokens=limits.turn_tokens, longest=limits.trajectory_tokens)
         conversation = Conversation(self.template, history=limits.history)
-        session = self._session = AgentSession(conversation, self.draw, bounds, clock.note)
+        session = self._session = AgentSession(conversation, self.generate, bounds, clock.note)
         key = self.gateway.open(session)
         row = self._row()
         program = await Program.start(
@@ -131,11 +164,11 @@ class AgentEpisode:
         if status != 0:
             raise EnvironmentBroken("exit", f"the agent ended with {how_it_ended(status, program.output)}")
         if session.last_turn < 0:
-            raise EnvironmentBroken("exit", "the agent ended without asking the policy: does it use OPENAI_BASE_URL and OPENAI_API_KEY?")
+            raise EnvironmentBroken("exit", "the agent exited without a request: it has to use OPENAI_BASE_URL and OPENAI_API_KEY")
         return self.ended("length" if session.truncated else "stop")
 
     async def _watched(self, program: Program, clock: AgentClock, session: AgentSession) -> int:
-        """The program's exit status, -1 if the policy gave it up. Raises `EnvironmentBroken` for one that is silent for too long."""
+        """The program's exit status; -1 if the policy aborted a turn. Raises `EnvironmentBroken` after a timeout."""
         ending = asyncio.create_task(program.wait())
         try:
             while not ending.done():
@@ -143,25 +176,25 @@ class AgentEpisode:
                     return -1
                 clock.changed.clear()
                 changed = asyncio.create_task(clock.changed.wait())
-                await asyncio.wait({ending, changed}, timeout=clock.left_s(self.limits), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({ending, changed}, timeout=clock.remaining_s(self.limits), return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-                if not ending.done() and clock.left_s(self.limits) == 0.0:
-                    raise EnvironmentBroken("timeout", f"the agent neither asked nor ended in its time: {self._allowed(clock)}")
+                if not ending.done() and clock.remaining_s(self.limits) == 0.0:
+                    raise EnvironmentBroken("timeout", f"the agent neither sent a request nor exited: it has {self._allowed(clock)}")
             return ending.result()
         finally:
             ending.cancel()
 
     def _allowed(self, clock: AgentClock) -> str:
         limits = self.limits
-        each = f"{limits.step_timeout_s:g} s after an answer" if clock.asked else f"{limits.reset_timeout_s:g} s until its first request"
+        each = f"{limits.step_timeout_s:g} s after a turn" if clock.requested else f"{limits.reset_timeout_s:g} s until its first request"
         return f"{each}, {limits.trajectory_timeout_s:g} s in all"
 
     def _row(self) -> dict[str, Any]:
-        """What the program gets: the row's columns, the prompt's text and messages, and the seed."""
+        """The program's input: the row's columns, the prompt's text and messages, the seed and the sample."""
         request = self.request
         messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
-        asked = text_of(messages[-1]) if request.messages else request.prompt
-        return with_facts(request.row, {"prompt": asked, "messages": messages, "seed": self.seed, "sample": self.sample})
+        prompt = text_of(messages[-1]) if request.messages else request.prompt
+        return with_facts(request.row, {"prompt": prompt, "messages": messages, "seed": self.seed, "sample": self.sample})
 
     def _environment(self, key: str) -> dict[str, str]:
         url = self.gateway.base_url
@@ -170,7 +203,7 @@ class AgentEpisode:
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
             "PENSTOCK_REWARD_URL": f"{url}/reward",
-            # A proxy of this machine does not know its loopback.
+            # A proxy of this machine cannot reach its loopback.
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
         }
@@ -178,7 +211,7 @@ class AgentEpisode:
 
 @dataclass(slots=True, kw_only=True)
 class AgentEpisodes:
-    """Trajectories of an agent, with one endpoint for all of them."""
+    """Trajectories of an agent, with one shared endpoint."""
 
     source: str
     template: Template
@@ -196,12 +229,12 @@ class AgentEpisodes:
         programs = asyncio.Semaphore(processes)
         return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, rules=rules, on_loss=on_loss)
 
-    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> AgentEpisode:
-        """A trajectory that asks `draw` for its turns; `version`: the newest weights."""
+    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> AgentEpisode:
+        """A trajectory whose turns come from `generate`; `version` is the newest policy version."""
         seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
         return AgentEpisode(
             request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
-            programs=self.programs, limits=self.limits, rules=self.rules, draw=draw, on_loss=self.on_loss, version=version,
+            programs=self.programs, limits=self.limits, rules=self.rules, generate=generate, on_loss=self.on_loss, version=version,
         )  # fmt: skip
 
     async def close(self) -> None:

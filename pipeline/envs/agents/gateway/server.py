@@ -1,6 +1,6 @@
-"""The endpoint that agents take for OpenAI's: chat completions, models, and the reward of a trajectory, on loopback only.
+"""OpenAI-compatible endpoint on loopback: chat completions, models, and the reward of a trajectory.
 
-The rule: a key is a trajectory. Without one that is open, nothing is answered.
+An API key identifies a trajectory. Requests without the key of an open trajectory are refused.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from starlette.routing import Route
 
 from penstock.infra.sandbox.loopback import Loopback
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest, events
-from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, PolicyGone
+from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, TrajectoryEnded
 from penstock.topics.wire.well_formed import well_formed_json
 
 MAX_BYTES = 64 << 20
-"""Of a request's body."""
+"""Largest request body."""
 MODEL = "policy"
-"""The name that the model list gives; requests may name any."""
+"""Name in the model list; requests may name any model."""
 
 
 class Gateway:
-    """Serves the sessions that are open, each to whoever has its key; made and used in one asyncio loop."""
+    """Serves the open sessions by their keys; used in one asyncio loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, AgentSession] = {}
@@ -38,17 +38,17 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """What an agent takes as `OPENAI_BASE_URL`."""
+        """Value of `OPENAI_BASE_URL` for an agent."""
         return f"http://127.0.0.1:{self._server.port}/v1"
 
     def open(self, session: AgentSession) -> str:
-        """The key of a session, which nobody can guess."""
+        """Open a session and return its random key."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
 
     def close_session(self, key: str) -> None:
-        """Answer no more under a key; one that is closed stays so."""
+        """Close the session of a key; a second call does nothing."""
         if (session := self._sessions.pop(key, None)) is not None:
             session.close()
 
@@ -64,18 +64,18 @@ class Gateway:
             body, replaced = await _body(request)
             session.replaced = max(session.replaced, replaced)
             retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            answered = await _unless_gone(request, session.chat(body, retry=retry))
+            result = await _unless_disconnected(request, session.chat(body, retry=retry))
         except BadRequest as error:
             return JSONResponse(error.body(), error.status)
-        except PolicyGone as gone:
-            # A status that no client tries again.
-            return JSONResponse(BadRequest(str(gone), code="trajectory_ended").body(), 403)
-        if answered is None:
+        except TrajectoryEnded as ended:
+            # No client retries this status.
+            return JSONResponse(BadRequest(str(ended), code="trajectory_ended").body(), 403)
+        if result is None:
             return Response(status_code=499)
-        asked, whole = answered
-        if asked.stream:
-            return StreamingResponse(events(asked, whole), media_type="text/event-stream")
-        return JSONResponse(whole)
+        chat_request, completion = result
+        if chat_request.stream:
+            return StreamingResponse(events(chat_request, completion), media_type="text/event-stream")
+        return JSONResponse(completion)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -99,7 +99,7 @@ class Gateway:
 
 
 async def _body(request: Request) -> tuple[Any, int]:
-    """The request's JSON value, and how many lone surrogates were replaced in it."""
+    """The request's JSON value and the number of lone surrogates replaced in it."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
@@ -111,17 +111,17 @@ async def _body(request: Request) -> tuple[Any, int]:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:200]}") from error
 
 
-async def _unless_gone(request: Request, work: Any) -> Any:
-    """The result of `work`, or None where the client has gone before."""
-    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+async def _unless_disconnected(request: Request, work: Any) -> Any:
+    """The result of `work`; None if the client disconnects first."""
+    result, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
+        await asyncio.wait({result, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return result.result() if result.done() else None
     finally:
-        answer.cancel()
-        gone.cancel()
+        result.cancel()
+        disconnected.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,6 +1,6 @@
-"""One trajectory as its agent's requests make it: each request is a turn, recorded when its answer reaches the agent.
+"""The requests of one agent as a trajectory: each request is a turn, recorded when its completion is returned.
 
-The rule: a request that is repeated because its answer was lost gets that answer, and no turn is drawn twice for it.
+A request that the client repeats, because the response was lost, gets the same completion; no turn is generated twice for it.
 """
 
 import asyncio
@@ -11,35 +11,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.pipeline.envs.agents.draw import Draw, Drawing
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest, ChatRequest, chat_request, completion
+from penstock.pipeline.envs.agents.generation import Generate, Generation
 from penstock.pipeline.envs.conversation import Context, Conversation, TemplateRefused
 from penstock.pipeline.envs.conversation.messages import Message
 
 MAX_OPEN = 64
-"""Requests of one agent that wait for answers at a time."""
+"""Largest number of concurrent requests of one agent."""
 
 
-class PolicyGone(Exception):
-    """The policy gives no more answers: the trajectory is too old, or the run ends."""
+class TrajectoryEnded(Exception):
+    """The policy generates no more turns: the trajectory is stale, or the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What ends a trajectory of an agent."""
+    """Limits of an agent's trajectory."""
 
     max_turns: int
     turn_tokens: int
     longest: int
-    """Tokens of a context with what is drawn after it."""
+    """Maximum number of tokens of context and completion together."""
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
-    """A request, its context, and the turn that is drawn for it."""
+class _PendingTurn:
+    """A request's context, the generation of its turn, and the chat completion once it is recorded."""
 
     context: Context
-    drawing: "asyncio.Task[Draw]"
+    generation: "asyncio.Task[Generation]"
     delivered: dict[str, Any] | None = None
 
 
@@ -48,85 +48,85 @@ class AgentSession:
     """The state of one trajectory; used in one asyncio loop only."""
 
     conversation: Conversation
-    draw: Drawing
+    generate: Generate
     bounds: Bounds
-    on_draw: Callable[[bool], None] = lambda _: None
-    """Called with True when the policy begins to draw for this agent, and with False when it has ended."""
+    on_generation: Callable[[bool], None] = lambda _: None
+    """Called with True at the start of each generation and with False at its end."""
     reward: float | None = None
-    """What the agent called in as the reward of its trajectory."""
+    """Reward of the trajectory, sent by the agent."""
     truncated: bool = False
-    """True once a request met a limit of the trajectory."""
+    """True once a request exceeded a limit of the trajectory."""
     aborted: bool = False
-    """True once the policy ended a turn before its end."""
-    answered: dict[int, tuple[Sequence[Message], dict[str, Any]]] = field(default_factory=dict)
-    """Number of a turn -> the messages of its request that no earlier turn has, and its answer."""
+    """True once the policy aborted a turn."""
+    completions: dict[int, tuple[Sequence[Message], dict[str, Any]]] = field(default_factory=dict)
+    """Turn number -> new messages of its request, and the generated message."""
     replaced: int = 0
-    """Lone surrogates in the request that had the most; U+FFFD is in their places."""
-    _questions: dict[bytes, _Question] = field(default_factory=dict)
+    """Largest number of lone surrogates in one request, replaced by U+FFFD."""
+    _pending: dict[bytes, _PendingTurn] = field(default_factory=dict)
     waiting: int = 0
-    """Requests that wait for an answer."""
-    _asked: int = 0
+    """Number of requests in flight."""
+    _turns_started: int = 0
 
     @property
     def last_turn(self) -> int:
-        """Number of the last turn that was answered; -1 without one."""
-        return max(self.answered, default=-1)
+        """Number of the last completed turn; -1 if there is none."""
+        return max(self.completions, default=-1)
 
     def record(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """The messages of all turns that were answered, in the order of asking, and the indices of the answers.
+        """The messages of all completed turns, in the order of their requests, and the indices of the generated ones.
 
-        A request that continues an earlier answer adds its new messages; any other adds all of them.
+        A request that continues an earlier turn contributes its new messages; any other request contributes all of its messages.
         """
         messages: list[dict[str, Any]] = []
-        answers = list[int]()
-        for _, (new, answer) in sorted(self.answered.items()):
-            messages += [*map(dict, new), answer]
-            answers.append(len(messages) - 1)
-        return messages, answers
+        generated = list[int]()
+        for _, (new, message) in sorted(self.completions.items()):
+            messages += [*map(dict, new), message]
+            generated.append(len(messages) - 1)
+        return messages, generated
 
     async def chat(self, body: Any, *, retry: bool = False) -> tuple[ChatRequest, dict[str, Any]]:
-        """The request in a body, and its answer as a chat completion; `retry`: the client says that it asks once more.
+        """The parsed request and its chat completion; `retry`: the client marks the request as a retry.
 
-        A caller that is cancelled leaves the turn to a later request with the same body. Raises `BadRequest`, `PolicyGone`.
+        If the caller is cancelled, a later request with the same body receives the turn. Raises `BadRequest`, `TrajectoryEnded`.
         """
         request = chat_request(body)
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
-        question = self._questions.get(key)
-        if question is None or (question.delivered is not None and not retry):
-            question = self._questions[key] = self._ask(request)
+        turn = self._pending.get(key)
+        if turn is None or (turn.delivered is not None and not retry):
+            turn = self._pending[key] = self._new_turn(request)
         self.waiting += 1
         try:
-            draw = await asyncio.shield(question.drawing)
+            generation = await asyncio.shield(turn.generation)
         except asyncio.CancelledError:
-            if question.drawing.cancelled():
-                raise PolicyGone("the trajectory was ended") from None
+            if turn.generation.cancelled():
+                raise TrajectoryEnded("the trajectory was ended") from None
             raise
         finally:
             self.waiting -= 1
-        if question.delivered is None:
-            question.delivered = self._deliver(request, question, draw)
-        return request, question.delivered
+        if turn.delivered is None:
+            turn.delivered = self._deliver(request, turn, generation)
+        return request, turn.delivered
 
     def set_reward(self, body: Any) -> None:
-        """Take the reward in `{"reward": 0.5}`. Raises `BadRequest`."""
+        """Set the reward from the body `{"reward": 0.5}`. Raises `BadRequest`."""
         value = body.get("reward") if isinstance(body, dict) else None
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise BadRequest('the body has to be {"reward": NUMBER}, a finite number')
+            raise BadRequest('invalid body: expected {"reward": NUMBER} with a finite number')
         self.reward = float(value)
 
     def close(self) -> None:
-        """Nobody waits for what is still drawn."""
-        for question in self._questions.values():
-            question.drawing.cancel()
+        """Cancel all generations."""
+        for turn in self._pending.values():
+            turn.generation.cancel()
 
-    def _ask(self, request: ChatRequest) -> _Question:
+    def _new_turn(self, request: ChatRequest) -> _PendingTurn:
         if self.aborted:
-            raise PolicyGone("the trajectory was ended")
+            raise TrajectoryEnded("the trajectory was ended")
         if self.waiting >= MAX_OPEN:
-            raise BadRequest(f"more than {MAX_OPEN} requests of one agent wait for answers", status=429, code="rate_limit_exceeded")
-        if self._asked >= self.bounds.max_turns:
+            raise BadRequest(f"more than {MAX_OPEN} concurrent requests of one agent", status=429, code="rate_limit_exceeded")
+        if self._turns_started >= self.bounds.max_turns:
             self.truncated = True
-            raise BadRequest(f"the trajectory has had its {self.bounds.max_turns} turns", code="turn_limit_exceeded")
+            raise BadRequest(f"the trajectory has reached its limit of {self.bounds.max_turns} turns", code="turn_limit_exceeded")
         try:
             context = self.conversation.context(request.messages, request.tools or ())
         except TemplateRefused as error:
@@ -139,24 +139,24 @@ class AgentSession:
                 f"{len(context.token_ids)} tokens. Please reduce the length of the messages.",
                 code="context_length_exceeded",
             )
-        self._asked += 1
+        self._turns_started += 1
         limit = min(room, self.bounds.turn_tokens, request.max_tokens or self.bounds.turn_tokens)
-        return _Question(context, asyncio.create_task(self._drawn(context, limit)))
+        return _PendingTurn(context, asyncio.create_task(self._generate(context, limit)))
 
-    async def _drawn(self, context: Context, limit: int) -> Draw:
-        self.on_draw(True)
+    async def _generate(self, context: Context, limit: int) -> Generation:
+        self.on_generation(True)
         try:
-            draw = await self.draw(context.token_ids, turn=context.number, max_new_tokens=limit)
-            self.aborted |= draw.finish == "abort"
-            return draw
+            generation = await self.generate(context.token_ids, turn=context.number, max_new_tokens=limit)
+            self.aborted |= generation.finish == "abort"
+            return generation
         finally:
-            self.on_draw(False)
+            self.on_generation(False)
 
-    def _deliver(self, request: ChatRequest, question: _Question, draw: Draw) -> dict[str, Any]:
-        """Record a turn, whose answer now goes to the agent."""
-        context = question.context
-        answer = self.conversation.drawn(context, draw.token_ids, draw.logprobs, draw.versions, draw.finish, stop=request.stop)
-        if draw.finish == "abort":
-            raise PolicyGone("the trajectory was ended: its policy is too old")
-        self.answered[context.number] = request.messages[context.known :], answer.message
-        return completion(request, answer, draw, context)
+    def _deliver(self, request: ChatRequest, pending: _PendingTurn, generation: Generation) -> dict[str, Any]:
+        """Record a turn and return its chat completion."""
+        context, token_ids, finish = pending.context, generation.token_ids, generation.finish
+        turn = self.conversation.add_completion(context, token_ids, generation.logprobs, generation.versions, finish, stop=request.stop)
+        if finish == "abort":
+            raise TrajectoryEnded("the trajectory was ended: its policy is stale")
+        self.completions[context.number] = request.messages[context.prefix_messages :], turn.message
+        return completion(request, turn, generation, context)

@@ -60,7 +60,7 @@ def test_a_neighbour_in_the_process_that_was_killed_loses_nothing(tmp_path: Path
     assert len(policy.asked) == 6 + 6 + 1  # the draws of the neighbours, each once, and the first turn of the hung one
 
 
-def test_an_environment_that_is_no_function_of_its_seed_begins_anew(tmp_path: Path) -> None:
+def test_an_environment_that_is_not_deterministic_restarts(tmp_path: Path) -> None:
     source = counting(tmp_path)
     (tmp_path / "counting.py").write_text(
         (tmp_path / "counting.py").read_text().replace('return f"{self.total};"', 'return f"{os.getpid()};"')
@@ -68,7 +68,7 @@ def test_an_environment_that_is_no_function_of_its_seed_begins_anew(tmp_path: Pa
     policy = Policy()
     (trajectory,), said = play(source, [{"breaks": "step-dies"}], draw=policy)
     assert trajectory.finish == "stop"
-    assert "said something else to the same actions" in said[1]
+    assert "returned a different text for the same actions" in said[1]
     assert [turn for turn, _ in policy.asked] == [0, *range(6)]
 
 

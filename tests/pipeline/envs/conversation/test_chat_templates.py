@@ -34,7 +34,7 @@ class Talk:
     def draw(self, ids: list[int], finish: Any = "stop") -> dict[str, Any]:
         context = self.ask()
         logprobs = [-1.0 / (context.number + 1)] * len(ids)
-        said = self.conversation.drawn(context, ids, logprobs, version_of(context.number, ids), finish)
+        said = self.conversation.add_completion(context, ids, logprobs, version_of(context.number, ids), finish)
         self.messages.append(said.message)
         self.asked.append((context, ids))
         return said.message
@@ -107,10 +107,10 @@ def test_a_conversation_that_only_grows_is_one_segment_and_what_is_added_is_what
         talk.draw(data.draw(drawn_ids(name)))
         talk.hear(data.draw(words))
         context = talk.ask()
-        assert context.held == sum(len(ids) for ids in (talk.asked[-1][0].token_ids, talk.asked[-1][1]))
+        assert context.prefix_tokens == sum(len(ids) for ids in (talk.asked[-1][0].token_ids, talk.asked[-1][1]))
         whole = text(name, template(name).render(talk.messages, None))
-        assert whole.endswith(text(name, context.token_ids[context.held :]))
-        assert talk.messages[-1]["content"] in text(name, context.token_ids[context.held :])
+        assert whole.endswith(text(name, context.token_ids[context.prefix_tokens :]))
+        assert talk.messages[-1]["content"] in text(name, context.token_ids[context.prefix_tokens :])
     talk.draw(data.draw(drawn_ids(name)))
     assert len(check_truth(talk)) == 1
 
@@ -154,8 +154,8 @@ def test_two_results_of_tools_follow_one_answer(name: str) -> None:
     assert len(message["tool_calls"]) == 2
     talk.messages += [{"role": "tool", "tool_call_id": call["id"], "content": f"result {call['id']}"} for call in message["tool_calls"]]
     context = talk.ask()
-    added = text(name, context.token_ids[context.held :])
-    assert context.held and all(f"result call0000{number}" in added for number in (0, 1))
+    added = text(name, context.token_ids[context.prefix_tokens :])
+    assert context.prefix_tokens and all(f"result call0000{number}" in added for number in (0, 1))
 
 
 @pytest.mark.parametrize("name", THINKS)
@@ -199,7 +199,7 @@ def test_an_answer_cut_at_its_limit_is_closed_by_the_template_and_goes_on(name: 
     talk.hear("Go on.")
     context = talk.ask()
     if FAMILIES[name].appends:
-        assert context.held and any(stop in context.token_ids[context.held :] for stop in stop_ids(name))
+        assert context.prefix_tokens and any(stop in context.token_ids[context.prefix_tokens :] for stop in stop_ids(name))
     talk.draw(answer(name, "ven."))
     assert len(check_truth(talk)) == (1 if FAMILIES[name].appends else 2)
 
@@ -209,7 +209,7 @@ def test_another_stop_token_than_the_templates_begins_a_segment(name: str) -> No
     talk = Talk(name)
     talk.draw(answer(name, "It is seven.", stop=1))
     talk.hear("Sure.")
-    assert talk.ask().held == 0
+    assert talk.ask().prefix_tokens == 0
     talk.draw(answer(name, "Yes."))
     assert len(check_truth(talk)) == 2
 
@@ -234,7 +234,7 @@ def test_what_the_hostile_template_moves_to_the_front_is_not_lost() -> None:
     talk.hear("Be brief.", role="system")
     talk.hear("Sure.")
     context = talk.ask()
-    assert context.held == 0
+    assert context.prefix_tokens == 0
     assert text("hostile", context.token_ids).startswith("<bos><rules>Be brief.</rules>")
 
 
@@ -244,7 +244,7 @@ def test_where_the_hostile_template_writes_no_end_of_turn_the_question_is_not_lo
     talk.hear("Is it so?")
     talk.hear("ok")  # followed by a stop token, behind the question
     context = talk.ask()
-    assert context.held == 0
+    assert context.prefix_tokens == 0
     assert "Is it so?" in text("hostile", context.token_ids)
 
 

@@ -14,7 +14,7 @@ ASKED = [{"role": "user", "content": "What is 3 + 4?"}]
 def draw(conversation: Conversation, messages, text: str, **settings):
     context = conversation.context(messages)
     ids = answer("qwen2_5", text)
-    return context, conversation.drawn(context, ids, [-0.5] * len(ids), [3] * len(ids), "stop", **settings)
+    return context, conversation.add_completion(context, ids, [-0.5] * len(ids), [3] * len(ids), "stop", **settings)
 
 
 def test_two_answers_to_one_question_are_two_segments_and_each_may_go_on() -> None:
@@ -23,7 +23,7 @@ def test_two_answers_to_one_question_are_two_segments_and_each_may_go_on() -> No
     said = []
     for context, text in ((second, "Eight."), (first, "Seven.")):  # the later question is answered first
         ids = answer("qwen2_5", text)
-        said.append(conversation.drawn(context, ids, [-0.5] * len(ids), [3] * len(ids), "stop").message)
+        said.append(conversation.add_completion(context, ids, [-0.5] * len(ids), [3] * len(ids), "stop").message)
     for message in said:
         draw(conversation, [*ASKED, message, {"role": "user", "content": "Sure?"}], "Yes.")
     assert [[part.turn for part in segment.parts if part.source == "model"] for segment in conversation.segments()] == [[0, 3], [1, 2]]
@@ -36,7 +36,7 @@ def test_equal_answers_that_both_go_on_are_two_segments() -> None:
     said = [*ASKED, {"role": "assistant", "content": "Seven."}, {"role": "user", "content": "Sure?"}]
     for _ in range(2):
         context, _ = draw(conversation, said, "Yes.")
-        assert context.held
+        assert context.prefix_tokens
     assert [segment.mask.sum() for segment in conversation.segments()] == [
         len(answer("qwen2_5", "Seven.")) + len(answer("qwen2_5", "Yes."))
     ] * 2
@@ -55,7 +55,7 @@ def test_a_third_question_after_one_answer_repeats_its_tokens_as_context() -> No
 def test_a_question_that_nobody_answered_leaves_nothing_behind() -> None:
     conversation = Conversation(template("qwen2_5"))
     lost = conversation.context(ASKED)
-    conversation.drawn(lost, [], [], [], "abort")
+    conversation.add_completion(lost, [], [], [], "abort")
     _, said = draw(conversation, ASKED, "Seven.")
     conversation.context([*ASKED, said.message, {"role": "user", "content": "Sure?"}])
     draw(conversation, [*ASKED, said.message, {"role": "user", "content": "Sure?"}], "Yes.")
@@ -68,7 +68,7 @@ def test_other_tools_are_another_history() -> None:
     _, said = draw(conversation, ASKED, "Seven.")
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
     context = conversation.context([*ASKED, said.message, {"role": "user", "content": "Sure?"}], [tool])
-    assert context.held == 0
+    assert context.prefix_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_other_tools_are_another_history() -> None:
 def test_a_client_may_write_an_answer_in_its_own_way(kept) -> None:
     conversation = Conversation(template("qwen2_5"))
     draw(conversation, ASKED, "Seven.")
-    assert conversation.context([*ASKED, kept, {"role": "user", "content": "Sure?"}]).held
+    assert conversation.context([*ASKED, kept, {"role": "user", "content": "Sure?"}]).prefix_tokens
 
 
 def test_arrays_of_different_lengths_are_refused() -> None:
     conversation = Conversation(template("qwen2_5"))
     with pytest.raises(ValueError, match=r"turn 0: \(2,\) token ids, \(1,\) logprobs"):
-        conversation.drawn(conversation.context(ASKED), [1, 2], [-0.5], [3, 3], "stop")
+        conversation.add_completion(conversation.context(ASKED), [1, 2], [-0.5], [3, 3], "stop")
 
 
 @given(st.text("ab\n", max_size=8), st.text("ab\n", max_size=8))
@@ -99,8 +99,8 @@ def test_a_text_that_ends_an_answer_leaves_out_what_was_drawn_after_it(before: s
     (segment,) = conversation.segments()
     assert segment.token_ids[segment.mask].tolist() == [i for letter in f"{before}End:" for i in ids_of("qwen2_5", letter)]
     follows = conversation.context([*ASKED, said.message, {"role": "user", "content": "Go on."}])
-    assert follows.held == len(segment.token_ids)
-    assert follows.token_ids[follows.held] == stop_ids("qwen2_5")[0]
+    assert follows.prefix_tokens == len(segment.token_ids)
+    assert follows.token_ids[follows.prefix_tokens] == stop_ids("qwen2_5")[0]
     assert np.isnan(segment.logprobs[: len(context.token_ids)]).all()
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.audit.kept.sampled_turns import trajectory_flaw
 from penstock.pipeline.config.schema import SamplingSection
-from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest
 from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
+from penstock.pipeline.envs.agents.generation import Generation
 from penstock.pipeline.envs.agents.record import EpisodeState, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation
-from penstock.pipeline.envs.rewards import answers_of, episodes_of
+from penstock.pipeline.envs.rewards import completions_of, episodes_of
 from penstock.pipeline.learner.training_samples import sequences
 from penstock.pipeline.runtime.drawing.sampling import rollout_of
 from penstock.topics.samples import Rollout, generated
@@ -41,7 +41,7 @@ class Engine:
         self.contexts: dict[float, list[int]] = {}
         """Logprob of the first token of a turn -> the ids that the engine was given."""
 
-    async def __call__(self, token_ids: Any, *, turn: int, max_new_tokens: int) -> Draw:
+    async def __call__(self, token_ids: Any, *, turn: int, max_new_tokens: int) -> Generation:
         for _ in range(self.random.randrange(3)):  # requests at the same time end in any order
             await asyncio.sleep(0)
         ids = self.random.choices(self.words, k=self.random.randint(0, max_new_tokens - 1))
@@ -51,7 +51,7 @@ class Engine:
         self.tokens |= dict(zip(logprobs, ids, strict=True))
         self.contexts[logprobs[0]] = token_ids.tolist()
         versions = np.full(len(ids), turn, np.int32)
-        return Draw(np.array(ids, np.int32), np.array(logprobs, np.float32), versions, "stop" if stopped else "length")
+        return Generation(np.array(ids, np.int32), np.array(logprobs, np.float32), versions, "stop" if stopped else "length")
 
 
 class Agent:
@@ -98,8 +98,8 @@ class Agent:
             messages[:] = [{"role": "user", "content": "Again."}]
             return
         if action == "retry":
-            turns = len(self.session.answered)
-            assert await self.ask(list(messages), retry=True) == answer and len(self.session.answered) == turns
+            turns = len(self.session.completions)
+            assert await self.ask(list(messages), retry=True) == answer and len(self.session.completions) == turns
         if action == "again":
             await self.ask(list(messages))
         messages += [answer, {"role": "user", "content": choose.choice(WORDS)}]
@@ -108,7 +108,7 @@ class Agent:
 def rollout(session: AgentSession, prompt_ids: list[int]) -> Rollout:
     """The sample as a worker publishes it."""
     messages, answers = session.record()
-    episode_state = EpisodeState(messages=messages, answers=answers, rewards={})
+    episode_state = EpisodeState(messages=messages, generated=answers, rewards={})
     request = request_for({})
     object.__setattr__(request, "prompt_ids", np.array(prompt_ids, np.int32))
     segments = session.conversation.segments()
@@ -156,5 +156,5 @@ def test_whatever_an_agent_does_to_its_history_what_was_generated_is_trained_onc
         sample = rollout(session, prompt_ids)
         check_trained(sample, prompt_ids, engine)
     (episode,) = episodes_of([sample]) or ()
-    said = [message["content"] for message in answers_of(json.loads(episode["messages"]))]
-    assert said == ([answer["content"] or "" for _, (_, answer) in sorted(session.answered.items())] or [""])
+    said = [message["content"] for message in completions_of(json.loads(episode["messages"]))]
+    assert said == ([answer["content"] or "" for _, (_, answer) in sorted(session.completions.items())] or [""])

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from penstock.infra.engines.base import Sampling
-from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.driver import Limits
 from penstock.pipeline.envs.agents.gateway import episode
-from penstock.pipeline.envs.agents.gateway.clock import AgentClock
-from penstock.pipeline.envs.agents.gateway.episode import AgentEpisode, command_of, version_of
+from penstock.pipeline.envs.agents.gateway.episode import AgentClock, AgentEpisode, command_of, version_of
 from penstock.pipeline.envs.agents.gateway.server import Gateway
+from penstock.pipeline.envs.agents.generation import Generation
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from tests.support.chat_families import stop_ids, template
 from tests.support.children import end_in_time, runs, time_that_passes_once
@@ -64,7 +63,7 @@ def play(
         episode = AgentEpisode(
             request=request(**columns), sample=0, seed=5, source=f"agent:{sys.executable} {file}", template=template(FAMILY),
             gateway=gateway, programs=asyncio.Semaphore(1), limits=limits,
-            draw=policy or ScriptedPolicy(lambda _: "It is seven."),
+            generate=policy or ScriptedPolicy(lambda _: "It is seven."),
             on_loss=(says if says is not None else []).append,
         )  # fmt: skip
         try:
@@ -91,7 +90,7 @@ def test_a_program_becomes_a_trajectory_with_its_turns_messages_and_reward(tmp_p
     [
         ("ask(messages)\nraise KeyError('no such tool')", "environment-exit: the agent ended with exit status 1: KeyError: 'no such tool'"),
         ("os.kill(os.getpid(), 9)", "environment-exit: the agent ended with signal SIGKILL"),
-        ("", "environment-exit: the agent ended without asking the policy"),
+        ("", "environment-exit: the agent exited without a request"),
     ],
 )
 def test_a_program_that_fails_is_an_aborted_sample_with_its_cause(tmp_path: Path, code: str, cause: str) -> None:
@@ -107,18 +106,18 @@ def test_a_program_that_fails_once_is_run_again_from_the_beginning(tmp_path: Pat
     code = f"import pathlib\n{mark}\nif not mark.exists():\n    mark.touch()\n    ask(messages)\n    sys.exit(3)\n{PLAY}"
     made = play(tmp_path, code, limits=replace(LIMITS, retries=1), says=says)
     assert (made.finish, sum(turn.source == "model" for turn in made.turns)) == ("stop", 2)
-    assert says == ["environment-exit: the agent ended with exit status 3; tried again"]
+    assert says == ["environment-exit: the agent ended with exit status 3; retrying"]
 
 
 class OftenReadClock(AgentClock):
     """An episode reads it again soon, as its time may jump."""
 
-    def left_s(self, limits: Limits) -> float | None:
-        left_s = super().left_s(limits)
-        return None if left_s is None else min(left_s, 0.05)
+    def remaining_s(self, limits: Limits) -> float | None:
+        remaining_s = super().remaining_s(limits)
+        return None if remaining_s is None else min(remaining_s, 0.05)
 
 
-@pytest.mark.parametrize(("code", "limit"), [("", "until its first request"), ("ask(messages)\n", "after an answer")])
+@pytest.mark.parametrize(("code", "limit"), [("", "until its first request"), ("ask(messages)\n", "after a turn")])
 def test_a_program_that_is_silent_is_killed_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit: str
 ) -> None:
@@ -140,7 +139,7 @@ def test_time_in_which_the_policy_draws_is_not_the_agents() -> None:
         now[0] += seconds
         if drawing is not None:
             clock.note(drawing)
-        return clock.left_s(limits)
+        return clock.remaining_s(limits)
 
     assert after(2) == 7
     assert after(0, True) is None
@@ -157,8 +156,8 @@ def test_time_in_which_the_policy_draws_is_not_the_agents() -> None:
 
 
 def test_a_turn_that_the_policy_gives_up_ends_the_trajectory_though_the_agent_goes_on(tmp_path: Path) -> None:
-    async def tired(*_: Any, **__: Any) -> Draw:
-        return Draw(np.array([5, 6], np.int32), np.array([-1, -1], np.float32), np.array([1, 1], np.int32), "abort")
+    async def tired(*_: Any, **__: Any) -> Generation:
+        return Generation(np.array([5, 6], np.int32), np.array([-1, -1], np.float32), np.array([1, 1], np.int32), "abort")
 
     made = play(tmp_path, "import time\ntry:\n    ask(messages)\nexcept Exception:\n    time.sleep(600)", policy=tired)
     assert (made.finish, made.turns[-1].source, made.turns[-1].finish) == ("abort", "model", "abort")
@@ -172,13 +171,13 @@ def test_a_program_does_not_outlive_its_trajectory(tmp_path: Path, closed: bool)
     async def main() -> None:
         gateway, asked = Gateway(), asyncio.Event()
 
-        async def never(*_: Any, **__: Any) -> Draw:
+        async def never(*_: Any, **__: Any) -> Generation:
             asked.set()
             return await asyncio.get_running_loop().create_future()
 
         episode = AgentEpisode(
             request=request(), sample=0, seed=5, source=f"agent:python {file}", template=template(FAMILY), gateway=gateway,
-            programs=asyncio.Semaphore(1), limits=LIMITS, draw=never,
+            programs=asyncio.Semaphore(1), limits=LIMITS, generate=never,
         )  # fmt: skip
         running = asyncio.create_task(episode.run())
         await asyncio.wait_for(asked.wait(), 120)

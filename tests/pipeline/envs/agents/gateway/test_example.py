@@ -48,7 +48,7 @@ def test_the_example_calls_its_tool_and_is_one_trajectory() -> None:
     async def play() -> Trajectory:
         episodes = await open_episodes(source, template=template(FAMILY), limits=LIMITS, processes=1, on_loss=losses.append)
         try:
-            return await asyncio.wait_for(episodes.episode(request, 0, draw=policy, version=0).run(), 60)
+            return await asyncio.wait_for(episodes.episode(request, 0, generate=policy, version=0).run(), 60)
         finally:
             await episodes.close()
 

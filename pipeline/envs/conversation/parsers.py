@@ -1,7 +1,6 @@
-"""Reads tool calls as models write them, format by format, into the OpenAI shape.
+"""Parsers of generated text: reasoning, and tool calls in the formats of model families, converted to OpenAI's format.
 
-The rule: nothing a model writes raises an error. What looks like a call and cannot be read stays in the content, with a line that tells
-the model what is wrong with it.
+No generated text raises an error. A tool call that cannot be parsed stays in the content, with an error message for the model.
 """
 
 import ast
@@ -14,17 +13,50 @@ from penstock.topics.wire.well_formed import well_formed
 
 _EXPECTED = '{"name": <function-name>, "arguments": {...}}'
 _MAX_CALLS = 64
-Found = list[tuple[str, dict[str, Any]]]
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?P<head>[^<]*)(?:<\|channel\|>(?P<channel>[^<]*))?(?:<\|constrain\|>[^<]*)?"
+    r"<\|message\|>(?P<body>.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|$)(?:<\|(?:end|call|return)\|>)?",
+    re.DOTALL,
+)
+Calls = list[tuple[str, dict[str, Any]]]
+"""Name and arguments of each call."""
 
 
 class _MalformedCall(ValueError):
-    """What is wrong with a call, for the model."""
+    """A call cannot be parsed; the message is for the model."""
+
+
+def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
+    """The text in `<think>` ... `</think>` (None if there is none), and the rest.
+
+    `opened`: the prompt ends with `<think>`. Truncated reasoning has no rest.
+    """
+    opened = opened or text.lstrip().startswith("<think>")
+    if not opened and "</think>" not in text:
+        return None, text
+    reasoning, _, rest = text.partition("</think>")
+    return reasoning.lstrip().removeprefix("<think>").strip("\n"), rest.lstrip("\n")
+
+
+def split_harmony(text: str) -> tuple[str | None, str]:
+    """The "analysis" channel of gpt-oss (None if there is none), and the text of the other channels with unparsed tool calls."""
+    if "<|message|>" not in text:
+        return None, text
+    thoughts: list[str] = []
+    rest: list[str] = []
+    for message in _HARMONY.finditer(text):
+        channel = f"{message['head'] or ''} {message['channel'] or ''}"
+        if "to=" in channel:
+            rest.append(message[0])
+        else:
+            (thoughts if "analysis" in channel else rest).append(message["body"])
+    return "\n".join(thoughts) if thoughts else None, "".join(rest)
 
 
 def read_calls(text: str, form: str, start: int = 0) -> tuple[str, list[dict[str, Any]], list[str]]:
-    """The content beside the calls, the calls in the OpenAI shape, and a line for each call that cannot be read.
+    """The content without the calls, the calls in OpenAI's format, and an error message for each call that cannot be parsed.
 
-    `form` is a row of `FORMATS`. Calls get ids of nine letters and digits, as Mistral's template wants them, numbered from `start`.
+    `form` is a key of `FORMATS`. Calls get ids of nine letters and digits, as Mistral's template requires, numbered from `start`.
     """
     calls: list[dict[str, Any]] = []
     malformed: list[str] = []
@@ -33,22 +65,22 @@ def read_calls(text: str, form: str, start: int = 0) -> tuple[str, list[dict[str
         if len(calls) >= _MAX_CALLS:
             return match[0]
         try:
-            found = read_one(match)
+            parsed = parse(match)
         except _MalformedCall as error:
             malformed.append(f"Tool call {len(calls) + len(malformed) + 1} cannot be read: {error}")
             return match[0]
-        for name, arguments in found[: _MAX_CALLS - len(calls)]:
+        for name, arguments in parsed[: _MAX_CALLS - len(calls)]:
             function = {"name": well_formed(name), "arguments": well_formed(json.dumps(arguments, ensure_ascii=False))}
             calls.append({"id": f"call{start + len(calls):05d}", "type": "function", "function": function})
         return ""
 
-    pattern, read_one = FORMATS[form]
+    pattern, parse = FORMATS[form]
     content = pattern.sub(read, text)
     return (content.strip() if calls else content), calls, malformed
 
 
 def format_of(template: str) -> str:
-    """The format that a chat template's source shows; Hermes' where it shows none."""
+    """The format of tool calls in a chat template's source; Hermes' if none is recognised."""
     return next((form for mark, form in _MARKS if mark in template), "hermes")
 
 
@@ -64,7 +96,7 @@ def _call(value: Any) -> tuple[str, dict[str, Any]]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise _MalformedCall(f'the "arguments" of {value["name"][:60]} are no JSON object; write {_EXPECTED}')
+        raise _MalformedCall(f'the "arguments" of {value["name"][:60]} are not a JSON object; write {_EXPECTED}')
     return value["name"], arguments
 
 
@@ -76,21 +108,21 @@ def _json(text: str) -> Any:
         raise _MalformedCall(f"it is not valid JSON ({error}); write {_EXPECTED}") from None
 
 
-def _one_or_more(text: str) -> Found:
+def _call_or_list(text: str) -> Calls:
     value = _json(text.strip())
     return [_call(item) for item in value] if isinstance(value, list) else [_call(value)]
 
 
-def _hermes(match: re.Match[str]) -> Found:
+def _hermes(match: re.Match[str]) -> Calls:
     inner = match["call"].strip()
     if match["end"] is None:
         raise _MalformedCall("it has no </tool_call>")
-    return _xml(inner) if inner.startswith("<function=") else _one_or_more(inner)
+    return _xml(inner) if inner.startswith("<function=") else _call_or_list(inner)
 
 
-def _xml(text: str) -> Found:
-    """Qwen3-Coder's `<function=f><parameter=x>1</parameter></function>`; a parameter that is JSON is read as such."""
-    made: Found = []
+def _xml(text: str) -> Calls:
+    """Qwen3-Coder's `<function=f><parameter=x>1</parameter></function>`; parameters that are JSON are decoded."""
+    made: Calls = []
     for name, body in re.findall(r"<function=([^>\s]+)>(.*?)</function>", text, re.DOTALL):
         arguments = {}
         for key, value in re.findall(r"<parameter=([^>\s]+)>(.*?)</parameter>", body, re.DOTALL):
@@ -104,8 +136,8 @@ def _xml(text: str) -> Found:
     return made
 
 
-def _in_sequence(match: re.Match[str]) -> Found:
-    """Llama 3: JSON objects, perhaps separated by semicolons."""
+def _in_sequence(match: re.Match[str]) -> Calls:
+    """Llama 3: JSON objects, optionally separated by semicolons."""
     text, made, decoder = match["call"].strip(), [], json.JSONDecoder(strict=False)
     while text:
         try:
@@ -117,23 +149,23 @@ def _in_sequence(match: re.Match[str]) -> Found:
     return made
 
 
-def _mistral(match: re.Match[str]) -> Found:
-    """`[TOOL_CALLS]` with a JSON list, or a name, perhaps `[ARGS]`, and a JSON object."""
+def _mistral(match: re.Match[str]) -> Calls:
+    """`[TOOL_CALLS]` with a JSON list, or with a name, an optional `[ARGS]`, and a JSON object."""
     text = match["call"].strip()
     if text.startswith(("[{", "{")) or not (named := re.match(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", text, re.DOTALL)):
-        return _one_or_more(text)
+        return _call_or_list(text)
     return [_call({"name": named[1], "arguments": _json(named[2])})]
 
 
-def _pythonic(match: re.Match[str]) -> Found:
-    """`[f(x=1), g()]`: literals only, nothing is evaluated."""
+def _pythonic(match: re.Match[str]) -> Calls:
+    """`[f(x=1), g()]`: literals only; nothing is evaluated."""
     try:
         tree = ast.parse(match["call"].strip(), mode="eval").body
         items = tree.elts if isinstance(tree, ast.List) else [tree]
         return [(_name(item), {key.arg: ast.literal_eval(key.value) for key in item.keywords}) for item in items]  # type: ignore[attr-defined,misc]
-    # The parser of a text that a model wrote: too deep, no call, no literal, a NUL.
+    # The errors of parsing generated text: nested too deeply, no call, no literal, a NUL.
     except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
-        raise _MalformedCall("it is no list of calls with literal keyword arguments; write [name(key=value)]") from None
+        raise _MalformedCall("it is not a list of calls with literal keyword arguments; write [name(key=value)]") from None
 
 
 def _name(call: ast.expr) -> str:
@@ -142,24 +174,24 @@ def _name(call: ast.expr) -> str:
     return ast.unparse(call.func)
 
 
-def _harmony(match: re.Match[str]) -> Found:
+def _harmony(match: re.Match[str]) -> Calls:
     return [_call({"name": match["name"], "arguments": _json(match["call"] or "{}")})]
 
 
-def _deepseek(match: re.Match[str]) -> Found:
+def _deepseek(match: re.Match[str]) -> Calls:
     text = re.sub(r"^```(?:json)?\s*|\s*```$", "", match["call"].strip())
     return [_call({"name": match["name"].strip(), "arguments": _json(text)})]
 
 
-def _listed(match: re.Match[str]) -> Found:
-    return _one_or_more(match["call"])
+def _listed(match: re.Match[str]) -> Calls:
+    return _call_or_list(match["call"])
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(text, re.DOTALL)
 
 
-FORMATS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]] = {
+FORMATS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], Calls]]] = {
     "hermes": (_pattern(r"<tool_call>(?P<call>.*?)(?:(?P<end></tool_call>)|(?=<tool_call>)|\Z)"), _hermes),
     "llama3": (_pattern(r'\A\s*(?:<\|python_tag\|>)?(?P<call>\{(?=\s*"(?:name|type|function|parameters|arguments)").*)\Z'), _in_sequence),
     "mistral": (_pattern(r"\[TOOL_CALLS\](?P<call>.*?)(?=\[TOOL_CALLS\]|\Z)"), _mistral),
@@ -180,7 +212,7 @@ FORMATS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]] = {
     ),
     "phi4": (_pattern(r"(?:functools(?=\[)|<\|tool_call\|>)(?P<call>.*?)(?:<\|/tool_call\|>|\Z)"), _listed),
 }
-"""How a model writes tool calls: where a call is, and what reads it."""
+"""Format -> pattern of a tool call, and the function that parses a match."""
 
 _MARKS = (
     ("<|channel|>", "harmony"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.envs.conversation.tool_calls import FORMATS, format_of, read_calls
+from penstock.pipeline.envs.conversation.parsers import FORMATS, format_of, read_calls
 from tests.support.chat_families import FAMILIES, source
 
 WRITTEN = {
