@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
@@ -19,7 +20,7 @@ from penstock.topics.upkeep import state
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RUN, Teller, as_records
 
-STEPS = 120
+STEPS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,8 @@ def forgetting_early(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(KEPT, name, 24)
 
 
-def told(seed: int = 0, *, steps: int = STEPS) -> list[Record]:
+@cache
+def told(seed: int = 0, *, steps: int = STEPS) -> tuple[Record, ...]:
     """A run's records, topics interleaved at random."""
     records = as_records(list(Teller(steps=steps).whole()))
     waiting = {topic: [record for record in records if record.topic == topic] for topic in {record.topic for record in records}}
@@ -38,7 +40,7 @@ def told(seed: int = 0, *, steps: int = STEPS) -> list[Record]:
         mixed.append(waiting[topic].pop(0))
         if not waiting[topic]:
             del waiting[topic]
-    return [record for record in mixed if not record.topic.endswith(".rollouts")]
+    return tuple(record for record in mixed if not record.topic.endswith(".rollouts"))
 
 
 def folded(records: Sequence[Record], view: RunView | None = None, *, forgets: bool = False) -> RunView:
