@@ -15,13 +15,13 @@ from types import TracebackType
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-DEADLY = 3
+MAX_CRASHES = 3
 """Number of deaths after which a record is not decoded again."""
 
 RecordId = tuple[str, int, int]
 """Topic, partition and offset of a record."""
 
-_IN_HAND = struct.Struct("<qqH")
+_RECORD_ID = struct.Struct("<qqH")
 """Partition, offset and length of the topic's name, which follows; a byte before them says whether they are valid."""
 _SIZE = mmap.PAGESIZE
 
@@ -36,7 +36,7 @@ class Attempts:
 
     def __init__(self, path: Path | None) -> None:
         """Read what the previous process left at `path`; with None, or a path that cannot be written, nothing is kept."""
-        self.deaths: dict[RecordId, int] = {}
+        self.crashes: dict[RecordId, int] = {}
         """Record -> number of deaths while it was being decoded."""
         self._counts = path.with_name(f"{path.name}.json") if path else None
         self._page = _page(path)
@@ -46,7 +46,7 @@ class Attempts:
 
     def reading(self, record: Record) -> "Attempts":
         """Note when the block begins that the record is being decoded. Raises `Unusable` for a killer."""
-        if self.deaths:
+        if self.crashes:
             self._refuse(record)
         self._record = record
         return self
@@ -57,16 +57,16 @@ class Attempts:
         if record.topic != self._topic:
             name = record.topic.encode()
             self._topic = record.topic
-            page[1 + _IN_HAND.size : 1 + _IN_HAND.size + len(name)] = name
-        _IN_HAND.pack_into(page, 1, record.partition, record.offset, len(self._topic))
+            page[1 + _RECORD_ID.size : 1 + _RECORD_ID.size + len(name)] = name
+        _RECORD_ID.pack_into(page, 1, record.partition, record.offset, len(self._topic))
         page[0] = 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and not issubclass(kind, Unusable):
             return  # any other error ends the process: the record stays noted
         self._page[0] = 0
-        if self.deaths and self._record is not None and _place(self._record) in self.deaths:
-            del self.deaths[_place(self._record)]
+        if self.crashes and self._record is not None and _record_id(self._record) in self.crashes:
+            del self.crashes[_record_id(self._record)]
             self._save()
 
     def close(self) -> None:
@@ -74,20 +74,22 @@ class Attempts:
         self._page.close()
 
     def _refuse(self, record: Record) -> None:
-        count = self.deaths.get(_place(record), 0)
-        if count >= DEADLY:
+        count = self.crashes.get(_record_id(record), 0)
+        if count >= MAX_CRASHES:
             raise Unusable(f"{count} processes of this name died while they decoded it", kind="killer")
 
     def _load(self) -> None:
         if self._counts is not None:
             with suppress(OSError, ValueError, TypeError):  # only a count is lost
-                self.deaths = {(topic, int(p), int(offset)): int(count) for topic, p, offset, count in json.loads(self._counts.read_text())}
+                self.crashes = {
+                    (topic, int(p), int(offset)): int(count) for topic, p, offset, count in json.loads(self._counts.read_text())
+                }
         if self._page[0] != 1:
             return
-        partition, offset, length = _IN_HAND.unpack_from(self._page, 1)
-        topic = self._page[1 + _IN_HAND.size : 1 + _IN_HAND.size + length].decode(errors="replace")
+        partition, offset, length = _RECORD_ID.unpack_from(self._page, 1)
+        topic = self._page[1 + _RECORD_ID.size : 1 + _RECORD_ID.size + length].decode(errors="replace")
         place = (topic, partition, offset)
-        self.deaths[place] = self.deaths.get(place, 0) + 1
+        self.crashes[place] = self.crashes.get(place, 0) + 1
         self._save()
         self._page[0] = 0
 
@@ -96,11 +98,11 @@ class Attempts:
             return
         beside = self._counts.with_name(f"{self._counts.name}.tmp")
         with suppress(OSError):
-            beside.write_text(json.dumps([[*place, count] for place, count in self.deaths.items()]))
+            beside.write_text(json.dumps([[*place, count] for place, count in self.crashes.items()]))
             beside.replace(self._counts)
 
 
-def _place(record: Record) -> RecordId:
+def _record_id(record: Record) -> RecordId:
     return record.topic, record.partition, record.offset
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from penstock.infra.broker import fencing, jars, login, ports, probe, process, settings
 from penstock.infra.broker.java import environment, find_java
 from penstock.infra.broker.login import Login
-from penstock.infra.broker.session import Refused
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, state_path, writable, write_private
 
@@ -196,7 +195,7 @@ def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None])
     _write_properties(files, chosen, data="data")
     progress("starting the broker")
     killed, risk = not fresh and not files.orderly.exists(), None
-    if killed and not any(fencing.strike_off(files.directory, chosen, run, log=files.log) for _ in range(2)):
+    if killed and not any(fencing.fence_predecessor(files.directory, chosen, run, log=files.log) for _ in range(2)):
         risk = (
             "the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end; "
             "`penstock topics unblock RUN` looks for it"
@@ -265,7 +264,7 @@ def _cluster_id(files: _Files, port: int) -> str | None:
     user = login.read(files.directory) if own is None else login.ensure(files.directory)
     try:
         return probe.cluster_id(settings.HOST, port, timeout_s=2.0, login=user)
-    except Refused:
+    except probe.Refused:
         if own is None:
             raise BrokerError("the broker that runs asks for no password: `penstock broker stop`, then start it again") from None
         # Another program at the port must not get this password: the log proves that the port is the broker's as long as it runs.

@@ -28,7 +28,7 @@ _ANY_REGISTRATION = re.compile(r"registration for broker|RegisterBroker|BrokerRe
 _RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistrationChangeRecord)\([^\n]*?fenced=(true|false|-?1)\b")
 
 
-def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> bool:
+def fence_predecessor(directory: Path, ports: Ports, java: list[str], *, log: Path) -> bool:
     """Run the controller of the broker in `directory` until it has fenced the broker that died; returns False if it did not."""
     text = settings.fencing_properties(controller_port=ports.controller, data="data", password=secrets.token_urlsafe())
     write_private(directory / _PROPERTIES, text)
@@ -45,7 +45,7 @@ def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> 
         return True
 
     try:
-        if not comes_true(lambda: is_struck_off(_after(log, since))):
+        if not comes_true(lambda: is_fenced(_after(log, since))):
             return False
         # It logs this before it writes the record; records are written in order, and another one follows soon.
         before = _newest(directory)
@@ -59,7 +59,7 @@ def end(directory: Path) -> None:
     process.end(directory / _PROCESS, timeout_s=0.0)
 
 
-def is_struck_off(text: str) -> bool:
+def is_fenced(text: str) -> bool:
     """True if a controller with this log is active and every broker it knows is fenced.
 
     Example:

@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.infra.broker.java import environment
 from penstock.infra.paths import write_private
 
-PATIENCE_S, LOOK_EVERY_S = 2.0, 0.05
+PATIENCE_S, CHECK_EVERY_S = 2.0, 0.05
 """A lock is waited for in silence at first: whoever looks whether the broker runs holds it for an instant."""
 
 # Children of this process, kept so that they are reaped when they end.
@@ -101,7 +101,7 @@ def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(CHECK_EVERY_S)
             if time.monotonic() - asked >= PATIENCE_S:
                 waiting()
                 fcntl.flock(file, fcntl.LOCK_EX)

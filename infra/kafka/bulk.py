@@ -11,7 +11,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka.cluster.skips import ReadLetters
+from penstock.infra.kafka.cluster.skips import ReadDeadLetters
 from penstock.infra.kafka.settings import MAX_RECORD_BYTES, Connection, librdkafka
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
@@ -40,9 +40,9 @@ class _Client:
 class BulkReader(_Client):
     """Reads one partition after another; for one thread."""
 
-    def __init__(self, connection: Connection, letters: ReadLetters | None = None) -> None:
+    def __init__(self, connection: Connection, read_dead_letters: ReadDeadLetters | None = None) -> None:
         super().__init__()
-        self._letters = letters
+        self._read_dead_letters = read_dead_letters
         settings = {
             **librdkafka(connection),
             "group.id": f"{connection.client_id}-bulk",  # the client demands one; no group is joined and nothing is committed
@@ -81,7 +81,7 @@ class BulkReader(_Client):
                 last_answer = time.monotonic()
             for message in messages:
                 if (error := message.error()) is not None:
-                    if error.code() == KafkaError._BAD_MSG and (after := self._passed_over(message)) is not None:
+                    if error.code() == KafkaError._BAD_MSG and (after := self._offset_after_skip(message)) is not None:
                         position = after
                         self._consumer.seek(TopicPartition(topic, partition, after))
                         break
@@ -103,12 +103,12 @@ class BulkReader(_Client):
         if records:
             yield records
 
-    def _passed_over(self, message: Any) -> int | None:
+    def _offset_after_skip(self, message: Any) -> int | None:
         """The offset behind this damaged batch, if a person has had the run's readers skip it (`penstock topics skip`)."""
-        at, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
-        letters = [] if self._letters is None else self._letters(f"{run}.dead-letters")
-        known = dead_letters.stretches(letters, run=run)
-        return next((offsets.stop for place, offsets in known if place == at and message.offset() in offsets), None)
+        partition, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
+        records = [] if self._read_dead_letters is None else self._read_dead_letters(f"{run}.dead-letters")
+        skips = dead_letters.stretches(records, run=run)
+        return next((offsets.stop for tp, offsets in skips if tp == partition and message.offset() in offsets), None)
 
     def close(self) -> None:
         """Close the consumer."""

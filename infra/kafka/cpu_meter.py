@@ -17,7 +17,7 @@ class Meter:
 
 
 @dataclass(slots=True)
-class Costs:
+class CpuCosts:
     """The sum over all clients of one log, living and closed."""
 
     _meters: list[Meter] = field(default_factory=list)

@@ -33,7 +33,7 @@ NEVER_WRITTEN = (
     errors.PolicyViolationError,
     errors.InvalidTimestampError,
 )
-AWAY = (
+UNREACHABLE = (
     errors.KafkaConnectionError,
     errors.NodeNotReadyError,
     errors.RequestTimedOutError,
@@ -43,7 +43,7 @@ AWAY = (
     errors.UnknownBrokerIdError,  # a broker that has just come back does not lead its partitions yet
 )
 """Errors a client raises while no broker answers."""
-OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
+GENERATION_OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
 _FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
 _FORBIDDEN = (
     errors.TopicAuthorizationFailedError,
@@ -72,7 +72,7 @@ def translate(error: BaseException, what: str) -> LogError:
     text = f"{what}: {one_line(error)}"
     if isinstance(error, _FENCED):
         return Fenced(f"{what}: another process writes under this transactional id now")
-    if isinstance(error, OVER):
+    if isinstance(error, GENERATION_OVER):
         return LostPartition(f"{what}: the consumer group has moved on to another generation")
     if isinstance(error, NEVER_WRITTEN):
         return SendFailed(text)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from penstock.infra.kafka.cluster import durability, hanging
-from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cluster.durability import Weakness
+from penstock.infra.kafka.cluster import hanging
+from penstock.infra.kafka.cluster.admin import Admin, Weakness, weaknesses
 from penstock.infra.kafka.cluster.hanging import Hanging
 from penstock.infra.kafka.cluster.skips import first_readable
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact
 from penstock.infra.kafka.producer import KafkaProducerOfRecords
 from penstock.infra.kafka.reading.member import KafkaMember
@@ -47,7 +46,7 @@ class KafkaLog:
         self._connection = Connection(
             bootstrap=bootstrap, client_id=client_id, security=dict(security or {}), unreachable_after_s=unreachable_after_s
         )
-        self._costs = Costs()
+        self._costs = CpuCosts()
         self._contact = Contact(bootstrap, give_up_s)
         self._admin = Admin(self._connection, self._costs, self._contact)
         self._admin.connect()
@@ -56,10 +55,10 @@ class KafkaLog:
         self.bootstrap = bootstrap
 
     def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None:
-        """Set how clients made from now on bear an outage: they wait for `give_up_s`; `notify` gets a line at its begin and its end."""
+        """Let clients made from now on wait `give_up_s` for an unreachable broker; `notify` gets a line when an outage starts and ends."""
         self._contact.give_up_s = give_up_s
         if notify is not None:
-            self._contact.tell(notify)
+            self._contact.report_to(notify)
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings.
@@ -70,7 +69,7 @@ class KafkaLog:
 
     def weaknesses(self) -> list[Weakness]:
         """Where this cluster would lose acknowledged records with one of its brokers."""
-        return durability.weaknesses(self._admin)
+        return weaknesses(self._admin)
 
     def topics(self, prefix: str = "") -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
@@ -108,7 +107,7 @@ class KafkaLog:
 
         `fetch_bytes`: how much of a partition is asked for at once, by one who wants little of what is there.
         """
-        return self._tail(starts, group=group, letters=self.letters, fetch_bytes=fetch_bytes)
+        return self._tail(starts, group=group, read_dead_letters=self.read_dead_letters, fetch_bytes=fetch_bytes)
 
     def _tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **chosen: Any) -> KafkaTail:
         """As `tail`; without `letters` it stops at whatever is damaged."""
@@ -154,7 +153,7 @@ class KafkaLog:
             max_bytes=max_bytes,
             gathers=gathers,
             session_s=session_s,
-            letters=self.letters,
+            read_dead_letters=self.read_dead_letters,
             pools=pools,
         )
         self._members.add(member)
@@ -174,7 +173,7 @@ class KafkaLog:
             linger_ms=linger_ms,
         )
 
-    def letters(self, topic: str) -> list[Record]:
+    def read_dead_letters(self, topic: str) -> list[Record]:
         """The dead letters that are there, for a reader that has met something it cannot read."""
         if self.partitions(topic) is None:
             return []
@@ -192,7 +191,7 @@ class KafkaLog:
         """The value of the newest record with this key, of all that was written when this is called; None if there is none."""
         tail = self.tail({(topic, partition): "earliest"})
         try:
-            return next((record.value for record in reversed(tail.read_to_end(undecided=True)) if record.key == key), None)
+            return next((record.value for record in reversed(tail.read_to_end(include_open=True)) if record.key == key), None)
         finally:
             tail.close()
 

@@ -18,11 +18,11 @@ from penstock.infra.kafka.client_repairs import private_api
 
 T = TypeVar("T")
 
-AWAY_AFTER_S = 5.0
+REPORT_AFTER_S = 5.0
 """An outage is reported, once, when no waiting client has had an answer for this long."""
 SILENT_S = 3.0
 """The broker counts as away after this much silence: it answers a connected reader that polls at least twice a second."""
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 
 class Contact:
@@ -37,7 +37,7 @@ class Contact:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.notify: Callable[[str], None] = lambda _: None
-        """Takes a line for a person; `tell` sets it."""
+        """Takes a line for the user; `report_to` sets it."""
 
     @property
     def silent_s(self) -> float:
@@ -55,7 +55,7 @@ class Contact:
         """Note that a broker has just answered one of the clients."""
         self._answered = time.monotonic()
 
-    def gave_up(self, after_s: float | None = None) -> LogUnreachable:
+    def unreachable(self, after_s: float | None = None) -> LogUnreachable:
         """The error to raise when the time is over."""
         return LogUnreachable(
             f"the broker at {self.bootstrap} has not answered for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): giving up; "
@@ -71,33 +71,33 @@ class Contact:
                 result = attempt()
             except (LogUnreachable, errors.RetriableError) as error:
                 if ended():
-                    raise self.gave_up() from error
+                    raise self.unreachable() from error
                 wait.check()
                 time.sleep(0.1)
             else:
                 wait.answered()
                 return result
 
-    def tell(self, notify: Callable[[str], None]) -> None:
-        """From now on, call `notify` once when the broker goes away and once when it is back, and what a reader passes over."""
+    def report_to(self, notify: Callable[[str], None]) -> None:
+        """Report the start and the end of every outage, and deleted records that a member skips."""
         self.notify = notify
-        threading.Thread(target=self._tell, args=(notify,), daemon=True, name="log-contact").start()
+        threading.Thread(target=self._report_outages, daemon=True, name="log-contact").start()
 
-    def _tell(self, notify: Callable[[str], None]) -> None:
+    def _report_outages(self) -> None:
         away_since: float | None = None
         looked = time.monotonic()
-        while not self._closed.wait(_LOOK_EVERY_S):
+        while not self._closed.wait(_CHECK_EVERY_S):
             last, looked = looked, time.monotonic()
-            if looked - last > AWAY_AFTER_S:
+            if looked - last > REPORT_AFTER_S:
                 continue  # this process itself was suspended: no client could receive an answer
             silent_s = self.silent_s
-            if away_since is None and silent_s >= AWAY_AFTER_S:
+            if away_since is None and silent_s >= REPORT_AFTER_S:
                 away_since = time.monotonic() - silent_s
-                notify(
+                self.notify(
                     f"the broker at {self.bootstrap} has not answered for {silent_s:.0f} s; waiting for it, {self.give_up_s:.0f} s at most"
                 )
-            elif away_since is not None and self._answered > away_since + AWAY_AFTER_S:
-                notify(f"the broker answers again, after {self._answered - away_since:.0f} s")
+            elif away_since is not None and self._answered > away_since + REPORT_AFTER_S:
+                self.notify(f"the broker answers again, after {self._answered - away_since:.0f} s")
                 away_since = None
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Wait:
     def check(self) -> None:
         """Raise LogUnreachable once the wait has lasted `give_up_s`."""
         if self.seconds >= self._contact.give_up_s:
-            raise self._contact.gave_up()
+            raise self._contact.unreachable()
 
 
 class Outage:
@@ -153,7 +153,7 @@ class Outage:
 
         `due` is False while a connected broker owes this consumer no answer, as while a group gathers.
         """
-        now, last_answer = time.monotonic(), private_api.last_heard(consumer)
+        now, last_answer = time.monotonic(), private_api.last_received(consumer)
         if last_answer > self._heard:
             self._heard = self._since = last_answer
             self._contact.answered()

@@ -14,7 +14,7 @@ from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection
 from penstock.topics.wire.record import Outgoing
@@ -70,7 +70,7 @@ class KafkaProducerOfRecords:
     def __init__(
         self,
         connection: Connection,
-        costs: Costs,
+        costs: CpuCosts,
         contact: Contact,
         admin: Admin,
         *,

@@ -17,7 +17,7 @@ from penstock.infra.errors import LogError
 
 TOKEN_FILE, TOKEN_COMMAND = "sasl_oauth_token_file", "sasl_oauth_token_command"
 TOKEN_COMMAND_S = 20.0
-TOKEN_KEPT_S = 30.0
+TOKEN_REUSE_S = 30.0
 """A command's token is used again for so long: a worker opens many connections at once."""
 UNDATED_TOKEN_S = 300.0
 """How long a token without `exp` is taken to be good."""
@@ -220,7 +220,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         if self._file is not None:
             return self._checked(self._read(), self._file)
         if time.monotonic() >= self._until:
-            self._kept, self._until = self._checked(self._run(), self._command), time.monotonic() + TOKEN_KEPT_S
+            self._kept, self._until = self._checked(self._run(), self._command), time.monotonic() + TOKEN_REUSE_S
         return self._kept
 
     def for_librdkafka(self, _: str) -> tuple[str, float]:

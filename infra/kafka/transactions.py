@@ -17,7 +17,7 @@ from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.producer import send
 from penstock.infra.kafka.reading import consumer
@@ -41,7 +41,7 @@ class KafkaTransactions:
     def __init__(
         self,
         connection: Connection,
-        costs: Costs,
+        costs: CpuCosts,
         contact: Contact,
         admin: Admin,
         visible: Visible,
@@ -93,12 +93,12 @@ class KafkaTransactions:
                     self._written.check(records, written)
                     return written
                 except LogUnreachable as error:
-                    raise self._contact.gave_up(self._give_up_s) from error
+                    raise self._contact.unreachable(self._give_up_s) from error
                 except SendFailed as failure:
                     if isinstance(failure.__cause__, _FINAL):
                         raise
                     if time.monotonic() > deadline:
-                        raise self._contact.gave_up(self._give_up_s) from failure
+                        raise self._contact.unreachable(self._give_up_s) from failure
                     self._contact.counts["transaction_retries"] += 1
                     time.sleep(0.05)
         finally:
@@ -132,7 +132,7 @@ class KafkaTransactions:
     def _unwritten(self, error: Exception) -> Exception:
         """The error to raise for a failure before the commit was sent; the successor aborts what was begun."""
         what = f"nothing was written as {self._id}"
-        if isinstance(error, edge.OVER):
+        if isinstance(error, edge.GENERATION_OVER):
             return LostPartition(f"{what}: the consumer group has moved on to another generation")
         return SendFailed(f"{what}: {edge.one_line(error)}")
 

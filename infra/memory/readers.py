@@ -87,12 +87,12 @@ class MemoryTail:
         with self._state.change:
             return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
 
-    def read_to_end(self, timeout_s: float = 60.0, *, undecided: bool = False) -> list[Record]:
+    def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
         """Everything up to the current ends; with `undecided`, also what open transactions have written, once they have ended."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in self._reader.positions}
             ends = {partition: part.end for partition, part in parts.items()}
-            if undecided and not self._state.change.wait_for(
+            if include_open and not self._state.change.wait_for(
                 lambda: all(part.stable_end >= ends[partition] for partition, part in parts.items()), timeout_s
             ):
                 raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: a transaction is open")

@@ -27,7 +27,7 @@ class Part:
     """The first offset that is kept."""
     end: int = 0
     """The offset of the next record."""
-    undecided: dict["Transaction", int] = field(default_factory=dict)
+    open_transactions: dict["Transaction", int] = field(default_factory=dict)
     """Transactions whose marker is not written here yet, and the offset of each one's first record."""
     cuts: list[int] = field(default_factory=list)
     """Ends to which the partition was cut back, oldest first."""
@@ -35,7 +35,7 @@ class Part:
     @property
     def stable_end(self) -> int:
         """The last stable offset: readers of committed records get nothing from here on."""
-        return min(self.undecided.values(), default=self.end)
+        return min(self.open_transactions.values(), default=self.end)
 
     def append(self, outgoing: Outgoing) -> int:
         """Add a record; returns its offset."""
@@ -62,7 +62,7 @@ class Part:
     def cut(self, end: int) -> None:
         """Lose every record from offset `end` on; the next records take their offsets."""
         self.records = self.between(0, end, len(self.records))
-        self.undecided = {transaction: first for transaction, first in self.undecided.items() if first < end}
+        self.open_transactions = {transaction: first for transaction, first in self.open_transactions.items() if first < end}
         self.end = min(self.end, end)
         self.cuts.append(end)
 
@@ -89,7 +89,7 @@ class Transaction:
             parts = [state.part((record.topic, record.partition)) for record in records]
             self._parts = list({id(part): part for part in parts}.values())
             for part in self._parts:
-                part.undecided[self] = part.end
+                part.open_transactions[self] = part.end
             self.offsets = [part.append(record) for part, record in zip(parts, records, strict=True)]
             self._places = {(id(part), offset) for part, offset in zip(parts, self.offsets, strict=True)}
             state.change.notify_all()
@@ -98,7 +98,7 @@ class Transaction:
         """Write the markers: readers get the records; does nothing the second time."""
         with self._state.change:
             for part in self._parts:
-                if part.undecided.pop(self, None) is not None:
+                if part.open_transactions.pop(self, None) is not None:
                     part.end += MARKER
             self._state.change.notify_all()
 

@@ -26,32 +26,32 @@ class ModelVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class RegisteredCheckpoints:
     """The checkpoints that exist, and which of them has the best evaluation."""
 
     versions: tuple[ModelVersion, ...] = ()
     best: int | None = None
 
 
-def register(client: Any, *, name: str, run_id: str, kept: Kept, local: bool) -> None:
+def register(client: Any, *, name: str, run_id: str, checkpoints: RegisteredCheckpoints, local: bool) -> None:
     """Make the registered model `name` have exactly these versions; `local` says that MLflow reads this machine's disk."""
-    found = _found(client, name)
-    if not found and not kept.versions:
+    found = _registered_versions(client, name)
+    if not found and not checkpoints.versions:
         return
     if not client.search_registered_models(filter_string=f"name = '{name}'"):
         client.create_registered_model(name)
-    for step in sorted(found.keys() - {version.step for version in kept.versions}):
+    for step in sorted(found.keys() - {version.step for version in checkpoints.versions}):
         client.delete_model_version(name, found.pop(step).version)
-    for version in sorted(kept.versions, key=lambda version: version.step):
+    for version in sorted(checkpoints.versions, key=lambda version: version.step):
         if version.step not in found:
             tags = {**version.tags, STEP_TAG: str(version.step)}
             source = _source(client, version, run_id=run_id, local=local)
             found[version.step] = client.create_model_version(name, source, run_id=run_id, tags=tags, await_creation_for=0)
-    if kept.best in found and BEST not in found[kept.best].aliases:
-        client.set_registered_model_alias(name, BEST, found[kept.best].version)
+    if checkpoints.best in found and BEST not in found[checkpoints.best].aliases:
+        client.set_registered_model_alias(name, BEST, found[checkpoints.best].version)
 
 
-def _found(client: Any, name: str) -> dict[int, Any]:
+def _registered_versions(client: Any, name: str) -> dict[int, Any]:
     """Step -> version, of those that are there."""
     versions = client.search_model_versions(f"name = '{name}'", max_results=1000)
     return {int(version.tags[STEP_TAG]): version for version in versions if STEP_TAG in version.tags}

@@ -4,21 +4,21 @@ The rule: a pipeline run never has a second one. After its points a tag notes ho
 tracker continues there; a point delivered twice is one point, as MLflow's databases keep one row for each (name, step, time, value).
 """
 
+import fcntl
 import importlib
 import json
 import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import TrackingError
-from penstock.infra.mlflow.database import make_database
-from penstock.infra.mlflow.registry import Kept, inputs, register
+from penstock.infra.mlflow.registry import RegisteredCheckpoints, inputs, register
 from penstock.topics.wire.secrets import without_password
 from penstock.topics.wire.visible import visible
 
@@ -105,10 +105,10 @@ class MlflowRun:
                 self._client.log_batch(self.run_id, metrics=metrics[start : start + limit], tags=[tag] if last else [])
         self.position = now
 
-    def register(self, kept: Kept) -> None:
+    def register(self, checkpoints: RegisteredCheckpoints) -> None:
         """Make the checkpoints that exist the versions of the registered model that has the pipeline run's id."""
         with translated(self.target.uri):
-            register(self._client, name=self.target.run, run_id=self.run_id, kept=kept, local=self.target.local)
+            register(self._client, name=self.target.run, run_id=self.run_id, checkpoints=checkpoints, local=self.target.local)
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = (), reason: str | None = None) -> None:
         """Set FINISHED, KILLED or FAILED and the reason, then attach files; `end_ms` is when the pipeline run ended, by default now."""
@@ -222,3 +222,33 @@ def _foreign_errors() -> tuple[type[BaseException], ...]:
         except ImportError:
             continue
     return tuple(kinds)
+
+
+PREFIX = "sqlite:///"
+
+
+def make_database(uri: str, *, fill: Callable[[str], None]) -> None:
+    """Make the file that a `sqlite:///` address names, if there is none; `fill` makes the tables at the address it gets."""
+    path = _file(uri)
+    if path is None or _there(path):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    # A killed process releases the lock; the next one starts over.
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _there(path):
+            return
+        for left in (beside, beside.with_name(f"{beside.name}-journal")):
+            left.unlink(missing_ok=True)
+        fill(f"{PREFIX}{beside}")
+        beside.rename(path)
+
+
+def _there(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _file(uri: str) -> Path | None:
+    name = uri.removeprefix(PREFIX)
+    return Path(name) if name and name != uri and not name.startswith((":memory:", "file:")) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.infra.errors import TrackingError
-from penstock.infra.mlflow.registry import Kept
+from penstock.infra.mlflow.registry import RegisteredCheckpoints
 from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target
 from penstock.topics.wire.secrets import without_password
 
@@ -63,7 +63,7 @@ class Uploader:
         self._offset = self._passed = 0
         self._delivered: Mapping[str, int] = {}
         self._mlflow_run: MlflowRun | None = None
-        self._kept = self._registered = Kept()
+        self._checkpoints = self._registered = RegisteredCheckpoints()
         self._changed = threading.Condition()
         self._ending: Ending | None = None
         self._done = False
@@ -79,10 +79,10 @@ class Uploader:
         """Number of the journal's points that are not known to have reached MLflow."""
         return self._journal.points - self._passed
 
-    def more(self, kept: Kept) -> None:
+    def more(self, checkpoints: RegisteredCheckpoints) -> None:
         """Wake the thread: the journal may have grown, and these checkpoints exist."""
         with self._changed:
-            self._kept = kept
+            self._checkpoints = checkpoints
             self._changed.notify_all()
 
     def wait_for_run(self, timeout_s: float) -> str | None:
@@ -152,15 +152,15 @@ class Uploader:
         over = ending is not None and offset >= end
         if ending is not None and over:
             self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts, reason=ending.reason)
-        if self._to_register() or (over and self._kept != self._registered):
-            kept = self._kept
-            self._mlflow_run.register(kept)
-            self._registered = kept
+        if self._to_register() or (over and self._checkpoints != self._registered):
+            checkpoints = self._checkpoints
+            self._mlflow_run.register(checkpoints)
+            self._registered = checkpoints
         self._done = over
 
     def _to_register(self) -> bool:
         """Whether the registry is out of date; on a server, which gets the models themselves, it is updated after everything else."""
-        return self._target.local and self._kept != self._registered
+        return self._target.local and self._checkpoints != self._registered
 
     def _connect(self) -> MlflowRun:
         """Find the MLflow run; if it has less than was delivered, restart the journal from its beginning."""

@@ -46,10 +46,10 @@ def main() -> None:
     except BaseException as error:
         _reply(replies, {"broken": reason(error)})
         return
-    gives_up = hasattr(handler, "at_once")
-    _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1), "gives_up": gives_up})
+    can_cancel = hasattr(handler, "at_once")
+    _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1), "can_cancel": can_cancel})
     _notes.append(lambda what: _reply(replies, {"doing": what}))
-    if gives_up:
+    if can_cancel:
         _serve_at_once(handler, requests, replies)
         return
     for line in requests:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from penstock.infra.sandbox.rules import ChildRules
-from penstock.infra.sandbox.spawn import last_words, spawn
+from penstock.infra.sandbox.spawn import end_child, spawn
 
 Key = TypeVar("Key")
 READ_BYTES = 1 << 16
-MOST_UNREAD = 80 << 20
+MAX_UNREAD_BYTES = 80 << 20
 """Of one answer: more than a child sends."""
 
 
@@ -30,7 +30,7 @@ class Call(Generic[Key]):
     called: float = 0.0
     stopped: str | None = None
     """Why the child was asked to give it up; None if it was not."""
-    unwanted: bool = False
+    cancelled: bool = False
 
 
 class PipedChild(Generic[Key]):
@@ -45,7 +45,7 @@ class PipedChild(Generic[Key]):
         self.ready = False
         self.at_once = 1
         """Calls it works on side by side."""
-        self.gives_up = False
+        self.can_cancel = False
         """Whether it can give up a call and live on."""
         self.doing = ""
         """Its current work, as it last reported it."""
@@ -56,9 +56,9 @@ class PipedChild(Generic[Key]):
         os.set_blocking(self.stdout, False)
 
     @property
-    def wanted(self) -> int:
+    def active_calls(self) -> int:
         """Number of its calls whose answers are still wanted."""
-        return sum(not call.unwanted for call in self.calls.values())
+        return sum(not call.cancelled for call in self.calls.values())
 
     def has_room(self, call: Call[Key]) -> bool:
         """Whether it can take another call."""
@@ -74,7 +74,7 @@ class PipedChild(Generic[Key]):
         self._sending.append(call)
         self.send(f"[{number}, {call.payload}]")
 
-    def give_up(self, number: int, reason: str, *, grace_s: float) -> None:
+    def cancel(self, number: int, reason: str, *, grace_s: float) -> None:
         """Tell it to give up a call, which it has to answer within `grace_s`."""
         self.calls[number].stopped, self.calls[number].deadline = reason, time.monotonic() + grace_s
         self.send(f"[{number}]")
@@ -111,7 +111,7 @@ class PipedChild(Generic[Key]):
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.stdout, READ_BYTES):
                 self._unread += data
-                if len(self._unread) > MOST_UNREAD and b"\n" not in data:
+                if len(self._unread) > MAX_UNREAD_BYTES and b"\n" not in data:
                     raise ValueError
             ended = True
         *lines, rest = self._unread.split(b"\n")
@@ -122,14 +122,14 @@ class PipedChild(Generic[Key]):
         match json.loads(line):
             case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as answer if self.ready:
                 return dict(answer)
-            case {"ready": True, "at_once": int(), "gives_up": bool()} | {"broken": str()} as answer if not self.ready:
+            case {"ready": True, "at_once": int(), "can_cancel": bool()} | {"broken": str()} as answer if not self.ready:
                 return dict(answer)
         raise ValueError
 
     def close(self) -> None:
         """Kill it and everything it has started."""
         if self.process.returncode is None:
-            last_words(self.process, self.lifeline)
+            end_child(self.process, self.lifeline)
         self.lifeline.close()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

@@ -17,7 +17,7 @@ from typing import Any, Generic, Self
 
 from penstock.infra.sandbox.piped_child import Call, Key, PipedChild
 from penstock.infra.sandbox.rules import REWARD, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, last_words
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child
 
 GRACE_S = 2.0
 """Within which a child that works on several calls has to give up one of them; else it hangs."""
@@ -80,7 +80,7 @@ class ChildPool(Generic[Key]):
     @property
     def pending(self) -> int:
         """Number of calls that `poll` has not returned yet."""
-        return len(self._waiting) + len(self._ended) + sum(child.wanted for child in self._children)
+        return len(self._waiting) + len(self._ended) + sum(child.active_calls for child in self._children)
 
     def submit(self, key: Key, payload: object, *, timeout_s: float | None = None) -> None:
         """Queue a call; it goes to a child at once if one is free. `timeout_s` replaces the pool's limit for this call."""
@@ -94,11 +94,11 @@ class ChildPool(Generic[Key]):
         self._waiting = deque(call for call in self._waiting if call.key not in keys)
         self._ended = [result for result in self._ended if result.key not in keys]
         for child in list(self._children):
-            void = [number for number, call in child.calls.items() if call.key in keys and not call.unwanted]
+            void = [number for number, call in child.calls.items() if call.key in keys and not call.cancelled]
             for number in void:
-                child.calls[number].unwanted = True
-                self._give_up(child, number, "was cancelled")
-            if void and not child.gives_up:
+                child.calls[number].cancelled = True
+                self._cancel(child, number, "was cancelled")
+            if void and not child.can_cancel:
                 self._end(child)
                 self._start()
 
@@ -134,7 +134,7 @@ class ChildPool(Generic[Key]):
         for child in self._children:
             child.lifeline.end_orderly()
         for child in list(self._children):
-            last_words(child.process, child.lifeline, orderly=True)
+            end_child(child.process, child.lifeline, orderly=True)
             self._end(child)
         self._waiting.clear()
         self._selector.close()
@@ -159,7 +159,7 @@ class ChildPool(Generic[Key]):
         """Add the time since the last call, before anything changes."""
         now, room = time.monotonic(), sum(child.at_once for child in self._children if child.ready)
         if room:
-            self.busy_s += (now - self._counted) * sum(child.wanted for child in self._children) / room
+            self.busy_s += (now - self._counted) * sum(child.active_calls for child in self._children) / room
         self._counted = now
 
     def _dispatch(self) -> None:
@@ -190,7 +190,7 @@ class ChildPool(Generic[Key]):
         for answer in answers:
             self._take(child, answer)
         if ended:
-            self._replace(child, last_words(child.process, child.lifeline))
+            self._replace(child, end_child(child.process, child.lifeline))
 
     def _take(self, child: PipedChild[Key], answer: dict[str, Any]) -> None:
         if "broken" in answer:
@@ -201,10 +201,10 @@ class ChildPool(Generic[Key]):
         self._count_time()
         if "ready" in answer:
             child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
-            child.at_once, child.gives_up = answer["at_once"], answer["gives_up"]
+            child.at_once, child.can_cancel = answer["at_once"], answer["can_cancel"]
             return
         call = child.calls.pop(answer["call"], None)
-        if call is None or call.unwanted:
+        if call is None or call.cancelled:
             return
         if "error" in answer:
             self._fail(call, call.stopped or answer["error"])
@@ -217,20 +217,20 @@ class ChildPool(Generic[Key]):
             overdue = [number for number, call in child.calls.items() if call.deadline <= now]
             limit_s = min((child.calls[number].timeout_s for number in overdue), default=self._start_timeout_s)
             reason = f"took longer than {limit_s:g} s"
-            if child.deadline <= now or (overdue and not child.gives_up) or any(child.calls[number].stopped for number in overdue):
+            if child.deadline <= now or (overdue and not child.can_cancel) or any(child.calls[number].stopped for number in overdue):
                 self._replace(child, f"{reason} and was killed")
                 continue
             for number in overdue:
-                self._give_up(child, number, reason)
+                self._cancel(child, number, reason)
 
-    def _give_up(self, child: PipedChild[Key], number: int, reason: str) -> None:
-        if child.gives_up:
-            child.give_up(number, _of(child, reason), grace_s=GRACE_S)
+    def _cancel(self, child: PipedChild[Key], number: int, reason: str) -> None:
+        if child.can_cancel:
+            child.cancel(number, _of(child, reason), grace_s=GRACE_S)
             self._watch(child)
 
     def _replace(self, child: PipedChild[Key], reason: str) -> None:
         self._count_time()
-        calls, ready, reason = [call for call in child.calls.values() if not call.unwanted], child.ready, _of(child, reason)
+        calls, ready, reason = [call for call in child.calls.values() if not call.cancelled], child.ready, _of(child, reason)
         shared = len(child.calls) > 1
         self._end(child)
         if not ready:

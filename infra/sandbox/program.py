@@ -12,25 +12,25 @@ from pathlib import Path
 from penstock.infra.sandbox.rules import ChildRules, child_environment
 from penstock.infra.sandbox.spawn import CONTINUED_S, KILLED_S, ORDERLY_S, Lifeline, keeper_of, kill_stopped
 
-KEPT_BYTES = 4096
+OUTPUT_BYTES = 4096
 """Of a program's output: the last ones."""
 
 
 class Program:
     """A running program with its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, lifeline: Lifeline, given: bytes) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: Lifeline, stdin: bytes) -> None:
         self._process, self._lifeline = process, lifeline
         self._reason = ""
         self._kept = bytearray()
-        self._talking = asyncio.create_task(self._talk(given))
+        self._talking = asyncio.create_task(self._talk(stdin))
         self._ending = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(
-        cls, argv: Sequence[str], *, given: bytes, environment: Mapping[str, str], rules: ChildRules, folder: Path | None = None
+        cls, argv: Sequence[str], *, stdin: bytes, environment: Mapping[str, str], rules: ChildRules, folder: Path | None = None
     ) -> "Program":
-        """Start a program with `given` on its standard input and `environment` in addition to what children get."""
+        """Start a program with `stdin` as its standard input and `environment` in addition to what children get."""
         lifeline = Lifeline()
         with lifeline.theirs as theirs:
             process = await asyncio.create_subprocess_exec(
@@ -43,7 +43,7 @@ class Program:
                 cwd=folder,
                 env={**child_environment(os.environ, rules.pass_env), **environment},
             )
-        return cls(process, lifeline, given)
+        return cls(process, lifeline, stdin)
 
     async def wait(self) -> int:
         """Its exit status, negative for a signal, once it and all that it has started have ended, but for what SIGKILL does not end."""
@@ -83,19 +83,19 @@ class Program:
         """The end of what it wrote, standard output and errors together; if a limit ended it, which."""
         return self._kept.decode(errors="replace") + (f"\n{self._reason}" if self._reason else "")
 
-    async def _talk(self, given: bytes) -> None:
+    async def _talk(self, stdin: bytes) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        writing = asyncio.create_task(_give(self._process.stdin, given))
+        writing = asyncio.create_task(_give(self._process.stdin, stdin))
         try:
             while piece := await self._process.stdout.read(1 << 16):
-                self._kept = (self._kept + piece)[-KEPT_BYTES:]
+                self._kept = (self._kept + piece)[-OUTPUT_BYTES:]
         finally:
             writing.cancel()
 
 
-async def _give(pipe: asyncio.StreamWriter, given: bytes) -> None:
+async def _give(pipe: asyncio.StreamWriter, stdin: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # a program need not read it
-        pipe.write(given)
+        pipe.write(stdin)
         await pipe.drain()
         pipe.close()
         await pipe.wait_closed()

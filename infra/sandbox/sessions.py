@@ -16,7 +16,7 @@ from typing import Any
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.child import LINE_BYTES
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, Lifeline, last_words, spawn
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, Lifeline, end_child, spawn
 
 
 class SessionLost(PenstockError):
@@ -195,7 +195,7 @@ class _Child:
 
     def _kill(self, *, orderly: bool) -> None:
         if self._process.returncode is None:
-            last_words(self._process, self.lifeline, orderly=orderly)
+            end_child(self._process, self.lifeline, orderly=orderly)
         if self._writer is not None and not self._writer.is_closing():
             self._writer.abort()
         if self._reader is not None and not self._reader.is_closing():
@@ -206,7 +206,7 @@ class _Child:
         try:
             while line := await lines.readline():
                 self._take(json.loads(line))
-            died = last_words(self._process, self.lifeline)
+            died = end_child(self._process, self.lifeline)
         except (ValueError, RecursionError):
             died = STRAY
         # Nobody can say which of several calls it died of: each of them may be it.

@@ -1,7 +1,10 @@
 """Starts child processes that never outlive their parent: programs, and servers of JSON lines (`penstock.infra.sandbox.child`)."""
 
 import contextlib
+import functools
+import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,12 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from penstock.infra.errors import PenstockError
-from penstock.infra.paths import IMPORT_ROOT
-from penstock.infra.sandbox.isolation import bwrap_command, chosen_isolation
+from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.paths import IMPORT_ROOT, state_path
 from penstock.infra.sandbox.rules import ChildRules, child_environment
 
 # -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
@@ -84,7 +87,7 @@ def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lif
     return process, lifeline
 
 
-def last_words(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly: bool = False) -> str:
+def end_child(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly: bool = False) -> str:
     """End a child and everything it has started; says how it ended."""
     if orderly:
         lifeline.end_orderly()
@@ -121,3 +124,48 @@ def _machine_gb() -> float:
     with contextlib.suppress(OSError, ValueError):  # "max" if the container has no limit
         size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return size / 1e9
+
+
+_BWRAP = (
+    *("bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL"),
+    *("--dev-bind", "/", "/", "--proc", "/proc"),
+)
+PROBE_S = 30.0
+
+
+@functools.cache
+def chosen_isolation(rules: ChildRules) -> Literal["none", "landlock", "bwrap"]:
+    """The isolation that these rules stand for on this machine. Raises `ConfigError` if they need bwrap and it does not work."""
+    if rules.isolate is None:
+        return "landlock" if os.geteuid() else "none"
+    if rules.isolate in ("none", "landlock"):
+        return rules.isolate
+    fault, section = bwrap_fault(rules), rules.section
+    if fault is None:
+        return "bwrap"
+    if rules.isolate_network:
+        raise ConfigError(f"{section}.isolate_network = true: {fault}; or set it to false")
+    if rules.isolate == "bwrap":
+        raise ConfigError(f'{section}.isolate = "bwrap": {fault}; or set {section}.isolate = "landlock"')
+    logging.getLogger("penstock").warning('%s.isolate = "auto": %s; "landlock" is used', section, fault)
+    return "landlock"
+
+
+def bwrap_command(rules: ChildRules) -> tuple[str, ...]:
+    """What precedes a command in its own user, process id and IPC namespaces: devices and files stay, without the embedded broker's."""
+    broker = os.path.realpath(state_path() / "broker")  # bwrap mounts nothing behind a link
+    hidden = ("--tmpfs", broker) if os.path.isdir(broker) else ()
+    return (*_BWRAP, *hidden, *(["--unshare-net"] if rules.isolate_network else []), "--")
+
+
+def bwrap_fault(rules: ChildRules) -> str | None:
+    """Why bubblewrap does not work on this machine; None if it does."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed: apt-get install bubblewrap"
+    command = [*bwrap_command(rules), "true"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bwrap does not start: {error}"
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return None if done.returncode == 0 else f"bwrap does not work here ({lines[-1]})"

@@ -118,7 +118,7 @@ def export(
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
         ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in wanted}
-        work = Work(archive, BulkReader(log.connection, log.letters), Exported(run=run, directory=str(archive.path)), notify)
+        work = Work(archive, BulkReader(log.connection, log.read_dead_letters), Exported(run=run, directory=str(archive.path)), notify)
         with work:
             for topic, offsets in ends.items():
                 work.topic(log, topic, offsets)

@@ -44,7 +44,7 @@ def skip(log: KafkaLog, run: str, topic: str, partition: int, offset: int) -> tu
     begin, end = log.beginning_offsets([at])[at], log.end_offsets([at], committed=False)[at]
     if not begin <= offset < end:
         raise ConfigError(f"{topic}/{partition} holds the offsets {begin} to {end - 1}")
-    for place, known in dead_letters.stretches(log.letters(f"{run}.dead-letters"), run=run):
+    for place, known in dead_letters.stretches(log.read_dead_letters(f"{run}.dead-letters"), run=run):
         if place == at and offset in known:
             raise ConfigError(f"readers pass over {topic}/{partition} {known.start} to {known.stop - 1} already")
     after = log.first_readable(at, offset)

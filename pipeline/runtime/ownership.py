@@ -73,7 +73,7 @@ class WriterLease:
         try:
             self._await_silence(tail)
             transactions = self.log.transactions(f"{self.run}.{self.writer}", claim=self._record("taken"))
-            claims = [found for found in self._read(tail.read_to_end(undecided=True)) if found.kind == "taken"]
+            claims = [found for found in self._read(tail.read_to_end(include_open=True)) if found.kind == "taken"]
             own = [found.token for found in claims].index(self.token)
             rivals = claims[:own] if self.first_wins else claims[own + 1 :]
         finally:
@@ -92,7 +92,7 @@ class WriterLease:
             return
         tail = self.log.tail({(self._topic, 0): "earliest"})
         try:
-            owner = [found for found in self._read(tail.read_to_end(undecided=True)) if found.kind == "taken"][-1]
+            owner = [found for found in self._read(tail.read_to_end(include_open=True)) if found.kind == "taken"][-1]
         finally:
             tail.close()
         if owner.token != self.token:

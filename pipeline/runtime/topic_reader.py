@@ -267,12 +267,12 @@ def drain(
         behind = [at for at in behind if tail.position(at) < ends[at]]
 
 
-def read_to_current_end(log: Log, tail: Tail, *, undecided: bool = False) -> Iterator[Record]:
+def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> Iterator[Record]:
     """What an open tail gives up to the ends that its partitions have now.
 
-    With `undecided`, what transactions have written that are open now belongs to it: their end is waited for.
+    With `include_open`, waits for the transactions that are open now and yields their records too.
     """
-    return drain(tail, log.end_offsets(tail.partitions, committed=not undecided))
+    return drain(tail, log.end_offsets(tail.partitions, committed=not include_open))
 
 
 def _up_to(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.poison_records import DEADLY, Attempts
+from penstock.infra.poison_records import MAX_CRASHES, Attempts
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from tests.support.signals import signal_self
@@ -36,8 +36,8 @@ def read(attempts: Attempts, record: Record) -> None:
 
 def test_a_record_that_killed_three_times_is_refused_by_the_fourth_process_and_by_all_after_it(tmp_path: Path) -> None:
     path = tmp_path / "attempts" / "trainer"
-    for deaths in range(DEADLY):
-        assert Attempts(path).deaths.get((RECORD.topic, 3, 2**40), 0) == deaths
+    for crashes in range(MAX_CRASHES):
+        assert Attempts(path).crashes.get((RECORD.topic, 3, 2**40), 0) == crashes
         killed_while_reading(path, OTHER, RECORD)
     for _ in range(2):
         attempts = Attempts(path)
@@ -50,25 +50,25 @@ def test_a_record_that_killed_three_times_is_refused_by_the_fourth_process_and_b
 
 def test_a_record_that_was_read_to_the_end_after_all_is_forgiven(tmp_path: Path) -> None:
     path = tmp_path / "scorer-0"
-    for _ in range(DEADLY - 1):
+    for _ in range(MAX_CRASHES - 1):
         killed_while_reading(path, RECORD)
     read(Attempts(path), RECORD)
-    assert not Attempts(path).deaths
+    assert not Attempts(path).crashes
     killed_while_reading(path, RECORD)
-    assert list(Attempts(path).deaths.values()) == [1]
+    assert list(Attempts(path).crashes.values()) == [1]
 
 
 def test_each_record_answers_for_its_own_deaths(tmp_path: Path) -> None:
     path = tmp_path / "scorer-0"
-    for _ in range(DEADLY):
+    for _ in range(MAX_CRASHES):
         killed_while_reading(path, RECORD)
     with pytest.raises(Unusable):
         read(Attempts(path), RECORD)
     killed_while_reading(path, OTHER)
     attempts = Attempts(path)
-    assert sorted(attempts.deaths.values()) == [1, 3]
+    assert sorted(attempts.crashes.values()) == [1, 3]
     read(attempts, OTHER)
-    assert list(Attempts(path).deaths.values()) == [3]
+    assert list(Attempts(path).crashes.values()) == [3]
 
 
 def test_a_payload_that_is_refused_and_an_orderly_end_leave_nothing(tmp_path: Path) -> None:
@@ -77,14 +77,14 @@ def test_a_payload_that_is_refused_and_an_orderly_end_leave_nothing(tmp_path: Pa
     with pytest.raises(Unusable), attempts.reading(RECORD):
         raise Unusable("not Arrow", kind="undecodable")
     attempts.close()
-    assert not Attempts(path).deaths
+    assert not Attempts(path).crashes
 
 
 def test_an_error_that_ends_the_process_counts_as_a_death(tmp_path: Path) -> None:
     path = tmp_path / "trainer"
     with pytest.raises(RecursionError), Attempts(path).reading(RECORD):
         raise RecursionError
-    assert list(Attempts(path).deaths.values()) == [1]
+    assert list(Attempts(path).crashes.values()) == [1]
 
 
 @pytest.mark.parametrize("spoiled", [b"", b"\xff" * 5000, b"\x01" * 40])
@@ -101,4 +101,4 @@ def test_without_a_place_to_write_it_works_and_nothing_is_kept(tmp_path: Path) -
         read(attempts, RECORD)
         with pytest.raises(ZeroDivisionError), attempts.reading(RECORD):
             raise ZeroDivisionError
-        assert not Attempts(path).deaths
+        assert not Attempts(path).crashes

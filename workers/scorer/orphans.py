@@ -33,7 +33,7 @@ def _prompts_to_come(session: Session, state: PartitionGroups) -> frozenset[int]
     tail = None
     try:
         tail = session.log.tail({(session.topic("prompts"), state.partition): state.prompts_position})
-        for record in tail.read_to_end(LATE_LIMIT_S, undecided=True):
+        for record in tail.read_to_end(LATE_LIMIT_S, include_open=True):
             with contextlib.suppress(Unusable):
                 found.add(prompts.check(record, run=session.run).group)
     except LogError:

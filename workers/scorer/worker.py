@@ -180,7 +180,7 @@ class Scorer:
         topic, log = self.session.topic("groups"), self.session.log
         kept = log.beginning_offsets([(topic, partition) for partition in partitions])  # the groups before were deleted, so they had ended
         tail = log.tail({at: max(begin, self.owned[at[1]].groups_position) for at, begin in kept.items()})
-        for record in read_to_current_end(log, tail, undecided=True):  # what a predecessor has committed may not be readable yet
+        for record in read_to_current_end(log, tail, include_open=True):  # what a predecessor has committed may not be readable yet
             try:
                 headers = groups.check(record, run=self.session.run)
             except Unusable:

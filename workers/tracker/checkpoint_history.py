@@ -5,7 +5,7 @@ The rule: only what the ledger has recorded and the disk still has; a tracker on
 
 from dataclasses import dataclass, field
 
-from penstock.infra.mlflow.registry import Kept, ModelVersion
+from penstock.infra.mlflow.registry import ModelVersion, RegisteredCheckpoints
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.ledger import Entry
@@ -30,15 +30,16 @@ class CheckpointHistory:
                 "penstock.digest": str(entry.digest),
             }
 
-    def kept(self) -> Kept:
+    def kept(self) -> RegisteredCheckpoints:
         """Those that exist now; the Hugging Face model of each, where the run exports one."""
         store = open_store(self.session.config, self.session.run, to_read=True) if self._tags else None
         if store is None:
-            return Kept()
+            return RegisteredCheckpoints()
         steps = sorted(step for step in store.steps() if step in self._tags)
         folders = {step: store.path(step) / MODEL for step in steps}
         versions = tuple(
             ModelVersion(step=step, directory=folder if folder.is_dir() else folder.parent, tags=self._tags[step])
             for step, folder in folders.items()
         )
-        return Kept(versions=versions, best=store.best.steps if store.best is not None and store.best.steps in folders else None)
+        best = store.best.steps if store.best is not None and store.best.steps in folders else None
+        return RegisteredCheckpoints(versions=versions, best=best)

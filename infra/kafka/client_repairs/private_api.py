@@ -26,12 +26,12 @@ def connected(consumer: Any) -> bool:
     return any(connection.connected for connection in list(consumer._manager._conns.values()))
 
 
-def ask_for_metadata_every(consumer: Any, backoff_ms: int) -> None:
+def set_metadata_backoff(consumer: Any, backoff_ms: int) -> None:
     """How soon a reader may ask for its topics' leaders again; the client passes `retry_backoff_ms` to all its parts but this one."""
     consumer._cluster.config["retry_backoff_ms"] = backoff_ms
 
 
-def ask_for_metadata(consumer: Any) -> None:
+def request_metadata(consumer: Any) -> None:
     """Have the client ask for its topics' leaders anew, without waiting for the answer."""
     consumer._cluster.request_update()
 
@@ -42,7 +42,7 @@ def topic_id(consumer: Any, topic: str) -> str | None:
     return None if found is None else str(found)
 
 
-def last_heard(consumer: Any) -> float:
+def last_received(consumer: Any) -> float:
     """Monotonic time at which a broker last sent anything over a connection that is up; 0.0 when none is."""
     transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]
     return max((transport.last_read for transport in transports if transport is not None), default=0.0)

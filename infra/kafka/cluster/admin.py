@@ -16,14 +16,16 @@ from penstock.infra.errors import LogError
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Copies, Partition
-from penstock.topics.catalogue import TopicSpec
+from penstock.topics.catalogue import TopicSpec, is_ours
 
 T = TypeVar("T")
 
+UNCLEAN = "unclean.leader.election.enable"
+LISTED = 5
 _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
@@ -47,7 +49,7 @@ class Described(NamedTuple):
 class Admin:
     """One admin client, made at first use, shared by all threads of a log."""
 
-    def __init__(self, connection: Connection, costs: Costs, contact: Contact) -> None:
+    def __init__(self, connection: Connection, costs: CpuCosts, contact: Contact) -> None:
         self._connection = connection
         self._costs, self._contact = costs, contact
         self._client: Any = None
@@ -72,7 +74,7 @@ class Admin:
         while True:
             try:
                 answer = self._answer(question)
-            except edge.AWAY:
+            except edge.UNREACHABLE:
                 wait.check()
                 end = time.monotonic() + timeout_s
                 time.sleep(0.1)
@@ -262,3 +264,40 @@ class Admin:
         if client is not None:
             self._costs.unwatch(private_api.io_thread(client))
             client.close()
+
+
+class Weakness(NamedTuple):
+    """One line about what is, and one about what to do."""
+
+    found: str
+    do: str
+
+
+def weaknesses(admin: Admin) -> list[Weakness]:
+    """What a person may want to change; nothing where there is one broker. Raises `LogError`."""
+    brokers = admin.brokers()
+    if len(brokers) == 1:
+        return []
+    described = admin.describe([name for name in admin.topics("") if is_ours(name)])
+    resources = [ConfigResource(ConfigResourceType.BROKER, str(broker), None) for broker in brokers]
+    resources += [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in described]
+    settings = admin.ask("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
+    found = []
+    if unclean := _with_unclean(settings.get("broker", {})):
+        why = "an election could lose acknowledged records: set it to false"
+        found.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
+    elif unclean := _with_unclean(settings.get("topic", {})):
+        why = "an election could lose their acknowledged records: set it to false with kafka-configs.sh"
+        found.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
+    if single := sorted(name for name, topic in described.items() if topic.replicas < 2):
+        why = "one lost broker could take it along: kafka-reassign-partitions.sh makes more"
+        found.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
+    return found
+
+
+def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:
+    return sorted(name for name, held in settings.items() if str(held.get(UNCLEAN, {}).get("value")).lower() == "true")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")

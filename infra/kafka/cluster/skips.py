@@ -14,27 +14,27 @@ from penstock.infra.log import Log, Partition, Tail
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 
-ReadLetters = Callable[[str], Sequence[Record]]
+ReadDeadLetters = Callable[[str], Sequence[Record]]
 """Topic of a run's dead letters -> those that are there."""
 
 
-def pass_over(consumer: Any, read_letters: ReadLetters) -> bool:
+def skip_damaged(consumer: Any, read_dead_letters: ReadDeadLetters) -> bool:
     """Have a consumer go on behind each stretch at which it stands; false when it stands at none."""
-    places = {(tp.topic, tp.partition): private_api.position(consumer, tp) for tp in consumer.assignment()}
+    positions = {(tp.topic, tp.partition): private_api.position(consumer, tp) for tp in consumer.assignment()}
     moved = False
-    for run in {topic.partition(".")[0] for topic, _ in places}:
-        letters = _read(read_letters, f"{run}.dead-letters")
-        for place, offsets in dead_letters.stretches(letters, run=run):
-            if places.get(place) in offsets:
-                consumer.seek(TopicPartition(*place), offsets.stop)
+    for run in {topic.partition(".")[0] for topic, _ in positions}:
+        records = _read(read_dead_letters, f"{run}.dead-letters")
+        for partition, offsets in dead_letters.stretches(records, run=run):
+            if positions.get(partition) in offsets:
+                consumer.seek(TopicPartition(*partition), offsets.stop)
                 moved = True
     return moved
 
 
-def _read(read_letters: ReadLetters, topic: str) -> Sequence[Record]:
+def _read(read_dead_letters: ReadDeadLetters, topic: str) -> Sequence[Record]:
     """The letters, none for who may not read them: the damage itself is then what is to be said."""
     try:
-        return read_letters(topic)
+        return read_dead_letters(topic)
     except LogError:
         return ()
 

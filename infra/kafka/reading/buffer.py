@@ -26,7 +26,7 @@ class Buffer:
         self._events: list[Event] = []
         self._records = self._bytes = 0
         self._owned: frozenset[Partition] = frozenset()
-        self._wanted: dict[Partition, tuple[int, str]] = {}
+        self._uncommitted: dict[Partition, tuple[int, str]] = {}
         self._sending: set[Partition] = set()
         self._failure: LogError | None = None
         self._change = threading.Condition()
@@ -64,7 +64,7 @@ class Buffer:
             if not self._owned and not any(isinstance(event, Assigned) for event in self._events):
                 return
             owned, self._owned = self._owned, frozenset()
-            self._wanted.clear()
+            self._uncommitted.clear()
             self._sending.clear()
             self._events = [event for event in self._events if not isinstance(event, Records)]
             self._records = self._bytes = 0
@@ -102,19 +102,19 @@ class Buffer:
         with self._change:
             self._change.wait_for(lambda: not self.full, timeout_s)
 
-    def want(self, offsets: Commits) -> bool:
+    def add_commits(self, offsets: Commits) -> bool:
         """Remember offsets to commit; returns False and remembers none if a partition is not owned."""
         with self._change:
             if not self._owned.issuperset(offsets):
                 return False
-            self._wanted.update(offsets)
+            self._uncommitted.update(offsets)
             self._sending.update(offsets)
             return True
 
     def unsent_commits(self) -> Commits:
         """Commits that failed and have to be sent again; from now on they count as sent."""
         with self._change:
-            again = {partition: wanted for partition, wanted in self._wanted.items() if partition not in self._sending}
+            again = {partition: wanted for partition, wanted in self._uncommitted.items() if partition not in self._sending}
             self._sending.update(again)
             return again
 
@@ -122,8 +122,8 @@ class Buffer:
         """Note that the log has stored these offsets."""
         with self._change:
             for partition, noted in offsets.items():
-                if self._wanted.get(partition) == noted:
-                    del self._wanted[partition]
+                if self._uncommitted.get(partition) == noted:
+                    del self._uncommitted[partition]
                     self._sending.discard(partition)
 
     def uncommitted(self, offsets: Mapping[Partition, tuple[int, str]], error: BaseException) -> None:
@@ -131,5 +131,5 @@ class Buffer:
         log.debug("commit of %d partitions failed: %s", len(offsets), error)
         with self._change:
             for partition, failed in offsets.items():
-                if self._wanted.get(partition) == failed:
+                if self._uncommitted.get(partition) == failed:
                     self._sending.discard(partition)

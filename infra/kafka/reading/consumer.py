@@ -5,19 +5,20 @@ The rule: wait for a broker that is away, quietly and without spinning; only a r
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
+from kafka.coordinator.assignors.abstract import AbstractPartitionAssignor, ConsumerProtocolAssignment, ConsumerProtocolSubscription
+from kafka.coordinator.assignors.range import RangePartitionAssignor
 
 from penstock.infra.errors import Damaged, LogError, RecordMissing
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.infra.kafka.cluster.assignors import assignor_of
-from penstock.infra.kafka.cluster.skips import ReadLetters, pass_over
+from penstock.infra.kafka.cluster.skips import ReadDeadLetters, skip_damaged
 from penstock.infra.kafka.cluster.topic_ids import TopicIds
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Commits, Committed, Partition, Pools, check_commits
 from penstock.topics.wire.record import Record
@@ -29,7 +30,7 @@ GATHER_BELOW = 64
 GATHER_BYTES = 256 << 10
 """Likewise for one that returned more bytes: a large record is worth a round trip of its own."""
 
-WHAT_IS_THERE_S = 5.0
+OFFSETS_TIMEOUT_S = 5.0
 """For an error that is certain, a partition's ends are asked for no longer than this: a broker that has lost it may not answer."""
 
 _METADATA_MS = 5
@@ -40,7 +41,7 @@ _SPIN_S, _AWAY_S = 0.02, 0.2
 
 def make_consumer(
     connection: Connection,
-    costs: Costs,
+    costs: CpuCosts,
     *,
     group: str | None,
     session_s: float | None = None,
@@ -62,13 +63,13 @@ def make_consumer(
     if session_s is not None:
         configs |= settings.membership(session_s, assignor_of(pools))
     consumer = edge.make(KafkaConsumer, connection, configs)
-    private_api.ask_for_metadata_every(consumer, _METADATA_MS if session_s is None else configs["retry_backoff_ms"])
+    private_api.set_metadata_backoff(consumer, _METADATA_MS if session_s is None else configs["retry_backoff_ms"])
     costs.spend("io_s", time.thread_time() - began)
     costs.watch(private_api.io_thread(consumer), "io_s")
     return consumer
 
 
-def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
+def close_consumer(consumer: Any, costs: CpuCosts, timeout_s: float) -> None:
     """Leave the group and close within `timeout_s`: a dead broker must not delay the caller."""
     costs.unwatch(private_api.io_thread(consumer))
 
@@ -84,7 +85,7 @@ def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
 
 
 def poll(
-    consumer: Any, timeout_s: float, max_records: int, *, letters: ReadLetters | None = None, ids: TopicIds | None = None
+    consumer: Any, timeout_s: float, max_records: int, *, read_dead_letters: ReadDeadLetters | None = None, ids: TopicIds | None = None
 ) -> list[Record]:
     """Records, in offset order within each partition; possibly none, even before `timeout_s` or because the broker is away.
 
@@ -106,9 +107,9 @@ def poll(
         limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
         raise LogError(f"the broker refuses a session of this length: kafka.session_s has to lie between {limits}") from error
     except (errors.CorruptRecordError, errors.UnsupportedCodecError) as error:
-        if letters is None or not pass_over(consumer, letters):
+        if read_dead_letters is None or not skip_damaged(consumer, read_dead_letters):
             raise Damaged(_damage(consumer, error)) from error
-    except (errors.RetriableError, errors.NoOffsetForPartitionError, *edge.AWAY):
+    except (errors.RetriableError, errors.NoOffsetForPartitionError, *edge.UNREACHABLE):
         pass  # without an offset: a member whose assignment has just come seeks before its next poll
     if ids is not None:
         ids.look(consumer, idle=not records)
@@ -139,7 +140,7 @@ def _damage(consumer: Any, error: Exception) -> str:
 
 def _not_there(consumer: Any) -> str:
     """Say which offset a consumer wants that its partition does not hold, and which ones it holds."""
-    places, limit_ms = list(consumer.assignment()), int(1000 * WHAT_IS_THERE_S)
+    places, limit_ms = list(consumer.assignment()), int(1000 * OFFSETS_TIMEOUT_S)
     wanted = {tp: private_api.position(consumer, tp) for tp in places}
     try:
         begins, ends = consumer.beginning_offsets(places, timeout_ms=limit_ms), consumer.end_offsets(places, timeout_ms=limit_ms)
@@ -168,3 +169,36 @@ def partition_of(topic_partition: Any) -> Partition:
 def to_committed(commit: Any) -> Committed:
     """Convert a committed offset of the client library; None means nothing was committed."""
     return Committed(offset=None) if commit is None else Committed(offset=commit.offset, metadata=commit.metadata or "")
+
+
+def assignor_of(pools: Pools | None) -> Any:
+    """What a member of a group brings along for the one that leads it."""
+    # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
+    return RangePartitionAssignor() if pools is None else PoolAssignor(pools)
+
+
+class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]
+    """Shares partitions as `Pools` says; every member tells the pool it is in."""
+
+    name = "pools"
+    version = 0
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def metadata(self, topics: Sequence[str]) -> Any:
+        """What this member sends when it joins."""
+        return ConsumerProtocolSubscription(self.version, list(topics), self._pools.own.encode())
+
+    def assign(self, cluster: Any, members: Sequence[Any]) -> Mapping[str, Any]:
+        """Member id -> its partitions; called in the member that leads the group."""
+        shares = self._pools.share_out({member.member_id: bytes(member.metadata.user_data or b"").decode() for member in members})
+        return {
+            member.member_id: ConsumerProtocolAssignment(
+                self.version, [(topic, shares[member.member_id]) for topic in sorted(member.metadata.topics)], b""
+            )
+            for member in members
+        }
+
+    def on_assignment(self, assignment: Any, generation: int) -> None:
+        """Nothing is kept from one assignment to the next."""

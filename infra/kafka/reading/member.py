@@ -15,9 +15,9 @@ from penstock.infra.errors import LogError
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cluster.skips import ReadLetters
+from penstock.infra.kafka.cluster.skips import ReadDeadLetters
 from penstock.infra.kafka.cluster.topic_ids import TopicIds
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.reading import consumer as reading
 from penstock.infra.kafka.reading.buffer import Buffer
@@ -40,7 +40,7 @@ class KafkaMember:
     def __init__(
         self,
         connection: Connection,
-        costs: Costs,
+        costs: CpuCosts,
         contact: Contact,
         admin: Admin,
         group: str,
@@ -52,9 +52,9 @@ class KafkaMember:
         session_s: float = SESSION_S,
         pools: Pools | None = None,
         join_limit_s: float = JOIN_LIMIT_S,
-        letters: ReadLetters | None = None,
+        read_dead_letters: ReadDeadLetters | None = None,
     ) -> None:
-        self._letters, self._session_s = letters, session_s
+        self._read_dead_letters, self._session_s = read_dead_letters, session_s
         admin.require((topic, 0) for topic in topics)
         self._connection, self._costs, self._contact = connection, costs, contact
         self._group, self._topics = group, list(topics)
@@ -92,7 +92,7 @@ class KafkaMember:
         They are sent at once and again after an outage, until newer ones take their place or the partition is revoked.
         """
         converted = reading.to_kafka(offsets)
-        if not self._buffer.want(offsets):
+        if not self._buffer.add_commits(offsets):
             return False
         self._send_commits(converted)
         return True
@@ -140,7 +140,9 @@ class KafkaMember:
     def _turn(self) -> None:
         full = self._buffer.full
         self._hold(full)
-        records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records, letters=self._letters, ids=self._ids)
+        records = reading.poll(
+            self._consumer, 0 if full else POLL_S, self._buffer.max_records, read_dead_letters=self._read_dead_letters, ids=self._ids
+        )
         if records:
             self._buffer.put(records)
             if self._gathers and reading.are_few(records):
@@ -169,10 +171,10 @@ class KafkaMember:
         try:
             offsets = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
             kept = self._consumer.beginning_offsets(partitions, timeout_ms=2000) if partitions else {}
-        except (errors.RetriableError, KeyError, *edge.AWAY):  # KeyError: the client leaves out a partition that has no leader just now
-            # The broker is away, or a partition has another leader: the client would go on asking the old one, for the five minutes that
-            # metadata last, as nothing is fetched meanwhile. Try at the next turn.
-            private_api.ask_for_metadata(self._consumer)
+        except (errors.RetriableError, KeyError, *edge.UNREACHABLE):  # KeyError: the client omits a partition without a leader
+            # The broker is unreachable, or a partition has another leader: the client would request the offsets from the old one for the
+            # five minutes that metadata are valid, as nothing is fetched meanwhile. The next turn tries again.
+            private_api.request_metadata(self._consumer)
             return
         committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
         # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.

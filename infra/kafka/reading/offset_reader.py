@@ -13,7 +13,7 @@ from kafka import TopicPartition
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.reading import consumer
 from penstock.infra.kafka.settings import Connection
@@ -33,7 +33,7 @@ _AT_ONCE_S = 0.25
 class OffsetReader:
     """A client made at the first reading; may be shared between threads."""
 
-    def __init__(self, connection: Connection, costs: Costs, contact: Contact, admin: Admin) -> None:
+    def __init__(self, connection: Connection, costs: CpuCosts, contact: Contact, admin: Admin) -> None:
         self._connection, self._costs, self._contact, self._admin = connection, costs, contact, admin
         self._reader: Any = None
         self._outage = Outage(contact)

@@ -10,9 +10,9 @@ from penstock.infra.errors import LogError
 from penstock.infra.kafka import errors
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cluster.skips import ReadLetters
+from penstock.infra.kafka.cluster.skips import ReadDeadLetters
 from penstock.infra.kafka.cluster.topic_ids import TopicIds
-from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.reading import consumer
 from penstock.infra.kafka.settings import Connection
@@ -29,16 +29,16 @@ class KafkaTail:
     def __init__(
         self,
         connection: Connection,
-        costs: Costs,
+        costs: CpuCosts,
         contact: Contact,
         admin: Admin,
         starts: Mapping[Partition, Start],
         *,
         group: str | None,
-        letters: ReadLetters | None = None,
+        read_dead_letters: ReadDeadLetters | None = None,
         fetch_bytes: int | None = None,
     ) -> None:
-        self._letters = letters
+        self._read_dead_letters = read_dead_letters
         self._admin, self._costs, self._group = admin, costs, group
         self._consumer: Any = None
         self._ids = TopicIds(admin)
@@ -87,7 +87,7 @@ class KafkaTail:
         if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
             time.sleep(min(pause, timeout_s))
         left = timeout_s
-        while not (records := consumer.poll(self._consumer, left, max_records, letters=self._letters, ids=self._ids)):
+        while not (records := consumer.poll(self._consumer, left, max_records, read_dead_letters=self._read_dead_letters, ids=self._ids)):
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
@@ -97,14 +97,14 @@ class KafkaTail:
         self._meter.seconds += time.thread_time() - began
         return records
 
-    def read_to_end(self, timeout_s: float = 60.0, *, undecided: bool = False) -> list[Record]:
+    def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
         """Everything up to the current ends; raises LogError when that takes longer than `timeout_s`, not counting outages.
 
-        With `undecided`, what transactions have written that are open now belongs to it: their end is waited for.
+        With `include_open`, waits for the transactions that are open now and yields their records too.
         """
         deadline = time.monotonic() + timeout_s
         held = self.partitions
-        ends = self._admin.offsets(held, end=True, committed=not undecided)
+        ends = self._admin.offsets(held, end=True, committed=not include_open)
         begins = self._admin.offsets(held, end=False, committed=True)
         behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
         records: list[Record] = []

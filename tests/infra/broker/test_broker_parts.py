@@ -246,10 +246,9 @@ def replayed(fenced: str) -> str:
 )
 def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_last_record_fences_it(fenced: list[str], struck_off: bool):
     text = "".join(map(replayed, fenced))
-    assert not fencing.is_struck_off(text)
+    assert not fencing.is_fenced(text)
     assert (
-        fencing.is_struck_off(f"{text}[2026-01-01 00:00:00,001] WARN [QuorumController id=1] Performing controller activation.")
-        == struck_off
+        fencing.is_fenced(f"{text}[2026-01-01 00:00:00,001] WARN [QuorumController id=1] Performing controller activation.") == struck_off
     )
 
 
@@ -259,7 +258,7 @@ def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_la
     ids=["no-broker-was-ever-in-service", "other-words-than-those-that-are-known"],
 )
 def test_a_controller_that_says_nothing_that_is_known_about_a_broker_has_struck_off_nobody(said: str, struck_off: bool) -> None:
-    assert fencing.is_struck_off(f"{said}\nPerforming controller activation.\n") == struck_off
+    assert fencing.is_fenced(f"{said}\nPerforming controller activation.\n") == struck_off
 
 
 def test_the_controller_has_written_only_where_its_newest_segment_grew_or_another_one_follows(tmp_path: Path) -> None:

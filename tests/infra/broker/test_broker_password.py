@@ -35,7 +35,7 @@ OPEN = {
 STRANGER = """
 import struct, sys
 from penstock.infra.broker.login import Login
-from penstock.infra.broker.session import Refused, Session
+from penstock.infra.broker.probe import Refused, Session
 APIS = {"produce": (0, 12), "fetch": (1, 12), "offsets": (2, 6), "list topics": (3, 2), "create": (19, 5), "delete": (20, 5),
         "acls": (30, 2), "settings": (33, 1), "groups": (16, 3), "passwords": (51, 0), "vote": (52, 0),
         "fetch a snapshot": (59, 0), "register": (62, 0)}

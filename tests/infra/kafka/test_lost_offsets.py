@@ -60,7 +60,7 @@ def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_ti
     monkeypatch.setattr(consumer.private_api, "position", lambda *_: 7)
     with pytest.raises(LogError, match=r"not there, and which are is not known \(.*timed out.*\): this reader stands in t/3 at offset 7$"):
         consumer.poll(Lost(), 1.0, 10)
-    assert Lost.limits_ms == [1000 * consumer.WHAT_IS_THERE_S]
+    assert Lost.limits_ms == [1000 * consumer.OFFSETS_TIMEOUT_S]
 
 
 def polled(tail: Tail) -> None:

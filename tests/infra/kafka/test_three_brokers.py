@@ -48,7 +48,7 @@ def made(log: KafkaLog, name: str, copies: Copies = FOLLOWING) -> str:
 def values(log: KafkaLog, topic: str) -> list[bytes]:
     tail = log.tail({(topic, 0): "earliest"})
     try:
-        return [record.value for record in tail.read_to_end(WAIT_S, undecided=True)]
+        return [record.value for record in tail.read_to_end(WAIT_S, include_open=True)]
     finally:
         tail.close()
 

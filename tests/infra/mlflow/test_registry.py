@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.mlflow.registry import Kept, ModelVersion
+from penstock.infra.mlflow.registry import ModelVersion, RegisteredCheckpoints
 from penstock.infra.mlflow.tracking import MlflowRun, Target, connect
 
 DATA = [
@@ -25,13 +25,13 @@ def run(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Mlflo
     return MlflowRun(Target(run="demo-1", uri=uri, experiment="tests", artifacts=(place / "art").as_uri(), data=DATA))
 
 
-def kept(directory: Path, *steps: int, best: int | None = None) -> Kept:
+def kept(directory: Path, *steps: int, best: int | None = None) -> RegisteredCheckpoints:
     versions = []
     for step in steps:
         (directory / f"step-{step}" / "model").mkdir(parents=True, exist_ok=True)
         tags = {"penstock.run": "demo-1", "penstock.version": str(step), "penstock.ledger_offset": "7", "penstock.digest": f"{step:x}"}
         versions.append(ModelVersion(step=step, directory=directory / f"step-{step}" / "model", tags=tags))
-    return Kept(versions=tuple(versions), best=best)
+    return RegisteredCheckpoints(versions=tuple(versions), best=best)
 
 
 def registered(run: MlflowRun) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.infra.errors import ConfigError
-from penstock.infra.sandbox import isolation
 from penstock.infra.sandbox import pool as pooled
+from penstock.infra.sandbox import spawn
 from penstock.infra.sandbox.keeper.confined import limit, scope_signals
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules, Isolation
@@ -225,7 +225,7 @@ def _landlock() -> bool:
 
 
 def _skip_without(isolate: Isolation) -> None:
-    if isolation.bwrap_fault(ChildRules(section="reward", isolate_network=True)) if isolate == "bwrap" else not _landlock():
+    if spawn.bwrap_fault(ChildRules(section="reward", isolate_network=True)) if isolate == "bwrap" else not _landlock():
         pytest.skip(f"{isolate} does not work here")
 
 
@@ -272,7 +272,7 @@ def test_a_state_directory_without_a_broker_hides_nothing_under_bwrap(tmp_path: 
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
-    assert "--tmpfs" not in isolation.bwrap_command(ChildRules(section="reward", isolate="bwrap"))
+    assert "--tmpfs" not in spawn.bwrap_command(ChildRules(section="reward", isolate="bwrap"))
 
 
 @pytest.mark.parametrize(("isolate", "section"), [("bwrap", "reward"), ("bwrap", "environment"), ("auto", "reward")])
@@ -280,17 +280,17 @@ def test_bwrap_where_it_does_not_work_is_a_line_and_auto_does_without(
     isolate: Isolation, section: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    isolation.chosen_isolation.cache_clear()
+    spawn.chosen_isolation.cache_clear()
     rules = ChildRules(section=section, isolate=isolate)
     if isolate == "bwrap":
         with pytest.raises(ConfigError, match=rf'^{section}\.isolate = "bwrap": bwrap is not installed: apt-get install bubblewrap'):
-            isolation.chosen_isolation(rules)
+            spawn.chosen_isolation(rules)
     else:
-        assert [isolation.chosen_isolation(rules) for _ in range(3)] == ["landlock"] * 3
+        assert [spawn.chosen_isolation(rules) for _ in range(3)] == ["landlock"] * 3
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == ['reward.isolate = "auto"']
         with pytest.raises(ConfigError, match=r"^reward\.isolate_network = true: bwrap is not installed: apt-get .*; or set it to false$"):
-            isolation.chosen_isolation(replace(rules, isolate_network=True))
-    isolation.chosen_isolation.cache_clear()
+            spawn.chosen_isolation(replace(rules, isolate_network=True))
+    spawn.chosen_isolation.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.infra.sandbox import program as program_module
 from penstock.infra.sandbox import spawn
-from penstock.infra.sandbox.isolation import bwrap_fault
 from penstock.infra.sandbox.program import Program, how_it_ended
 from penstock.infra.sandbox.rules import ChildRules
+from penstock.infra.sandbox.spawn import bwrap_fault
 from tests.support.children import end_in_time, runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
@@ -47,7 +47,7 @@ for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"
 async def run(code: str, *arguments: str, isolate: str = "none", key: str = "sk-own") -> Program:
     rules = ChildRules(section="environment", isolate=isolate)  # type: ignore[arg-type]
     command = [sys.executable, "-I", "-S", "-c", code, *arguments]
-    return await Program.start(command, given=b"", environment={"OPENAI_API_KEY": key}, rules=rules)
+    return await Program.start(command, stdin=b"", environment={"OPENAI_API_KEY": key}, rules=rules)
 
 
 @pytest.mark.parametrize("daemon", DAEMONS)
@@ -153,7 +153,7 @@ def test_a_child_that_stops_its_keeper_again_and_again_is_killed(monkeypatch: py
             while not started():
                 time.sleep(0.01)
             while runs(int(note.read_text())):
-                spawn.last_words(process, lifeline)
+                spawn.end_child(process, lifeline)
 
     asyncio.run(program()) if how == "program" else child()
     assert not runs(int(note.read_text()))

@@ -55,7 +55,7 @@ def values(log: KafkaLog, run: str) -> list[bytes]:
 
 
 def exported(log: KafkaLog, run: str) -> list[bytes]:
-    reader = BulkReader(log.connection, log.letters)
+    reader = BulkReader(log.connection, log.read_dead_letters)
     try:
         return [bytes(record.value) for block in reader.read(f"{run}.rollouts", 0, first=0, end=BATCHES * EACH) for record in block]
     finally:
@@ -148,4 +148,4 @@ def test_what_can_be_read_and_what_a_run_cannot_do_without_is_not_passed_over(da
     ):
         with pytest.raises(ConfigError, match=why):
             skip(damaged, run_id, topic, partition, offset)
-    assert damaged.letters(f"{run_id}.dead-letters") == []
+    assert damaged.read_dead_letters(f"{run_id}.dead-letters") == []

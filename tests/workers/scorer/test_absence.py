@@ -193,5 +193,5 @@ def test_a_new_owner_waits_for_outcomes_that_its_predecessor_has_committed_and_n
         new.turn()
         new_pool.end(0)
     tail = log.tail({(f"{RUN}.groups", partition): "earliest" for partition in range(PARTITIONS)})
-    tail.read_to_end(undecided=True)
+    tail.read_to_end(include_open=True)
     assert outcomes(log, RUN) == Counter(range(12))

@@ -152,7 +152,7 @@ class AgentEpisode:
         key = self.gateway.open(session)
         row = self._row()
         program = await Program.start(
-            command_of(self.source, row), given=json.dumps(row).encode() + b"\n", environment=self._environment(key), rules=self.rules
+            command_of(self.source, row), stdin=json.dumps(row).encode() + b"\n", environment=self._environment(key), rules=self.rules
         )
         try:
             status = await self._watched(program, clock, session)
