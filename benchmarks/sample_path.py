@@ -57,7 +57,7 @@ OTHER_RECORDS = (
     "pipeline/scheduling/resume_point",
 )
 """Files of what is in no record of a sample; `resume_point` is what a ledger entry says beside its step."""
-WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/drawing/weight_prefetch")
+WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/generation/weight_prefetch")
 """Files that carry weights, which are tensors too."""
 LAST = ("workers/trainer/worker.py", "Trainer.end")
 """Called once the last step is trained: what is called after is how workers end."""

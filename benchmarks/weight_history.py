@@ -34,7 +34,7 @@ from penstock.pipeline.envs.tiny.model import make_tiny_model
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import join
 

@@ -37,8 +37,8 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation.group_worker import GroupWorker
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session, join
 
 RUN = "throughput"

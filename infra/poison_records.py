@@ -13,13 +13,10 @@ from pathlib import Path
 from types import TracebackType
 
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Record, RecordId
 
 MAX_CRASHES = 3
 """Number of deaths after which a record is not decoded again."""
-
-RecordId = tuple[str, int, int]
-"""Topic, partition and offset of a record."""
 
 _RECORD_ID = struct.Struct("<qqH")
 """Partition, offset and length of the topic's name, which follows; a byte before them says whether they are valid."""
@@ -65,8 +62,8 @@ class Attempts:
         if kind is not None and not issubclass(kind, Unusable):
             return  # any other error ends the process: the record stays noted
         self._page[0] = 0
-        if self.crashes and self._record is not None and _record_id(self._record) in self.crashes:
-            del self.crashes[_record_id(self._record)]
+        if self.crashes and self._record is not None and self._record.id in self.crashes:
+            del self.crashes[self._record.id]
             self._save()
 
     def close(self) -> None:
@@ -74,7 +71,7 @@ class Attempts:
         self._page.close()
 
     def _refuse(self, record: Record) -> None:
-        count = self.crashes.get(_record_id(record), 0)
+        count = self.crashes.get(record.id, 0)
         if count >= MAX_CRASHES:
             raise Unusable(f"{count} processes of this name died while they decoded it", kind="killer")
 
@@ -82,14 +79,14 @@ class Attempts:
         if self._counts is not None:
             with suppress(OSError, ValueError, TypeError):  # only a count is lost
                 self.crashes = {
-                    (topic, int(p), int(offset)): int(count) for topic, p, offset, count in json.loads(self._counts.read_text())
+                    RecordId(topic, int(p), int(offset)): int(count) for topic, p, offset, count in json.loads(self._counts.read_text())
                 }
         if self._page[0] != 1:
             return
         partition, offset, length = _RECORD_ID.unpack_from(self._page, 1)
         topic = self._page[1 + _RECORD_ID.size : 1 + _RECORD_ID.size + length].decode(errors="replace")
-        place = (topic, partition, offset)
-        self.crashes[place] = self.crashes.get(place, 0) + 1
+        record_id = RecordId(topic, partition, offset)
+        self.crashes[record_id] = self.crashes.get(record_id, 0) + 1
         self._save()
         self._page[0] = 0
 
@@ -98,12 +95,8 @@ class Attempts:
             return
         beside = self._counts.with_name(f"{self._counts.name}.tmp")
         with suppress(OSError):
-            beside.write_text(json.dumps([[*place, count] for place, count in self.crashes.items()]))
+            beside.write_text(json.dumps([[*record_id, count] for record_id, count in self.crashes.items()]))
             beside.replace(self._counts)
-
-
-def _record_id(record: Record) -> RecordId:
-    return record.topic, record.partition, record.offset
 
 
 def _page(path: Path | None) -> mmap.mmap:

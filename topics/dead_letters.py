@@ -14,7 +14,7 @@ from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
-from penstock.topics.wire.record import RawHeaders, Record
+from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 SCHEMA = "dead-letters/1"
 _HEADER = pa.struct([column("name", pa.string()), column("value", pa.binary(), nullable=True)])
@@ -58,6 +58,11 @@ class DeadLetter:
     headers: RawHeaders
     value: bytes
     time_ns: int
+
+    @property
+    def record_id(self) -> RecordId:
+        """The refused record."""
+        return RecordId(self.topic, self.partition, self.offset)
 
 
 def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns: int) -> DeadLetter:

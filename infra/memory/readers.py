@@ -88,7 +88,7 @@ class MemoryTail:
             return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
 
     def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
-        """Everything up to the current ends; with `undecided`, also what open transactions have written, once they have ended."""
+        """Everything up to the current ends; with `include_open`, also what open transactions have written, once they have ended."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in self._reader.positions}
             ends = {partition: part.end for partition, part in parts.items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from penstock.pipeline.audit.facts import Facts
-from penstock.pipeline.audit.kept.tables import Where
+from penstock.topics.wire.record import RecordId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Violation:
     group: int | None = None
     step: int | None = None
     version: int | None = None
-    where: Where | None = None
+    where: RecordId | None = None
 
 
 Rule = Callable[[Facts], Iterator[Violation]]

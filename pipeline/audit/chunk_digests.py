@@ -14,20 +14,19 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed
-from penstock.pipeline.audit.kept.tables import Where
 from penstock.pipeline.audit.source import Source
 from penstock.topics import weights
 from penstock.topics.versions import weight_adapter, weight_delta
 from penstock.topics.weights import Manifest
 from penstock.topics.wire import errors
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Record, RecordId
 
 NOT_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of the element types that numpy has no name for."""
 TREE = "blake3:"
 """What a digest by BLAKE3 begins with."""
 
-Note = Callable[[Record], Where]
+Note = Callable[[Record], RecordId]
 Refuse = Callable[[Record, errors.Unusable], None]
 
 
@@ -135,7 +134,7 @@ def _room(nbytes: int) -> memoryview:
 
 def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: LatestVersion) -> Recomputed:
     places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
-    if any(facts.deleted(Where("weights", *place)) for place in places):
+    if any(facts.deleted(RecordId("weights", *place)) for place in places):
         return Recomputed(None, None, released=True)
     if held.misses(manifest):
         return Recomputed(None, None, released=True)

@@ -17,7 +17,6 @@ from penstock.pipeline.audit.kept.groups import HeldSamples, OutcomeFact, Planne
 from penstock.pipeline.audit.kept.hashes import body_of, hash_of, prompt_hash, sample_hash
 from penstock.pipeline.audit.kept.sampled_turns import sampled_turns, tokens_hash, trajectory_flaw
 from penstock.pipeline.audit.kept.samples import SampleFact
-from penstock.pipeline.audit.kept.tables import Where
 from penstock.pipeline.audit.rules import oldest_trained
 from penstock.pipeline.audit.source import Source, plain
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, weights
@@ -25,7 +24,7 @@ from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.samples import Rollout
 from penstock.topics.turns import calls, replies
 from penstock.topics.wire import errors
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Record, RecordId
 
 ORDER = ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "prompts", "calls", "replies", "rollouts", "groups")
 """Dead letters first: the bytes of every record they name are hashed when it is read. A prompt before its samples, they before the outcome
@@ -50,7 +49,7 @@ class Gatherer:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._named: dict[Where, str] = {}
+        self._named: dict[RecordId, str] = {}
         """Records that dead letters name -> class of the reason."""
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
         self._prompt_ids: dict[int, Any] = {}
@@ -68,9 +67,9 @@ class Gatherer:
             except errors.Unusable as error:
                 self.refuse(record, error)
 
-    def note(self, record: Record) -> Where:
+    def note(self, record: Record) -> RecordId:
         """Count a record, and keep the hash of its bytes if a dead letter names it."""
-        where = Where(plain(record.topic, self.facts.run), record.partition, record.offset)
+        where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.counts[where.topic] = self.facts.counts.get(where.topic, 0) + 1
         if where in self._named:
             self.facts.bodies[where] = body_of(record.key, record.headers, record.value)
@@ -81,7 +80,7 @@ class Gatherer:
         self._set_aside(record, error.kind, str(error))
 
     def _set_aside(self, record: Record, kind: str, reason: str) -> None:
-        where = Where(plain(record.topic, self.facts.run), record.partition, record.offset)
+        where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 
     def end_of(self, topic: str) -> None:
@@ -96,7 +95,7 @@ class Gatherer:
     def _end_of_groups(self) -> None:
         """Note the parts of groups whose other parts never came."""
         for records in self._parts.values():
-            if self.facts.deleted(Where("groups", records[0].partition, records[0].offset)):
+            if self.facts.deleted(RecordId("groups", records[0].partition, records[0].offset)):
                 continue  # the others may have been deleted behind it
             headers = groups.check(records[0], run=self.facts.run)
             problem = f"only {len(records)} of the {headers.parts} parts of group {headers.group} are there"
@@ -115,23 +114,23 @@ class Gatherer:
             return None, ()
         return headers.group, tuple(rollouts.tokens_of(headers)) if topic == "rollouts" else ()
 
-    def _letter(self, record: Record, where: Where) -> None:
+    def _letter(self, record: Record, where: RecordId) -> None:
         letter = dead_letters.read(record, run=self.facts.run)[1]
-        about = Where(plain(letter.topic, self.facts.run), letter.partition, letter.offset)
+        about = RecordId(plain(letter.topic, self.facts.run), letter.partition, letter.offset)
         body = body_of(letter.key, letter.headers, letter.value)
         self.facts.letters.append(LetterFact(where, about, letter.kind, letter.worker, letter.time_ns, body))
         self._named[about] = letter.kind
         if letter.kind == "killer":
             self.facts.killers.add(about)
 
-    def _prompt(self, record: Record, where: Where) -> None:
+    def _prompt(self, record: Record, where: RecordId) -> None:
         prompt = prompts.read(record, run=self.facts.run)[1]
         numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
         self._prompt_ids |= {prompt.group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
         self.facts.prompts.add(PromptFact(where, *numbers, prompt_hash(prompt, prompt.token_ids), hash_of(record.value)))
         self._kept(where, prompt.group)
 
-    def _samples(self, record: Record, where: Where) -> None:
+    def _samples(self, record: Record, where: RecordId) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
         begun = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
         if samples[-1].sample >= begun:
@@ -139,7 +138,7 @@ class Gatherer:
         for rollout in samples:
             self._sample(rollout, where, record.timestamp_ms)
 
-    def _sample(self, rollout: Rollout, where: Where, timestamp_ms: int) -> None:
+    def _sample(self, rollout: Rollout, where: RecordId, timestamp_ms: int) -> None:
         versions = (oldest_trained([rollout]) or 0, int(max(rollout.span_versions)))
         fact = SampleFact(where, rollout.group, rollout.sample, *versions, timestamp_ms, rollout.worker, sample_hash(rollout))
         held = self.facts.samples
@@ -154,23 +153,23 @@ class Gatherer:
         if (prompt_ids := self._prompt_ids.get(rollout.group)) is not None and (turns := sampled_turns(rollout, prompt_ids)):
             held.turns.append((fact, turns))
 
-    def _kept(self, where: Where, group: int) -> None:
+    def _kept(self, where: RecordId, group: int) -> None:
         """Note the first group of a partition whose beginning was deleted."""
         facts, place = self.facts, where[:2]
         begin = facts.begins.get(place)
         if begin and begin <= where.offset and place not in facts.first_kept and (where.topic == "prompts" or group in facts.prompts.first):
             facts.first_kept[place] = group
 
-    def _call(self, record: Record, _: Where) -> None:
+    def _call(self, record: Record, _: RecordId) -> None:
         key = calls.read(record, run=self.facts.run)[1].key
         self._count_repeats("calls", key in self.facts.calls)
         self.facts.calls.add(key)
 
-    def _reply(self, record: Record, where: Where) -> None:
+    def _reply(self, record: Record, where: RecordId) -> None:
         reply = replies.read(record, run=self.facts.run)[1]
         self.facts.replies.append(ReplyFact(where, reply.key, tokens_hash(reply.token_ids)))
 
-    def _group(self, record: Record, where: Where) -> None:
+    def _group(self, record: Record, where: RecordId) -> None:
         headers = groups.check(record, run=self.facts.run)
         assert headers.group is not None and headers.parts is not None
         key = (where.partition, headers.group, headers.sha256 or "")
@@ -193,7 +192,7 @@ class Gatherer:
             for record in records:
                 self.refuse(record, error)
             return
-        where, sha256 = Where("groups", records[0].partition, records[0].offset), hashlib.sha256()
+        where, sha256 = RecordId("groups", records[0].partition, records[0].offset), hashlib.sha256()
         for record in records:
             sha256.update(record.value)
         samples = [sample.rollout for sample in group.samples]
@@ -201,7 +200,7 @@ class Gatherer:
         self.facts.outcomes.add(OutcomeFact(where, group.group, group.outcome, *facts))
         self._kept(where, group.group)
 
-    def _held(self, group: groups.Group, where: Where) -> HeldSamples:
+    def _held(self, group: groups.Group, where: RecordId) -> HeldSamples:
         """Compare the samples of an outcome with their first records."""
         prompt = self.facts.prompts.first.get(group.group)
         partition = where.partition if prompt is None else prompt.where.partition
@@ -212,31 +211,31 @@ class Gatherer:
             tuple(rollout.sample for rollout, first in firsts if first is not None and first.body != sample_hash(rollout)),
         )
 
-    def _entry(self, record: Record, where: Where) -> None:
+    def _entry(self, record: Record, where: RecordId) -> None:
         entry = ledger.read(record, run=self.facts.run)[1]
         self._refused(where)
         body = hash_of(record.value)
         if not self._repeats("ledger", entry.seq, body):
             begin = len(self.facts.planned)
             for planned in entry.plan:
-                at = Where("groups", planned.partition, planned.offset)
+                at = RecordId("groups", planned.partition, planned.offset)
                 self.facts.planned.add(PlannedFact(at, planned.group, entry.step or 0, _digest(planned.sha256)))
             light = replace(entry, plan=(), metrics={}) if entry.kind == "step" else entry
             self.facts.entries.append(EntryFact(where, light, body, range(begin, len(self.facts.planned))))
 
-    def _manifest(self, record: Record, where: Where) -> None:
+    def _manifest(self, record: Record, where: RecordId) -> None:
         manifest = weights.read(record, run=self.facts.run)[1]
         self._refused(where)
         body = hash_of(record.value)
         if not self._repeats("weights", manifest.version, body):
             self.facts.manifests.append(ManifestFact(where, manifest, body))
 
-    def _refused(self, where: Where) -> None:
+    def _refused(self, where: RecordId) -> None:
         """Leave out a foreign entry or manifest: one beyond a gap, which its readers have set aside."""
         if self._named.get(where) == "mismatch":
             raise errors.Unusable("set aside as one beyond a gap", kind="mismatch")
 
-    def _measurement(self, record: Record, where: Where) -> None:
+    def _measurement(self, record: Record, where: RecordId) -> None:
         measurement = metrics.read(record, run=self.facts.run)[1]
         key = (measurement.worker, measurement.incarnation)
         fresh = WorkerFact(
@@ -267,7 +266,7 @@ class Gatherer:
             self.facts.repeats[topic] = self.facts.repeats.get(topic, 0) + count
 
 
-_FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
+_FOLDS: dict[str, Callable[[Gatherer, Record, RecordId], None]] = {
     "dead-letters": Gatherer._letter,
     "prompts": Gatherer._prompt,
     "calls": Gatherer._call,

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from penstock.pipeline.audit.anchors import Anchor
 from penstock.pipeline.audit.kept.groups import OutcomeFact, PlannedFact, PromptFact, outcomes_table, planned_table, prompts_table
 from penstock.pipeline.audit.kept.samples import Samples
-from penstock.pipeline.audit.kept.tables import Table, Where
+from penstock.pipeline.audit.kept.tables import Table
 from penstock.pipeline.audit.rules import Terms
 from penstock.topics.ledger import Entry
 from penstock.topics.turns.calls import TurnKey
 from penstock.topics.weights import Manifest
+from penstock.topics.wire.record import RecordId
 
 INCOMPLETE = "incomplete"
 """Kind of an unusable record: a part of a group whose other parts are missing."""
@@ -23,7 +24,7 @@ INCOMPLETE = "incomplete"
 class ReplyFact(NamedTuple):
     """What was drawn for a call."""
 
-    where: Where
+    where: RecordId
     key: TurnKey
     tokens: bytes
 
@@ -31,7 +32,7 @@ class ReplyFact(NamedTuple):
 class EntryFact(NamedTuple):
     """An entry of the ledger, without its plan and its metrics."""
 
-    where: Where
+    where: RecordId
     entry: Entry
     body: bytes
     plan: range = range(0)
@@ -41,7 +42,7 @@ class EntryFact(NamedTuple):
 class ManifestFact(NamedTuple):
     """A manifest."""
 
-    where: Where
+    where: RecordId
     manifest: Manifest
     body: bytes
 
@@ -69,8 +70,8 @@ class Recomputed(NamedTuple):
 class LetterFact(NamedTuple):
     """A dead letter."""
 
-    where: Where
-    about: Where
+    where: RecordId
+    about: RecordId
     kind: str
     worker: str
     time_ns: int
@@ -81,7 +82,7 @@ class LetterFact(NamedTuple):
 class Unusable(NamedTuple):
     """A record that cannot be used."""
 
-    where: Where
+    where: RecordId
     kind: str
     reason: str
     group: int | None
@@ -154,13 +155,13 @@ class Facts:
     entries: list[EntryFact] = field(default_factory=list)
     """Entries of the ledger; of each number only the first record."""
     manifests: list[ManifestFact] = field(default_factory=list)
-    chunks: dict[Where, ChunkFact] = field(default_factory=dict)
+    chunks: dict[RecordId, ChunkFact] = field(default_factory=dict)
     recomputed: dict[int, Recomputed] = field(default_factory=dict)
     letters: list[LetterFact] = field(default_factory=list)
     unusable: list[Unusable] = field(default_factory=list)
-    bodies: dict[Where, bytes] = field(default_factory=dict)
+    bodies: dict[RecordId, bytes] = field(default_factory=dict)
     """Hash of key, headers and value of every record that a dead letter names."""
-    killers: set[Where] = field(default_factory=set)
+    killers: set[RecordId] = field(default_factory=set)
     """Valid records that were set aside, and used by no worker, because they had killed their readers."""
     anchors: list[Anchor] = field(default_factory=list)
     """What has seen how far the ledger had come."""
@@ -173,7 +174,7 @@ class Facts:
         """The entry that closed the run; None while it goes on."""
         return next((fact.entry for fact in self.entries if fact.entry.kind == "run-closed"), None)
 
-    def deleted(self, where: Where) -> bool:
+    def deleted(self, where: RecordId) -> bool:
         """Whether the record that stood here was deleted."""
         return where.offset < self.begins.get(where[:2], 0)
 

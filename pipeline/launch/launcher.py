@@ -32,9 +32,9 @@ from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.report.files import REPORTS, remove_reports
 from penstock.pipeline.observe.run_status import closing, steps_planned
-from penstock.pipeline.runtime.ownership import SILENT_S, WriterLease
+from penstock.pipeline.runtime.leases import SILENT_S, WriterLease
 from penstock.pipeline.runtime.registration.run_key import make_key
-from penstock.pipeline.runtime.registration.run_registry import find, mark, registration, write
+from penstock.pipeline.runtime.registration.run_registry import find, registration, set_status, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 from penstock.pipeline.runtime.reporting.visible_output import exact_output, print_json
 from penstock.topics.catalogue import control_topics_of
@@ -169,14 +169,14 @@ def watch(
 
 
 @contextlib.contextmanager
-def _only_one(place: WriterLease) -> Iterator[None]:
+def _only_one(lease: WriterLease) -> Iterator[None]:
     """Hold the launcher's place in the run; raises `Fenced` while a launcher on another machine is alive there."""
-    place.log.create_topics(control_topics_of(place.run))
-    place.take().close()
+    lease.log.create_topics(control_topics_of(lease.run))
+    lease.acquire().close()
     try:
         yield
     finally:
-        place.leave()
+        lease.release()
 
 
 @dataclass(slots=True)
@@ -252,7 +252,7 @@ def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
     try:
         now = find(log, record.run)
         if now is not None and now.status in ("created", "running"):
-            mark(log, record, status="stopped")
+            set_status(log, record, status="stopped")
     except LogError as error:
         notify(f"the register of runs does not say that the run is stopped ({error}); it can be resumed all the same")
 
@@ -262,7 +262,7 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
     now, closed = find(log, record.run), view.view.closed
     status: Status = record.status if now is None else now.status
     if closed is not None and status not in ("finished", "failed"):
-        status = mark(log, record, status="failed" if closing(view.view).get("status") == "failed" else "finished").status
+        status = set_status(log, record, status="failed" if closing(view.view).get("status") == "failed" else "finished").status
     if status == "failed":
         raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'its trainer closed it')}")
     if status != "finished":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.pipeline.runtime.exit_status import BROKEN, HOPELESS
+from penstock.pipeline.runtime.exit_status import BROKEN, NO_RETRY
 
 HEALTHY_S = 10.0
 """A process that served for this long, while its run advanced, has made progress: its earlier deaths no longer count."""
@@ -74,7 +74,7 @@ def recent(deaths: Sequence[WorkerExit]) -> int:
 def decide(deaths: Sequence[WorkerExit], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
     """Decide about a process whose newest death is the last of `deaths`; `reachable` is False while its broker is away."""
     last = deaths[-1]
-    if last.status in (HOPELESS, BROKEN) or rules.restart == "never" or failures_in_a_row(deaths) > rules.max_restarts:
+    if last.status in (NO_RETRY, BROKEN) or rules.restart == "never" or failures_in_a_row(deaths) > rules.max_restarts:
         return "give-up"
     return "start" if reachable and now_s - last.at_s >= pause_s(recent(deaths)) else "wait"
 
@@ -103,7 +103,7 @@ def how(status: int) -> str:
 
 def why_given_up(deaths: Sequence[WorkerExit], *, rules: Rules) -> str:
     """The reason for which `decide` gave up, as the end of a sentence."""
-    if deaths[-1].status in (HOPELESS, BROKEN):
+    if deaths[-1].status in (NO_RETRY, BROKEN):
         return "starting it again cannot help"
     if rules.restart == "never":
         return 'run.restart = "never"'

@@ -17,7 +17,7 @@ import psutil
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import write_private
-from penstock.pipeline.runtime.ownership import new_token
+from penstock.pipeline.runtime.leases import new_token
 from penstock.pipeline.runtime.registration.this_machine import LOCK
 
 PIDS = "workers.json"

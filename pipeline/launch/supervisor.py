@@ -24,7 +24,7 @@ from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.exit_status import BROKEN, ENDED, HOPELESS
+from penstock.pipeline.runtime.exit_status import BROKEN, ENDED, NO_RETRY
 from penstock.pipeline.runtime.reporting.health import HEALTH
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
 
@@ -176,7 +176,7 @@ class Supervisor:
         how = restart_policy.how(status)
         if status == BROKEN:
             return Failure(worker.cause())
-        if status == HOPELESS and (cause := worker.cause()):  # one line, and the rest of its log says no more
+        if status == NO_RETRY and (cause := worker.cause()):  # one line, and the rest of its log says no more
             return Failure(f"{worker.name}: {cause}")
         if decision == "give-up":
             why = restart_policy.why_given_up(worker.deaths, rules=self._rules)

@@ -16,7 +16,7 @@ import psutil
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import WorkerExit
 from penstock.pipeline.observe.run_view_types import WorkerView
-from penstock.pipeline.runtime.ownership import ENDED, TOKEN, new_token
+from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 
 LAST_WORDS = 12
 """Lines of a dead worker's log that are shown."""

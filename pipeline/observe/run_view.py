@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.observe.run_view_types import Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
-from penstock.pipeline.runtime.topic_reader import RecordId, RunReader, record_id_of, scan
+from penstock.pipeline.runtime.topic_reader import RunReader, scan
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.pipeline.scheduling.rules import DROPPED
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
@@ -23,7 +23,7 @@ from penstock.topics.metrics import Measurement
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Record, RecordId
 
 SCORED = frozenset({"scored", "filtered"})
 """Outcomes of groups that the reward functions scored."""
@@ -97,7 +97,7 @@ class RunView:
 
         Raises `Unusable`, and is unchanged then.
         """
-        if self.killers and record_id_of(record) in self.killers:
+        if self.killers and record.id in self.killers:
             return None
         if record.topic == RUNS_TOPIC:
             return self._fold_run(record)
@@ -217,15 +217,14 @@ class RunView:
 
     def _fold_dead_letters(self, record: Record) -> DeadLetter | None:
         _, letter = dead_letters.read(record, run=self.run)
-        place = record_id_of(letter)
-        if place in self.dead_letters:
+        if letter.record_id in self.dead_letters:
             return None
-        self.dead_letters[place] = letter.kind
+        self.dead_letters[letter.record_id] = letter.kind
         if letter.kind == "reward-failed":
             error = letter.reason.partition(": ")[2]  # behind the group's number
             self.reward_errors[error if error in self.reward_errors or len(self.reward_errors) < REWARD_ERRORS else "others"] += 1
         if letter.kind == "killer" and letter.topic.removeprefix(f"{self.run}.") in DECODED:
-            self.killers.add(place)
+            self.killers.add(letter.record_id)
         return letter
 
     def forget(self) -> None:

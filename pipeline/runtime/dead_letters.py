@@ -16,10 +16,7 @@ from penstock.infra.poison_records import Attempts
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing, Record
-
-RecordId = tuple[str, int, int]
-"""Topic, partition and offset of a record."""
+from penstock.topics.wire.record import Outgoing, Record, RecordId
 
 
 @dataclass(slots=True)
@@ -34,16 +31,15 @@ class DeadLetters:
 
     def write(self, record: Record, error: Unusable) -> None:
         """Set a record aside with the reason, unless somebody has done so already."""
-        place = record.topic, record.partition, record.offset
         if not self._read:
             self._known |= self._read_known()
             self._read = True
-        if place in self._known:
+        if record.id in self._known:
             return
-        self._known.add(place)
+        self._known.add(record.id)
         reporter = self.reporter
         reporter.add("dead_letters")
-        key = f"{record.topic}/{record.partition}/{record.offset}"
+        key = str(record.id)
         reporter.throttled.notify(f"dead letters ({error.kind}) from {record.topic}", f"dead letter ({error.kind}) from {key}: {error}")
         letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=reporter.worker, time_ns=time.time_ns())
         value = dead_letters.encode(letter)
@@ -88,13 +84,13 @@ class DeadLetters:
         partition = f"{self.reporter.run}.dead-letters", 0
         end = self.log.end_offsets([partition])[partition]
         tail = self.log.tail({partition: "earliest"})
-        places: set[RecordId] = set()
+        refused: set[RecordId] = set()
         try:
             while tail.position(partition) < end:  # a few at a time: each holds a record of up to 16 MiB
                 for record in tail.poll(1.0, max_records=100):
                     with contextlib.suppress(Unusable):
                         letter = dead_letters.read(record, run=self.reporter.run)[1]
-                        places.add((letter.topic, letter.partition, letter.offset))
+                        refused.add(letter.record_id)
         finally:
             tail.close()
-        return places
+        return refused

@@ -5,7 +5,7 @@ from penstock.pipeline.envs.datasets.rows import DataError
 from penstock.pipeline.envs.scoring.faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
-ENDED, FAILED, HOPELESS, BROKEN = 0, 1, 2, 3
+ENDED, FAILED, NO_RETRY, BROKEN = 0, 1, 2, 3
 """The run is over or a stop was asked for; starting again may help; it cannot help; a reward is broken and the whole run is to stop."""
 MISTAKES = (ConfigError, DataError, NewerSchema)
 """A person's mistake. Any other `ValueError` is a fault of this program, whose traceback is wanted."""
@@ -19,4 +19,4 @@ def exit_status(error: BaseException) -> int:
     """
     if isinstance(error, BrokenReward):
         return BROKEN
-    return HOPELESS if isinstance(error, (Unrecoverable, Fenced, *MISTAKES)) else FAILED
+    return NO_RETRY if isinstance(error, (Unrecoverable, Fenced, *MISTAKES)) else FAILED

@@ -21,8 +21,8 @@ from penstock.infra.paths import make_files_private
 from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
-from penstock.pipeline.runtime.ownership import SILENT_S
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust
+from penstock.pipeline.runtime.leases import SILENT_S
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust
 from penstock.pipeline.runtime.reporting.client_log import pass_on_warnings
 from penstock.pipeline.runtime.reporting.health import Health, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, print_line
@@ -75,7 +75,7 @@ def work(
     slot: int | None,
     model: str | None,
     pool: str | None = None,
-    trust: Trust = NOTHING_SAID,
+    trust: Trust = NO_TRUST,
     security: Mapping[str, Any] | None = None,
     debug: bool = False,
     health: str | None = None,

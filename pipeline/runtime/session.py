@@ -20,9 +20,9 @@ from penstock.infra.sandbox.signals import set_in_handler
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
-from penstock.pipeline.runtime.ownership import WriterLease, given_token, new_token
+from penstock.pipeline.runtime.leases import WriterLease, new_token, process_token
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_own_server, require_trusted
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_own_server, require_trusted
 from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.scheduling.schedule import Schedule
@@ -45,7 +45,7 @@ class Session:
     """Set by SIGTERM and SIGINT: finish or hand back, then end."""
     token: str = field(default_factory=new_token)
     """The process, for all others."""
-    trust: Trust = NOTHING_SAID
+    trust: Trust = NO_TRUST
     """What the operator of this process has said about the run."""
     pool: str | None = None
     """The one of rollout.pools that this worker is in; None without pools, and in other roles."""
@@ -58,7 +58,7 @@ class Session:
     """The plain producer: samples, chunks, measurements and dead letters."""
     reporter: Reporter = field(init=False)
     dead_letters: DeadLetters = field(init=False)
-    _place: WriterLease | None = None
+    _lease: WriterLease | None = None
 
     def __post_init__(self) -> None:
         self.schedule = self.config.rules
@@ -97,15 +97,15 @@ class Session:
     def transactions(self) -> Transactions:
         """Take this worker's place as the only writer under its name. Raises `Fenced` while another process is alive there."""
         reporter = self.reporter
-        self._place = WriterLease(
+        self._lease = WriterLease(
             log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, notify=reporter.notify, stop=self.stop
         )
-        return self._place.take()
+        return self._lease.acquire()
 
     def require_lease(self) -> None:
         """Raise `Fenced` if another process has taken this worker's place: before it calls foreign what its successor may have written."""
-        if self._place is not None:
-            self._place.require_held()
+        if self._lease is not None:
+            self._lease.require_held()
 
     def check_model(self) -> None:
         """Refuse a model directory whose tokenizer, template or stop ids are not those the run was created with."""
@@ -125,8 +125,8 @@ class Session:
 
     def close(self, *, status: str) -> None:
         """Send the last measurement and let the producer finish."""
-        if self._place is not None:
-            self._place.leave()
+        if self._lease is not None:
+            self._lease.release()
         self.reporter.close(status=status)
         self.producer.flush(10.0)
         self.producer.close()
@@ -143,7 +143,7 @@ def join(
     stop: threading.Event,
     watch_s: float = 0.0,
     pool: str | None = None,
-    trust: Trust = NOTHING_SAID,
+    trust: Trust = NO_TRUST,
 ) -> Session | None:
     """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited.
 
@@ -162,7 +162,7 @@ def join(
         require_own_server(found, config, trust=trust)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
-    token = given_token()
+    token = process_token()
     name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
     pool = pool_of_worker(config, role=role, worker=name, asked=pool)
     log.wait_out(config.kafka.give_up_s, notify=partial(print_line, run, name))  # before any client is made: it holds for those that follow

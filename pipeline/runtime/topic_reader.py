@@ -24,7 +24,7 @@ from penstock.topics.rollouts import Rollout
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Record, RecordId
 
 BATCH = 500
 POLL_S = 0.02
@@ -34,7 +34,7 @@ SILENCE_S = 600.0
 EFFECTS_FIRST = ("metrics", "ledger", "weights", "groups", "rollouts", "prompts", "dead-letters")
 """Order in which the ends of the topics are read: whatever a record refers to is then before the end of its own topic."""
 
-KILLER: Final = "killer"
+POISON: Final = "killer"
 """Kind of the dead letter about a record that has ended the processes which decoded it."""
 
 _ALL: Final[Mapping[Partition, int]] = {}
@@ -42,8 +42,6 @@ _ALL: Final[Mapping[Partition, int]] = {}
 Payload = TypeVar("Payload")
 Check = Callable[..., Headers]
 Decoder = Callable[..., tuple[Headers, Payload]]
-RecordId = tuple[str, int, int]
-"""Topic, partition and offset of a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ class RunReader:
         """Every entry of the ledger and every manifest, each applied to `story`."""
         for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):
             with contextlib.suppress(Unusable):
-                if record_id_of(record) not in self.poison and (said := ledger_state.apply(record)) is not None:
+                if record.id not in self.poison and (said := ledger_state.apply(record)) is not None:
                     yield said
 
     def prompts(self, *, wanted: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
@@ -157,20 +155,20 @@ class RunReader:
                 continue
             whole = replace(part, records=tuple(records), repeats=repeated)
             yield (read := self._decoded(whole, groups.read if decode else None))
-            if read.problem is None or read.problem.kind == KILLER:  # a killer's headers are beyond doubt, and the trainer goes by them
+            if read.problem is None or read.problem.kind == POISON:  # a killer's headers are beyond doubt, and the trainer goes by them
                 ended.add(part.headers.group)
 
     def dead_letters(self) -> Iterator[Read[DeadLetter]]:
         """Every dead letter; of those about the same record the first counts."""
-        places = set[RecordId]()
+        refused = set[RecordId]()
         for record in self.records("dead-letters"):
             try:
                 headers, letter = dead_letters.read(record, run=self.run)
             except Unusable as error:
                 yield Read(records=(record,), problem=error)
                 continue
-            yield Read(records=(record,), headers=headers, payload=letter, repeats=record_id_of(letter) in places)
-            places.add(record_id_of(letter))
+            yield Read(records=(record,), headers=headers, payload=letter, repeats=letter.record_id in refused)
+            refused.add(letter.record_id)
 
     def records(
         self, *topics: str, partitions: Sequence[int] | None = None, since: Mapping[Partition, int] | None = None
@@ -188,7 +186,7 @@ class RunReader:
     def poison(self) -> frozenset[RecordId]:
         """Places of the records that have ended the processes which decoded them."""
         letters = (read.payload for read in self.dead_letters() if read.payload is not None)
-        return frozenset((letter.topic, letter.partition, letter.offset) for letter in letters if letter.kind == KILLER)
+        return frozenset(letter.record_id for letter in letters if letter.kind == POISON)
 
     @cached_property
     def _ends(self) -> dict[str, dict[Partition, int]]:
@@ -211,17 +209,12 @@ class RunReader:
     def _decoded(self, read: Read[Any], decoder: Decoder[Payload] | None) -> Read[Payload]:
         if decoder is None:
             return read
-        if not self.poison.isdisjoint(map(record_id_of, read.records)):
-            return replace(read, problem=Unusable("it has ended the processes that decoded it", kind=KILLER))
+        if not self.poison.isdisjoint(record.id for record in read.records):
+            return replace(read, problem=Unusable("it has ended the processes that decoded it", kind=POISON))
         try:
             return replace(read, payload=decoder(read.records if len(read.records) > 1 else read.record, run=self.run)[1])
         except Unusable as error:
             return replace(read, problem=error)
-
-
-def record_id_of(record: Record | DeadLetter) -> RecordId:
-    """Topic, partition and offset of a record, of a dead letter those of the refused record."""
-    return record.topic, record.partition, record.offset
 
 
 def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:

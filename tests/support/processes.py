@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 from penstock.pipeline.runtime.main import work
-from penstock.pipeline.runtime.ownership import ENDED, TOKEN, new_token
 from penstock.pipeline.runtime.roles import ROLES
 
 PRELOADED = [

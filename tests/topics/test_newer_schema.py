@@ -7,7 +7,7 @@ import pytest
 from penstock.pipeline.archive.archived_log import open_archive
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.relocation import signed
-from penstock.pipeline.runtime.exit_status import HOPELESS, MISTAKES, exit_status
+from penstock.pipeline.runtime.exit_status import MISTAKES, NO_RETRY, exit_status
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 from tests.support.paths import ROOT
@@ -37,7 +37,7 @@ def test_a_stored_record_is_read_and_one_of_a_newer_schema_stops_its_reader(name
     ) as newer:
         kind.read(as_version(record, "/9"), run=run)
     assert not isinstance(newer.value, Unusable)
-    assert exit_status(newer.value) == HOPELESS
+    assert exit_status(newer.value) == NO_RETRY
     assert isinstance(newer.value, MISTAKES)
 
 

@@ -12,7 +12,7 @@ from benchmarks import duplicate_samples
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.runtime.exit_status import HOPELESS
+from penstock.pipeline.runtime.exit_status import NO_RETRY
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
 from tests.support.signals import signal_self
@@ -85,7 +85,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
         for name in workers.running.keys() - {"scorer-0"}:
             assert workers.ended(name) == 0, workers.text(name)
         zombie.join(300.0)
-        assert sorted([zombie.exitcode, workers.ended("scorer-0")]) == [0, HOPELESS], workers.text("scorer-0")
+        assert sorted([zombie.exitcode, workers.ended("scorer-0")]) == [0, NO_RETRY], workers.text("scorer-0")
         assert "is at work already" in workers.text("scorer-0") or "another process writes as" in workers.text("scorer-0")
         assert "Traceback" not in workers.text("scorer-0")
         killed = crew.report()

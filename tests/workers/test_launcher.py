@@ -22,7 +22,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.ownership import SILENT_S, WriterLease, new_token
+from penstock.pipeline.runtime.leases import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.children import child, end_in_time
 from tests.support.crew import Crew, complete, config_of
@@ -193,12 +193,12 @@ def test_a_second_launcher_on_another_machine_ends_before_it_starts_a_worker(
     first = WriterLease(log=log, run=run_id, writer="launcher", token=new_token(), watch_s=SILENT_S, first_wins=True)
     try:
         record = create(config, log=log, run_id=run_id, notify=said.append)
-        first.take().close()
+        first.acquire().close()
         monkeypatch.setenv("PENSTOCK_HOME", str(home))
         with pytest.raises(Fenced, match=f"launcher of run {run_id} is at work already"):
             launcher.watch(log, record, config, notify=said.append, live=False, quiet=True)
     finally:
-        first.leave()
+        first.release()
         log.close()
     assert not (home / "runs" / run_id / "logs").exists(), "a worker writes its log there"
     assert not any("starting its workers" in line for line in said)

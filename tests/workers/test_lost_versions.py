@@ -13,7 +13,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner import weight_publisher
-from penstock.pipeline.runtime.drawing import weight_prefetch
+from penstock.pipeline.runtime.generation import weight_prefetch
 from penstock.topics import weights
 from penstock.topics.weights import Manifest
 from penstock.workers.trainer import worker as trainer

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.acls import all_rules
-from penstock.pipeline.runtime.ownership import WriterLease, new_token
+from penstock.pipeline.runtime.leases import WriterLease, new_token
 from penstock.pipeline.runtime.roles import TOPICS
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.upkeep import owners
@@ -52,7 +52,7 @@ def test_a_claim_counts_only_from_the_role_whose_place_it_is(user: str, writer: 
     log = MemoryLog()
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1, turns=True)})
     owner = WriterLease(log=log, run=RUN, writer=writer, token=new_token())
-    transactions = owner.take()
+    transactions = owner.acquire()
     producer = log.producer()
     for topic in WRITES[user]:
         for kind in OWNER_KINDS:
@@ -63,7 +63,7 @@ def test_a_claim_counts_only_from_the_role_whose_place_it_is(user: str, writer: 
     producer.flush(30.0)
     owner.require_held()
     transactions.commit([Outgoing(topic=f"{RUN}.ledger", partition=0, key=None, headers=(), value=b"1")])
-    owner.leave()
+    owner.release()
     successor = WriterLease(log=log, run=RUN, writer=writer, token=new_token(), watch_s=600.0)
-    successor.take().close()
-    successor.leave()
+    successor.acquire().close()
+    successor.release()

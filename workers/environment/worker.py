@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from penstock.infra.errors import ConfigError, LogError
 from penstock.infra.log import Assigned, Commits, Event, Member, Membership
 from penstock.pipeline.envs.agents.engine import TrajectoryEngine
-from penstock.pipeline.runtime.drawing.group_tasks import GroupTasks
-from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
-from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
-from penstock.pipeline.runtime.drawing.weight_prefetch import VersionWatch
 from penstock.pipeline.runtime.factories import with_environments
+from penstock.pipeline.runtime.generation.group_tasks import GroupTasks
+from penstock.pipeline.runtime.generation.group_worker import GroupWorker
+from penstock.pipeline.runtime.generation.published_samples import PublishedSamples
+from penstock.pipeline.runtime.generation.weight_prefetch import VersionWatch
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record

@@ -7,8 +7,8 @@ drawn. To end a run early it can only ask.
 import os
 
 from penstock.infra.errors import ConfigError
-from penstock.pipeline.runtime.drawing.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.generation.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 

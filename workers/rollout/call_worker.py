@@ -13,8 +13,8 @@ import numpy as np
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
 from penstock.infra.log import Assigned, Producer, Tail
 from penstock.pipeline.runtime import offset_metadata
-from penstock.pipeline.runtime.drawing.generation_loop import GenerationLoop
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation.generation_loop import GenerationLoop
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_to_current_end

@@ -6,10 +6,10 @@ The rule: it has no address and knows no environment: what it is asked is in the
 from functools import partial
 
 from penstock.infra.engines.shared_device import Sleepable
-from penstock.pipeline.runtime.drawing.evaluation.shared_engine import SharedEngine
-from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.factories import make_engine, open_device, with_environments
+from penstock.pipeline.runtime.generation.evaluation.shared_engine import SharedEngine
+from penstock.pipeline.runtime.generation.group_worker import GroupWorker
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.rollout.call_worker import CallWorker
 

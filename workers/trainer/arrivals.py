@@ -56,8 +56,8 @@ class Arrivals:
         starts[session.topic("weights"), 0] = "earliest"
         if session.config.eval_sources:
             starts[control_topic(session.run, session.config.evaluating_role), 0] = "earliest"
-        if resumed.mark is not None:
-            starts.update({at: resumed.mark.positions.get(place_name(session, at), 0) for at in starts})
+        if resumed.resume_point is not None:
+            starts.update({at: resumed.resume_point.positions.get(place_name(session, at), 0) for at in starts})
         starts[control_topic(session.run, "feeder"), 0] = "earliest"  # a feeder says only once that no prompt follows
         return cls(session, writer, inbox, session.log.tail(starts), list(starts), resumed.places)
 
@@ -68,7 +68,7 @@ class Arrivals:
 
     def settle(self, resumed: Resumed) -> None:
         """Count the groups that the ledger says have ended."""
-        selector, past, resume = self.inbox.selector, resumed.past, resumed.mark
+        selector, past, resume = self.inbox.selector, resumed.past, resumed.resume_point
         if resume is None:
             selector.settle([*past.stale, *past.trained])
             selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
@@ -98,7 +98,7 @@ class Arrivals:
             behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
             self.session.reporter.status()
 
-    def mark(self) -> ResumePoint:
+    def resume_point(self) -> ResumePoint:
         """Where a step that is about to be committed leaves the run."""
         positions = {at: self.tail.position(at) for at in self.followed}
         store = self.writer.checkpoints.store

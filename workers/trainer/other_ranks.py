@@ -27,7 +27,7 @@ from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.runtime.exit_status import FAILED
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.pipeline.runtime.registration.run_registry import registration
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.runs import RunRecord
 
@@ -79,7 +79,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
                 child.wait(END_LIMIT_S)
 
 
-def follow(log: Log, run: str, *, model: str | None, trust: Trust = NOTHING_SAID) -> None:
+def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) -> None:
     """Be another rank of a run's trainer until rank 0 says that it is over. Raises `PenstockError`."""
     from penstock.infra.backends.ranks.process_set import ProcessSet
 

@@ -55,7 +55,7 @@ class Resumed:
     """What a trainer starts from."""
 
     past: Past
-    mark: ResumePoint | None = None
+    resume_point: ResumePoint | None = None
     """That of the newest step; None where everything was read."""
     later_stale: tuple[int, ...] = ()
     """Groups found too old after that step."""
@@ -70,21 +70,21 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     topic = (f"{run}.ledger", 0)
     end = log.end_offsets([topic])[topic]
     newest_at, newest = _newest_step(log, run, end) or (0, None)
-    mark = resume_point_of(newest) if newest is not None else None
-    if newest is None or newest.step is None or mark is None:
+    resume_point = resume_point_of(newest) if newest is not None else None
+    if newest is None or newest.step is None or resume_point is None:
         return Resumed(past=read_past(log, run))
     # A checkpoint of the newest step itself, as an orderly stop leaves it, was written behind the mark.
-    known = [place for place in ((newest.step + 1, newest_at), *mark.checkpoints) if place[0] in saved]
+    known = [place for place in ((newest.step + 1, newest_at), *resume_point.checkpoints) if place[0] in saved]
     if not known:
         return Resumed(past=read_past(log, run))
     first_step, begin = known[-1]
-    ledger_state, places = LedgerState(run), Places(rebased=mark.rebased)
-    entries = [*_before(log, run, mark, begin, ledger_state), *_from(log, run, begin, end, first_step, ledger_state, places)]
-    _read_manifests(log, run, mark, ledger_state, places)
+    ledger_state, places = LedgerState(run), Places(rebased=resume_point.rebased)
+    entries = [*_before(log, run, resume_point, begin, ledger_state), *_from(log, run, begin, end, first_step, ledger_state, places)]
+    _read_manifests(log, run, resume_point, ledger_state, places)
     later = [entry for entry in entries if entry.kind == "stale" and entry.seq > newest.seq]
     return Resumed(
         past=Past(entries=entries, ledger_state=ledger_state, first_step=first_step),
-        mark=mark,
+        resume_point=resume_point,
         later_stale=tuple(group for entry in later for group in entry.groups),
         places=places,
     )
@@ -103,11 +103,15 @@ def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
     return None
 
 
-def _before(log: Log, run: str, mark: ResumePoint, begin: int, ledger_state: LedgerState) -> list[Entry]:
+def _before(log: Log, run: str, resume_point: ResumePoint, begin: int, ledger_state: LedgerState) -> list[Entry]:
     """The entries before offset `begin` that say with which arithmetic the run is computed."""
     opening = list(itertools.islice((entry for _, entry in _entries(log, run, 0, NEWEST[-1]) if entry.kind == "run-opened"), 1))
     ledger_state.opened = opening[0] if opening else None
-    rebased = () if mark.rebased is None or mark.rebased >= begin else _entries(log, run, mark.rebased, mark.rebased + 1)
+    rebased = (
+        ()
+        if resume_point.rebased is None or resume_point.rebased >= begin
+        else _entries(log, run, resume_point.rebased, resume_point.rebased + 1)
+    )
     return [*opening, *(entry for _, entry in rebased)]
 
 
@@ -126,15 +130,15 @@ def _from(log: Log, run: str, begin: int, end: int, first_step: int, ledger_stat
             yield entry
 
 
-def _read_manifests(log: Log, run: str, mark: ResumePoint, ledger_state: LedgerState, places: Places) -> None:
+def _read_manifests(log: Log, run: str, resume_point: ResumePoint, ledger_state: LedgerState, places: Places) -> None:
     topic = (f"{run}.weights", 0)
     end = log.end_offsets([topic])[topic]
-    first = list(itertools.islice(_records(log, topic, 0, end), 1)) if mark.manifests else []
+    first = list(itertools.islice(_records(log, topic, 0, end), 1)) if resume_point.manifests else []
     for record in first:
         ledger_state.apply(record)
-    if mark.manifests:
-        ledger_state.newest_version = mark.version - 1
-    for record in _records(log, topic, mark.manifests, end):
+    if resume_point.manifests:
+        ledger_state.newest_version = resume_point.version - 1
+    for record in _records(log, topic, resume_point.manifests, end):
         try:
             manifest = weights.read(record, run=run)[1]
             ledger_state.take(manifest)

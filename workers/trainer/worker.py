@@ -23,7 +23,7 @@ from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.factories import open_device
-from penstock.pipeline.runtime.registration.run_registry import mark
+from penstock.pipeline.runtime.registration.run_registry import set_status
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
@@ -57,7 +57,7 @@ def main(session: Session) -> None:
     past = resumed.past
     if past.ledger_state.closed is not None:
         session.reporter.notify("the run is closed already")
-        mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
+        set_status(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     device = open_device(session.config, session.run)
     with contextlib.ExitStack() as ends:
@@ -72,7 +72,7 @@ def main(session: Session) -> None:
             trainer.device, device.model = device, trainer.policy
         session.reporter.outage = lambda: trainer.arrivals.tail.outage_s
         session.reporter.ready()
-        mark(session.log, session.record, status="running")
+        set_status(session.log, session.record, status="running")
         trainer.begin(resumed)
         try:
             while trainer.policy.steps_done < session.steps and trainer.arrivals.asked_to_end is None and not session.stop.is_set():
@@ -143,7 +143,7 @@ class Trainer:
     def _settle(self, resumed: Resumed) -> None:
         """Count the groups that the ledger says have ended."""
         self.arrivals.settle(resumed)
-        past, resume = resumed.past, resumed.mark
+        past, resume = resumed.past, resumed.resume_point
         self.drops.at_last_step, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
 
     def train_step(self) -> bool:
@@ -247,7 +247,7 @@ class Trainer:
 
     def _close_run(self, *, status: Status, reason: str) -> None:
         self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason)
-        mark(self.session.log, self.session.record, status=status)
+        set_status(self.session.log, self.session.record, status=status)
 
     def _round_is_ready(self) -> bool:
         """Under `starts_on = "round"`, wait at a round's start until all its groups are scored."""
@@ -302,7 +302,7 @@ class Trainer:
         self.arrivals.asked_to_end = passed.reason
 
     def _give_up(self, reason: str) -> NoReturn:
-        mark(self.session.log, self.session.record, status="stopped")
+        set_status(self.session.log, self.session.record, status="stopped")
         raise Unrecoverable(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
@@ -324,7 +324,7 @@ class Trainer:
             grad_norm_bits=outcome.grad_norm_bits,
             digest=digest,
             metrics=measured,
-            details=self.arrivals.mark().to_json(),
+            details=self.arrivals.resume_point().to_json(),
         )
         self.committed += 1
         self.arrivals.places.steps[self.committed] = self.writer.newest_offset

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, Unusable
-from penstock.pipeline.audit.kept.tables import Where
 from penstock.topics import weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import SKIPPED
+from penstock.topics.wire.record import RecordId
 
 
 @check("letters", "a dead letter carries the record that it names", dead_letters=lambda facts: len(facts.letters))
@@ -32,7 +32,7 @@ def true(facts: Facts) -> Iterator[Violation]:
 @check("letters-once", "no process sets a record aside twice", dead_letters=lambda facts: len(facts.letters))
 def once(facts: Facts) -> Iterator[Violation]:
     """One process sets a record aside once; another process that takes over may do so again."""
-    first_letters: dict[tuple[Where, str], LetterFact] = {}
+    first_letters: dict[tuple[RecordId, str], LetterFact] = {}
     if facts.cut("metrics"):
         return  # which processes ran under a name is not known
     for letter in facts.letters:
@@ -73,10 +73,10 @@ def unaccounted(facts: Facts) -> list[Unusable]:
     return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(facts, record, gone)]
 
 
-def replaced_chunks(facts: Facts) -> set[Where]:
-    """Where chunks lay that were sent again: a later manifest of the same version says where they are now."""
+def replaced_chunks(facts: Facts) -> set[RecordId]:
+    """RecordId chunks lay that were sent again: a later manifest of the same version says where they are now."""
     listed, current = (
-        {Where("weights", *place) for fact in found for place in weights.chunk_places(fact.manifest)}
+        {RecordId("weights", *place) for fact in found for place in weights.chunk_places(fact.manifest)}
         for found in (facts.manifests, facts.first_manifests().values())
     )
     return listed - current

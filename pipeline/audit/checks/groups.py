@@ -110,11 +110,11 @@ def fates(facts: Facts) -> dict[str, int]:
     `gone` are those whose fate may have been deleted.
     """
     outcomes, trained, stale, gone = facts.outcomes.first, facts.planned.first, facts.stale(), Gone(facts)
-    undecided = "open" if facts.closed is None else "unused"
-    counts = dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", undecided), 0)
+    include_open = "open" if facts.closed is None else "unused"
+    counts = dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", include_open), 0)
     for group in (*facts.prompts.first, *gone.groups()):
         outcome = outcomes.get(group)
-        open_or_gone = "gone" if gone.drop(group) else undecided
+        open_or_gone = "gone" if gone.drop(group) else include_open
         dropped = outcome.outcome if outcome and outcome.outcome in DROPS else open_or_gone
         fate = "trained" if group in trained else "stale" if group in stale else dropped
         counts[fate] = counts.get(fate, 0) + 1

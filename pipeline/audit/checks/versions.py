@@ -9,9 +9,9 @@ from functools import partial
 from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
-from penstock.pipeline.audit.kept.tables import Where
 from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
+from penstock.topics.wire.record import RecordId
 
 
 def _chunks(facts: Facts) -> int:
@@ -73,7 +73,7 @@ def chunks(facts: Facts) -> Iterator[Violation]:
         manifest = fact.manifest
         listed = zip(manifest.chunk_partitions, manifest.chunk_offsets, manifest.chunk_sizes, manifest.chunk_sha256, strict=True)
         for index, (partition, offset, size, sha256) in enumerate(listed):
-            where = Where("weights", partition, offset)
+            where = RecordId("weights", partition, offset)
             chunk, violation = facts.chunks.get(where), partial(Violation, version=version, where=where)
             if facts.deleted(where):
                 continue

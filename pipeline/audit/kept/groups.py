@@ -2,13 +2,14 @@
 
 from typing import NamedTuple
 
-from penstock.pipeline.audit.kept.tables import Names, Table, Where
+from penstock.pipeline.audit.kept.tables import Names, Table
+from penstock.topics.wire.record import RecordId
 
 
 class PromptFact(NamedTuple):
     """A prompt that was admitted."""
 
-    where: Where
+    where: RecordId
     group: int
     slot: int
     min_version: int
@@ -33,7 +34,7 @@ class HeldSamples(NamedTuple):
 class OutcomeFact(NamedTuple):
     """A group in `groups`, all parts joined."""
 
-    where: Where
+    where: RecordId
     """Topic, partition and offset of its first part."""
     group: int
     outcome: str
@@ -53,7 +54,7 @@ class OutcomeFact(NamedTuple):
 class PlannedFact(NamedTuple):
     """A group in the plan of a step."""
 
-    where: Where
+    where: RecordId
     """Where the plan says that the group lies."""
     group: int
     step: int
@@ -73,7 +74,7 @@ def prompts_table() -> Table[PromptFact]:
         | {"partition": "H", "prompt_hash": "8s", "body": "8s"},
         lambda fact: (fact.where.offset, *fact[1:6], fact.where.partition, *fact[6:]),
         lambda offset, group, slot, version, samples, created_ns, partition, *hashes: PromptFact(
-            Where("prompts", partition, offset), group, slot, version, samples, created_ns, *hashes
+            RecordId("prompts", partition, offset), group, slot, version, samples, created_ns, *hashes
         ),
     )
 
@@ -89,7 +90,7 @@ def outcomes_table() -> Table[OutcomeFact]:
 
     def unpack(offset: int, group: int, version: int, partition: int, said: int, prompt_hash: bytes, body: bytes) -> OutcomeFact:
         outcome, samples = names.values[said]
-        where = Where("groups", partition, offset)
+        where = RecordId("groups", partition, offset)
         return OutcomeFact(where, group, outcome, prompt_hash, body, samples, None if version < 0 else version)
 
     columns = {"offset": "q", "group": "q", "version": "q", "partition": "H", "said": "I", "prompt_hash": "8s", "body": "32s"}
@@ -101,5 +102,5 @@ def planned_table() -> Table[PlannedFact]:
     return Table(
         {"partition": "q", "offset": "q", "group": "q", "step": "q", "body": "32s"},
         lambda fact: (*fact.where[1:], *fact[1:]),
-        lambda partition, offset, *rest: PlannedFact(Where("groups", partition, offset), *rest),
+        lambda partition, offset, *rest: PlannedFact(RecordId("groups", partition, offset), *rest),
     )

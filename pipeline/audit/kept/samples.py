@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.pipeline.audit.kept.sampled_turns import SampledTurn
-from penstock.pipeline.audit.kept.tables import Index, Names, Where
+from penstock.pipeline.audit.kept.tables import Index, Names
+from penstock.topics.wire.record import RecordId
 
 _CELL = struct.Struct("<qqIH8s")
 """Offset + 1, timestamp, versions, worker, hash; zeros where there is no sample."""
@@ -21,7 +22,7 @@ _NOWHERE = 0xFFFF
 class SampleFact(NamedTuple):
     """A sample in `rollouts`."""
 
-    where: Where
+    where: RecordId
     group: int
     sample: int
     version_min: int
@@ -124,7 +125,7 @@ class Samples:
         yield from self.killers
 
     def _place(self, partition: int, group: int, sample: int) -> int | None:
-        """Where in the cells a sample belongs; None for one that has no cell."""
+        """RecordId in the cells a sample belongs; None for one that has no cell."""
         slot = group - self._low
         if not 0 <= slot < len(self._homes) or self._homes[slot] != partition or partition == _NOWHERE:
             return None
@@ -136,5 +137,5 @@ class Samples:
             return None
         slot, sample = divmod(place // _CELL.size, self._begun)
         low, high = self._versions.values[versions]
-        where = Where("rollouts", self._homes[slot], offset - 1)
+        where = RecordId("rollouts", self._homes[slot], offset - 1)
         return SampleFact(where, slot + self._low, sample, low, high, timestamp_ms, self._workers.values[worker], body)

@@ -6,30 +6,20 @@ The rule: rows stay in the order in which they came; of each group the first row
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from penstock.topics.wire.record import RecordId
+
 _DTYPES = {"H": "<u2", "I": "<u4", "q": "<i8"}
-
-
-class Where(NamedTuple):
-    """Topic, partition and offset of a record."""
-
-    topic: str
-    partition: int
-    offset: int
-
-    def __str__(self) -> str:
-        """Format it as topic/partition/offset."""
-        return f"{self.topic}/{self.partition}/{self.offset}"
 
 
 class GroupFact(Protocol):
     """What every fact in a table has."""
 
     @property
-    def where(self) -> Where:
+    def where(self) -> RecordId:
         """The record that it is of."""
         ...
 
@@ -108,7 +98,7 @@ class Table(Generic[Fact]):
         is_first[np.asarray(self.first.rows)] = True
         return (self[row] for row in np.flatnonzero(~is_first).tolist())
 
-    def at(self, where: Where) -> Iterator[Fact]:
+    def at(self, where: RecordId) -> Iterator[Fact]:
         """The facts of a place; looks through all of them."""
         rows = (self.column("partition") == where.partition) & (self.column("offset") == where.offset)
         return (self[row] for row in np.flatnonzero(rows).tolist())

@@ -129,7 +129,7 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
 def _draw(config: Config, engine: Any) -> dict[str, Any]:
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.envs.tokenization import digests
-    from penstock.pipeline.runtime.drawing.sampling import episode_request
+    from penstock.pipeline.runtime.generation.sampling import episode_request
 
     renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
     stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])

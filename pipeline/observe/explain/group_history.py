@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.pipeline.observe.explain.stage_times import GroupProgress, GroupTimestamps, timestamps_of, waits_for
 from penstock.pipeline.observe.recorded_run import Letter, RecordedRun, no_prompt
-from penstock.pipeline.runtime.topic_reader import KILLER, Read, deleted, record_id_of
+from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.fates import fate_of
 from penstock.topics.dead_letters import DeadLetter, claimed_group
@@ -118,8 +118,8 @@ class GroupHistory:
     @property
     def letters(self) -> list[Letter]:
         """Dead letters about this group's records, or about records that claim to be."""
-        places = {record_id_of(record) for read in self.reads for record in read.records}
-        return [kept for kept in self.run.letters if record_id_of(kept.letter) in places or claimed_group(kept.letter) == self.number]
+        places = {record.id for read in self.reads for record in read.records}
+        return [kept for kept in self.run.letters if kept.letter.record_id in places or claimed_group(kept.letter) == self.number]
 
     @property
     def timestamps(self) -> GroupTimestamps:
@@ -169,8 +169,8 @@ def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) 
 
 def why(history: GroupHistory) -> str:
     """The fate's reason, in one clause, and what would make it another."""
-    undecided = history.fate in ("open", "unused") and history.outcome is None
-    return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if undecided and history.gone else _why(history)
+    include_open = history.fate in ("open", "unused") and history.outcome is None
+    return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if include_open and history.gone else _why(history)
 
 
 def _why(history: GroupHistory) -> str:
@@ -214,7 +214,7 @@ def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
 def _why_stale(history: GroupHistory) -> str:
     facts = stale_facts(history) or {}
     for letter in (kept.letter for kept in history.letters):
-        if letter.kind == KILLER and letter.topic.endswith(".groups"):
+        if letter.kind == POISON and letter.topic.endswith(".groups"):
             return f"its record could not be read ({letter.reason}): it was set aside like one that is too old"
     if facts["lag"] is None:
         return f"the ledger says so (entry {facts['entry']}); the record it judged is not here"

@@ -23,7 +23,7 @@ from penstock.topics.metrics import Measurement
 from penstock.topics.upkeep import state
 from penstock.topics.upkeep.state import State
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing
+from penstock.topics.wire.record import Outgoing, RecordId
 
 FORMAT = 1
 EVERY_S = 15.0
@@ -143,7 +143,7 @@ def from_json(run: str, text: str) -> RunView:
         no_reward=made["no_reward"],
         moved_ms=made["moved_ms"],
         worked=WorkingTime([(low, high) for low, high in made["worked"]], made["stops"]),
-        killers={(topic, partition, offset) for topic, partition, offset in made["killers"]},
+        killers={RecordId(*record_id) for record_id in made["killers"]},
         last_seq=made["last_seq"],
         measured={(worker, incarnation): IdSet.from_json(numbers) for worker, incarnation, numbers in made["measured"]},
         past=Ended(**{name: _as_sets(past[name]) for name in past} | {name: Counter(past[name]) for name in ("outcomes", "fates")}),

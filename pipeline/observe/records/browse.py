@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Log
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
+from penstock.pipeline.runtime.topic_reader import POISON, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, TURNS, topic_name
 from penstock.topics.turns import calls, replies
@@ -143,7 +143,7 @@ def view(record: Record, *, run: str) -> dict[str, Any]:
 def _refused(record: Record, run: str) -> dict[str, Any]:
     letter = dead_letters.read(record, run=run)[1]
     # What ended the processes that decoded it is not decoded here either.
-    refused = None if letter.kind == KILLER or letter.topic == record.topic else view(dead_letters.to_record(letter), run=run)
+    refused = None if letter.kind == POISON or letter.topic == record.topic else view(dead_letters.to_record(letter), run=run)
     return {"refused": refused, "claims_group": dead_letters.claimed_group(letter)}
 
 

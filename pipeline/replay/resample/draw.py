@@ -16,10 +16,10 @@ from penstock.pipeline.learner.ledger_history import Past
 from penstock.pipeline.observe.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.replay.resample.compare import ResampledCompletion, compare
 from penstock.pipeline.replay.rescore.cases import read_prompts
-from penstock.pipeline.runtime.drawing.sampling import request_of
 from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.generation.sampling import request_of
 from penstock.pipeline.runtime.registration.run_registry import registration
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.runtime.weights.read import fetch
@@ -40,7 +40,7 @@ class ResampleRequest:
     version: int | None = None
     """Draw under this one instead of the one that each sample began under."""
     overrides: Sequence[str] = ()
-    trust: Trust = NOTHING_SAID
+    trust: Trust = NO_TRUST
     """Whether environments and options of the engine that the run names may be loaded although no key here has signed it."""
 
 

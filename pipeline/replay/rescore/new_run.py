@@ -18,7 +18,7 @@ from penstock.pipeline.replay.rescore.cases import SkippedGroup
 from penstock.pipeline.replay.rescore.judge import Rescored
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
-from penstock.pipeline.runtime.topic_reader import Read, record_id_of
+from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import groups, ledger, prompts, rollouts
@@ -119,7 +119,7 @@ class NewRun:
         )
         for topic, check, reads in copied:
             # A record may hold several samples; it is copied once.
-            for _, records in groupby((read.record for read in reads if read.payload is not None), key=record_id_of):
+            for _, records in groupby((read.record for read in reads if read.payload is not None), key=lambda record: record.id):
                 record = next(records)
                 self._copy(record, check(record, run=reader.run), to=f"{self.run}.{topic}")
         self._producer.flush(WAIT_S)

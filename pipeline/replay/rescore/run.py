@@ -19,7 +19,7 @@ from penstock.pipeline.replay.rescore.compare import Comparison
 from penstock.pipeline.replay.rescore.judge import changed, rescore
 from penstock.pipeline.replay.rescore.new_run import NewRun
 from penstock.pipeline.runtime.registration.run_registry import registration
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
 
@@ -39,7 +39,7 @@ class RescoreRequest:
     """Id of a new run."""
     model: str | None = None
     processes: int | None = None
-    trust: Trust = NOTHING_SAID
+    trust: Trust = NO_TRUST
     """Whether functions that the run names may be loaded although no key here has signed it."""
 
 

@@ -80,7 +80,7 @@ def _append(log: Log, name: str, record: RunRecord) -> None:
         producer.close()
 
 
-def mark(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
+def set_status(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
     """The same run with another status, written to the register."""
     changed = replace(record, status=status, updated_ns=time.time_ns())
     write_status(log, changed)

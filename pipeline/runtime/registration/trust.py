@@ -33,7 +33,7 @@ class Trust:
         return [*(["--run-key", str(self.run_key)] if self.run_key else []), *(["--trust-code"] if self.code else [])]
 
 
-NOTHING_SAID = Trust()
+NO_TRUST = Trust()
 """The operator has named no key and trusts no code."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from penstock.infra.log import Log, Producer
-from penstock.pipeline.runtime.ownership import new_token
+from penstock.pipeline.runtime.leases import new_token
 from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.reporting.time_uses import TRAINER_WAITS, split, use_of

@@ -20,7 +20,7 @@ from penstock.pipeline.launch.restart_policy import (
     is_hung,
     pause_s,
 )
-from penstock.pipeline.runtime.exit_status import BROKEN, HOPELESS, exit_status
+from penstock.pipeline.runtime.exit_status import BROKEN, NO_RETRY, exit_status
 
 ANY_DEATH = st.builds(
     WorkerExit,
@@ -97,7 +97,7 @@ def test_the_sixth_failure_in_a_row_is_the_last_by_default():
 
 
 def test_nothing_is_started_again_when_that_cannot_help_or_is_not_wanted():
-    assert {decide(in_a_row(1, status=status), now_s=1e9, rules=Rules()) for status in (HOPELESS, BROKEN)} == {"give-up"}
+    assert {decide(in_a_row(1, status=status), now_s=1e9, rules=Rules()) for status in (NO_RETRY, BROKEN)} == {"give-up"}
     assert decide(in_a_row(1), now_s=1e9, rules=Rules(restart="never")) == "give-up"
 
 

@@ -14,8 +14,8 @@ from penstock.infra.engines.base import GroupRequest, Sampling
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.schema import SamplingSection
-from penstock.pipeline.runtime.drawing.group_tasks import GroupTask
-from penstock.pipeline.runtime.drawing.sampling import rollout_of
+from penstock.pipeline.runtime.generation.group_tasks import GroupTask
+from penstock.pipeline.runtime.generation.sampling import rollout_of
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.schedule import MODES, Schedule, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector

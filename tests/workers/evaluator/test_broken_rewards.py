@@ -12,7 +12,7 @@ from penstock.infra.sandbox.pool import Done
 from penstock.pipeline.envs.scoring.faults import BrokenReward, FaultCount
 from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.drawing.evaluation.evaluator import Evaluator
+from penstock.pipeline.runtime.generation.evaluation.evaluator import Evaluator
 from tests.support.crew import complete, config_of
 
 

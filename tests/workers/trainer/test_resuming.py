@@ -77,7 +77,7 @@ def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(ti
     repeated = Outgoing(topic=step.topic, partition=0, key=step.key, headers=step.headers, value=step.value)
     log.producer().send(repeated)  # as a broker may, and a stranger
     resumed = read_resumed(log, "end-0", saved=[6, 4])
-    assert resumed.mark is not None
+    assert resumed.resume_point is not None
     assert resumed.past.first_step == 4
     assert [entry.step for entry in resumed.past.steps] == [4, 5]
     assert resumed.past.ledger_state.newest_version == 6

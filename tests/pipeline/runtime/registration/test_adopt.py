@@ -10,7 +10,7 @@ import pytest
 from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
 from penstock.pipeline.cli import topics
-from penstock.pipeline.runtime.ownership import WriterLease, new_token
+from penstock.pipeline.runtime.leases import WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import registration, write
 from penstock.topics.catalogue import control_topics_of
@@ -37,11 +37,11 @@ def test_a_run_without_control_topics_gets_them_signed_or_not_and_its_writers_ta
     log.delete_topics(control_topics_of(RUN))
     for role in ("feeder", "scorer-0", "trainer"):
         with pytest.raises(ConfigError, match=rf"lacks {RUN}\.control-.*penstock topics adopt {RUN}.*run --resume {RUN}") as refused:
-            WriterLease(log=log, run=RUN, writer=role, token=new_token()).take()
+            WriterLease(log=log, run=RUN, writer=role, token=new_token()).acquire()
         assert "\n" not in str(refused.value)
     topics.adopt(RUN, yes=True)
     assert ("is signed already and has its topics" in capsys.readouterr().out) == signed
     topics.adopt(RUN)
     assert registration(log, RUN).signed
     for role in ("launcher", "feeder", "scorer-0", "trainer"):
-        WriterLease(log=log, run=RUN, writer=role, token=new_token()).take().close()
+        WriterLease(log=log, run=RUN, writer=role, token=new_token()).acquire().close()

@@ -12,7 +12,7 @@ from penstock.infra.errors import ConfigError
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.registration.run_key import fits, key_of, key_path, make_key, newest, read_key, signed
 from penstock.pipeline.runtime.registration.run_registry import registration, write, write_status
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, require_trusted
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, require_trusted
 from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topic_name, topics_of
 from penstock.topics.runs import RunRecord
@@ -89,9 +89,9 @@ def test_whatever_others_forge_replay_reorder_or_delete_only_what_the_key_signed
     said: list[str] = []
     if not remaining:
         with pytest.raises(ConfigError, match=r"fits the run's key|configures nothing"):
-            require_trusted(found, trust=NOTHING_SAID, notify=said.append)
+            require_trusted(found, trust=NO_TRUST, notify=said.append)
         return
-    record = require_trusted(found, trust=NOTHING_SAID, notify=said.append)
+    record = require_trusted(found, trust=NO_TRUST, notify=said.append)
     assert record.config == max(remaining, key=lambda record: record.revision or 0).config
     assert len(said) == bool(found.ignored)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.registration.run_registry import find, mark, write
+from penstock.pipeline.runtime.registration.run_registry import find, set_status, write
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -27,7 +27,7 @@ def forged(log: MemoryLog, topic: str, record: RunRecord) -> None:
 def test_the_topic_of_all_runs_holds_nothing_that_a_worker_acts_on() -> None:
     log = log_with([])
     write(log, MADE)
-    mark(log, MADE, status="running")
+    set_status(log, MADE, status="running")
     shared = [runs.read(record, run=RUN)[1] for record in scan(log, RUNS_TOPIC)]
     assert [record.status for record in shared] == ["created", "running"]
     assert {record.config for record in shared} == {"{}"}

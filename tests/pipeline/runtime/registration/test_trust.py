@@ -20,7 +20,7 @@ from penstock.pipeline.runtime.registration.run_registry import registration, re
 from penstock.pipeline.runtime.registration.this_machine import own_runs
 from penstock.pipeline.runtime.registration.trust import (
     MLFLOW_SECRETS,
-    NOTHING_SAID,
+    NO_TRUST,
     Trust,
     as_block,
     require_own_server,
@@ -51,7 +51,7 @@ def append(log: MemoryLog, topic: str, record: RunRecord) -> None:
     log.producer().send(Outgoing(topic=topic, partition=0, key=record.run.encode(), headers=headers, value=value))
 
 
-def tried(log: MemoryLog, trust: Trust = NOTHING_SAID, *, role: str = "scorer") -> str | None:
+def tried(log: MemoryLog, trust: Trust = NO_TRUST, *, role: str = "scorer") -> str | None:
     """Join as a worker: the error, or None."""
     try:
         session = join(run=RUN, role=role, log=log, worker=f"{role}-0", model=None, stop=threading.Event(), trust=trust)
@@ -181,9 +181,9 @@ def test_a_configuration_is_judged_as_a_whole_unless_less_is_executed() -> None:
     log = log_with([])
     write(log, CODE)
     found = registration(log, RUN)
-    assert require_trusted(found, trust=NOTHING_SAID, notify=print, code=[]).config == OWN
+    assert require_trusted(found, trust=NO_TRUST, notify=print, code=[]).config == OWN
     with pytest.raises(ConfigError, match="names code"):
-        require_trusted(found, trust=NOTHING_SAID, notify=lambda _: None)
+        require_trusted(found, trust=NO_TRUST, notify=lambda _: None)
 
 
 def registered(log: MemoryLog, run: str, created_ns: int) -> None:
@@ -222,19 +222,19 @@ def test_the_folder_of_latest_has_a_key_or_a_launchers_lock(home: Path) -> None:
 @pytest.mark.parametrize(
     ("mlflow", "environment", "trust", "refused"),
     [
-        ({"tracking_uri": "https://me@elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, True),
+        ({"tracking_uri": "https://me@elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NO_TRUST, True),
         (
             {"tracking_uri": "HTTP://elsewhere/x"},
             {"MLFLOW_TRACKING_PASSWORD": "hush", "MLFLOW_TRACKING_URI": "http://own"},
-            NOTHING_SAID,
+            NO_TRUST,
             True,
         ),
-        ({"tracking_uri": "https://own/x"}, {"MLFLOW_TRACKING_TOKEN": "hush", "MLFLOW_TRACKING_URI": "https://own/x"}, NOTHING_SAID, False),
+        ({"tracking_uri": "https://own/x"}, {"MLFLOW_TRACKING_TOKEN": "hush", "MLFLOW_TRACKING_URI": "https://own/x"}, NO_TRUST, False),
         ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, Trust(code=True), False),
-        ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": ""}, NOTHING_SAID, False),
-        ({"tracking_uri": "https://elsewhere/x", "enabled": False}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, False),
-        ({"tracking_uri": "sqlite:////x/mlflow.db"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, False),
-        ({}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, False),
+        ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": ""}, NO_TRUST, False),
+        ({"tracking_uri": "https://elsewhere/x", "enabled": False}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NO_TRUST, False),
+        ({"tracking_uri": "sqlite:////x/mlflow.db"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NO_TRUST, False),
+        ({}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NO_TRUST, False),
     ],
 )
 def test_a_tracker_without_the_key_sends_its_credentials_to_no_server_that_the_record_names(

@@ -20,7 +20,7 @@ from penstock.pipeline.envs.agents.record import EpisodeState, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation
 from penstock.pipeline.envs.rewards import completions_of, episodes_of
 from penstock.pipeline.learner.training_samples import sequences
-from penstock.pipeline.runtime.drawing.sampling import rollout_of
+from penstock.pipeline.runtime.generation.sampling import rollout_of
 from penstock.topics.samples import Rollout, generated
 from tests.support.chat_families import stop_ids, template, tokenizer
 from tests.support.environments import characters, request_for

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.infra.tensors.machine_memory import MachineMemory
-from penstock.pipeline.runtime.drawing import weight_prefetch
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation import weight_prefetch
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from penstock.topics import weights
 from tests.support.number_run import RUN, log_with

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.envs.rewards import Score
-from penstock.pipeline.runtime.drawing.evaluation.accuracy import EarlyStopping, pass_at, summary
+from penstock.pipeline.runtime.generation.evaluation.accuracy import EarlyStopping, pass_at, summary
 
 
 def score(*rewards: float) -> Score:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from penstock.infra.engines.base import Engine
 from penstock.infra.errors import RecordMissing
-from penstock.pipeline.runtime.drawing.evaluation.accuracy import EarlyStopping, due
-from penstock.pipeline.runtime.drawing.evaluation.evaluator import Evaluator
+from penstock.pipeline.runtime.generation.evaluation.accuracy import EarlyStopping, due
+from penstock.pipeline.runtime.generation.evaluation.evaluator import Evaluator
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import scan

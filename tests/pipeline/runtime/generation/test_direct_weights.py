@@ -7,8 +7,8 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.runtime.drawing import weight_prefetch
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation import weight_prefetch
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights import direct
 from penstock.pipeline.runtime.weights.read import ChunkReader

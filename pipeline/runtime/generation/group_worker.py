@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.log import Assigned, Commits
 from penstock.pipeline.runtime import offset_metadata
-from penstock.pipeline.runtime.drawing.generation_loop import GenerationLoop
-from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
-from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
-from penstock.pipeline.runtime.drawing.sampling import request_of, rollout_of, source_of
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation.generation_loop import GenerationLoop
+from penstock.pipeline.runtime.generation.group_tasks import GroupTask, GroupTasks
+from penstock.pipeline.runtime.generation.published_samples import PublishedSamples
+from penstock.pipeline.runtime.generation.sampling import request_of, rollout_of, source_of
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules

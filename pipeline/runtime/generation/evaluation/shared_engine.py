@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.infra.engines.base import Engine
-from penstock.pipeline.runtime.drawing.evaluation.evaluations import Evaluations
+from penstock.pipeline.runtime.generation.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 

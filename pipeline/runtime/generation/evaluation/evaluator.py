@@ -21,8 +21,8 @@ from penstock.pipeline.envs.rewards import Score, episodes_of
 from penstock.pipeline.envs.scoring.faults import FaultCount
 from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
-from penstock.pipeline.runtime.drawing.evaluation.accuracy import summary
-from penstock.pipeline.runtime.drawing.sampling import episode_request
+from penstock.pipeline.runtime.generation.evaluation.accuracy import summary
+from penstock.pipeline.runtime.generation.sampling import episode_request
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.samples import cause_of, generated
 

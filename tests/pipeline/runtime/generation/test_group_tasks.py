@@ -4,7 +4,7 @@ import numpy as np
 
 from penstock.infra.engines.base import Completion, Span
 from penstock.pipeline.runtime import offset_metadata
-from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
+from penstock.pipeline.runtime.generation.group_tasks import GroupTask, GroupTasks
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.record import Record

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.infra.errors import Fenced
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.runtime import ownership
-from penstock.pipeline.runtime.ownership import WriterLease, given_token, new_token
+from penstock.pipeline.runtime import leases
+from penstock.pipeline.runtime.leases import WriterLease, new_token, process_token
 from penstock.topics.catalogue import topics_of
 from penstock.topics.wire.record import Outgoing
 
@@ -18,13 +18,13 @@ RUN = "places"
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
-    monkeypatch.setattr(ownership, "BEAT_S", 0.02)
+    monkeypatch.setattr(leases, "BEAT_S", 0.02)
     made = MemoryLog()
     made.create_topics(topics_of(RUN, partitions=1))
     return made
 
 
-def place(
+def lease_of(
     log: MemoryLog, *, writer: str = "trainer", watch_s: float = 0.3, ended: frozenset[str] = frozenset(), **more: Any
 ) -> WriterLease:
     return WriterLease(log=log, run=RUN, writer=writer, token=new_token(), ended=ended, watch_s=watch_s, **more)
@@ -35,22 +35,22 @@ def entry(value: bytes) -> list[Outgoing]:
 
 
 def test_a_place_whose_owner_is_alive_is_not_taken(log: MemoryLog) -> None:
-    owner = place(log)
-    writer = owner.take()
+    owner = lease_of(log)
+    writer = owner.acquire()
     with pytest.raises(Fenced, match="trainer of run places is at work already"):
-        place(log, watch_s=300.0).take()
+        lease_of(log, watch_s=300.0).acquire()
     writer.commit(entry(b"1"))
-    place(log, writer="feeder").take()
-    owner.leave()
+    lease_of(log, writer="feeder").acquire()
+    owner.release()
 
 
 def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_it_is_started_again(log: MemoryLog) -> None:
-    frozen = place(log, watch_s=0.0)  # it says nothing more
-    zombie = frozen.take()
+    frozen = lease_of(log, watch_s=0.0)  # it says nothing more
+    zombie = frozen.acquire()
     said: list[str] = []
-    successor = place(log, notify=said.append)
+    successor = lease_of(log, notify=said.append)
     began = time.monotonic()
-    writer = successor.take()
+    writer = successor.acquire()
     assert time.monotonic() - began > 0.25
     assert len(said) == 1
     with pytest.raises(Fenced):
@@ -60,32 +60,32 @@ def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_i
     successor.require_held()
     for number in range(3):
         with pytest.raises(Fenced):
-            place(log, watch_s=300.0).take()
+            lease_of(log, watch_s=300.0).acquire()
         writer.commit(entry(str(number).encode()))
-    successor.leave()
+    successor.release()
 
 
 def test_a_place_that_was_left_or_whose_owner_has_certainly_ended_is_free_at_once(log: MemoryLog) -> None:
-    first = place(log, watch_s=300.0)
-    first.take()
-    first.leave()
-    killed = place(log, watch_s=0.0)
-    killed.take()
+    first = lease_of(log, watch_s=300.0)
+    first.acquire()
+    first.release()
+    killed = lease_of(log, watch_s=0.0)
+    killed.acquire()
     began = time.monotonic()
-    last = place(log, watch_s=300.0, ended=frozenset({killed.token}))
-    last.take()
+    last = lease_of(log, watch_s=300.0, ended=frozenset({killed.token}))
+    last.acquire()
     assert time.monotonic() - began < 250
-    last.leave()
+    last.release()
 
 
 def test_a_note_that_a_fenced_process_has_ended_does_not_free_its_successors_place(log: MemoryLog) -> None:
-    fenced, owner = place(log, watch_s=0.0), place(log)
-    fenced.take()
-    owner.take()
-    fenced.leave()
+    fenced, owner = lease_of(log, watch_s=0.0), lease_of(log)
+    fenced.acquire()
+    owner.acquire()
+    fenced.release()
     with pytest.raises(Fenced):
-        place(log, watch_s=300.0).take()
-    owner.leave()
+        lease_of(log, watch_s=300.0).acquire()
+    owner.release()
 
 
 def let_it_claim(first: WriterLease, log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -94,7 +94,7 @@ def let_it_claim(first: WriterLease, log: MemoryLog, monkeypatch: pytest.MonkeyP
 
     def first_comes_between(*arguments: Any, **options: Any) -> Any:
         monkeypatch.undo()
-        made.append(first.take())
+        made.append(first.acquire())
         return transactions(*arguments, **options)
 
     monkeypatch.setattr(log, "transactions", first_comes_between)
@@ -102,36 +102,36 @@ def let_it_claim(first: WriterLease, log: MemoryLog, monkeypatch: pytest.MonkeyP
 
 
 def test_of_two_writers_that_found_the_place_free_exactly_one_goes_on(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = place(log), place(log)
+    first, second = lease_of(log), lease_of(log)
     made = let_it_claim(first, log, monkeypatch)
-    second.take().commit(entry(b"written"))
+    second.acquire().commit(entry(b"written"))
     with pytest.raises(Fenced):
         made[0].commit(entry(b"refused"))
-    first.leave()
-    second.leave()
+    first.release()
+    second.release()
 
 
 def test_of_two_launchers_that_found_the_place_free_the_one_that_claims_first_has_it(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (place(log, writer="launcher", first_wins=True) for _ in range(2))
+    first, second = (lease_of(log, writer="launcher", first_wins=True) for _ in range(2))
     let_it_claim(first, log, monkeypatch)
     with pytest.raises(Fenced, match="launcher of run places is at work already"):
-        second.take()
-    first.leave()
+        second.acquire()
+    first.release()
 
 
 def test_one_that_is_asked_to_stop_does_not_watch_on(log: MemoryLog) -> None:
-    place(log, watch_s=0.0).take()
+    lease_of(log, watch_s=0.0).acquire()
     stop = threading.Event()
     stop.set()
     began = time.monotonic()
-    place(log, watch_s=300.0, stop=stop).take()
+    lease_of(log, watch_s=300.0, stop=stop).acquire()
     assert time.monotonic() - began < 250
 
 
 def test_tokens_are_random_unless_the_launcher_made_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getpid", lambda: 1)
-    assert len({given_token() for _ in range(100)}) == 100
-    monkeypatch.setenv(ownership.TOKEN, "abc")
-    assert given_token() == "abc"
+    assert len({process_token() for _ in range(100)}) == 100
+    monkeypatch.setenv(leases.TOKEN, "abc")
+    assert process_token() == "abc"

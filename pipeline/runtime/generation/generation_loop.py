@@ -14,8 +14,8 @@ from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.log import Assigned, Member, Records, Revoked
-from penstock.pipeline.runtime.drawing.evaluation.shared_engine import SharedEngine
-from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.generation.evaluation.shared_engine import SharedEngine
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.topics.wire.record import Record

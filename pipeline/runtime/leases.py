@@ -34,7 +34,7 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-def given_token() -> str:
+def process_token() -> str:
     """This process's token: the one its launcher made for it, else a new one."""
     return os.environ.get(TOKEN) or new_token()
 
@@ -60,7 +60,7 @@ class WriterLease:
     _left: threading.Event = field(default_factory=threading.Event)
     _producer: Producer | None = None
 
-    def take(self) -> Transactions:
+    def acquire(self) -> Transactions:
         """Claim the place; returns its writer of transactions. Raises `Fenced` if its owner is alive or another came first, `LogError`,
         and `ConfigError` if the run has no such topic.
         """
@@ -82,7 +82,7 @@ class WriterLease:
         if self.watch_s:
             threading.Thread(target=self._beat, daemon=True, name=f"alive-{self.writer}").start()
         if rivals:
-            self.leave()
+            self.release()
             raise self._taken_by(rivals[-1])
         return transactions
 
@@ -98,7 +98,7 @@ class WriterLease:
         if owner.token != self.token:
             raise Fenced(f"another process, on {owner.host}, writes as {self.run}.{self.writer} now: this one must stop")
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Say that this process has ended, whoever has its place by now: a successor need not wait."""
         self._left.set()
         if self._producer is not None:

@@ -16,7 +16,7 @@ from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryMember
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
+from penstock.pipeline.runtime.generation.group_worker import GroupWorker
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import prompts, rollouts
@@ -151,7 +151,7 @@ def samples_of(log: MemoryLog, partitions: Sequence[int] = range(PARTITIONS)) ->
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pipeline.runtime.drawing.group_worker.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("penstock.pipeline.runtime.generation.group_worker.IDLE_WAIT_S", 0.0)
 
 
 def test_groups_in_hand_whose_partition_went_to_a_joiner_are_dropped_and_drawn_once() -> None:
