@@ -32,7 +32,7 @@ from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES  # noqa: E4
 from penstock.pipeline.config.load import load  # noqa: E402
 from penstock.pipeline.config.run_config import Config  # noqa: E402
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data  # noqa: E402
-from penstock.pipeline.envs.group_outcome import group_of, verdict  # noqa: E402
+from penstock.pipeline.envs.group_outcome import group_of, group_outcome  # noqa: E402
 from penstock.pipeline.envs.rewards import resolve  # noqa: E402
 from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests  # noqa: E402
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer  # noqa: E402
@@ -101,7 +101,7 @@ class Draws:
         texts = [self._decoder.decode(sample.token_ids) for sample in samples]
         asked = {"prompt": prompt.prompt, "messages": None, "columns": json.loads(prompt.columns)}
         score = self._rewards.score(texts, **asked, completion_ids=[sample.token_ids.tolist() for sample in samples])
-        found = verdict(samples, texts, score, algorithm=self.config.algorithm)
+        found = group_outcome(samples, texts, score, algorithm=self.config.algorithm)
         reward = self.config.reward
         return group_of(prompt, found.outcome, reason=found.reason, samples=found.samples, reward=reward, scored_ns=0)
 

@@ -1,1 +1,1 @@
-"""Prompts and how their completions are judged: data sets, tokenization, rewards and the outcome of a group."""
+"""Prompts and rewards: data sets, tokenization, reward functions, environments, and the outcome of a group."""

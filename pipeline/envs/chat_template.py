@@ -1,6 +1,6 @@
-"""A model's chat template: which one is in use, and compiled as transformers does it, without importing that.
+"""Selects and compiles a model's chat template as transformers does, without importing it.
 
-The rule: templates run in Jinja's sandbox with transformers' filters, globals and tags, and see the model's special tokens by name.
+Templates run in Jinja's sandbox with the filters, globals and tags of transformers, and the model's special tokens as variables.
 """
 
 import json
@@ -20,7 +20,7 @@ MODES = ("auto", "on", "off")
 
 
 class _Generation(Extension):
-    """Renders what stands between `{% generation %}` and `{% endgeneration %}` as if the tags were not there."""
+    """Ignores the tags `{% generation %}` and `{% endgeneration %}` and renders the text between them."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -40,7 +40,7 @@ def _json(value: Any, *, ensure_ascii: bool = False, **settings: Any) -> str:
 
 @lru_cache
 def compiled(source: str) -> Template:
-    """The template of a Jinja source. Raises `ConfigError`."""
+    """Compile a Jinja source. Raises `ConfigError`."""
     try:
         return _environment().from_string(source)
     except TemplateError as error:
@@ -48,7 +48,7 @@ def compiled(source: str) -> Template:
 
 
 def variables(source: str) -> set[str]:
-    """The names that a Jinja source reads and does not set. Raises `jinja2.TemplateError`."""
+    """The undeclared variables of a Jinja source. Raises `jinja2.TemplateError`."""
     return meta.find_undeclared_variables(_environment().parse(source))
 
 
@@ -60,7 +60,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def chat_template_of(folder: Path, chat_template: str) -> str | None:
-    """The template in use, None for none. Raises `ConfigError` if one is required and missing."""
+    """The source of the template in use; None if there is none. Raises `ConfigError` if a required one is missing."""
     if chat_template == "off":
         return None
     if chat_template not in MODES:
@@ -72,14 +72,14 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     names = ("chat_template.json", "tokenizer_config.json")
-    template = next((found for name in names if (found := json_file(folder / name).get("chat_template"))), None)
+    template = next((value for name in names if (value := json_file(folder / name).get("chat_template"))), None)
     if isinstance(template, list):
         template = {named.get("name"): named.get("template") for named in template}
     if isinstance(template, dict):
         if "default" not in template:
             named = ", ".join(map(str, template))
             raise ConfigError(
-                f"data.chat_template: {folder} has the templates {named} and none called default; write one to a Jinja file and name it"
+                f"data.chat_template: {folder} has the templates {named} and none called default; give the path of a Jinja file"
             )
         template = template["default"]
     if isinstance(template, str):
@@ -90,7 +90,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
 
 
 def json_file(file: Path) -> dict[str, Any]:
-    """The object in one of a model's JSON files; an empty one where the file is absent. Raises `ConfigError`."""
+    """The object in a JSON file of a model; empty if the file is absent. Raises `ConfigError`."""
     if not file.is_file():
         return {}
     try:
@@ -101,7 +101,7 @@ def json_file(file: Path) -> dict[str, Any]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """What templates know by the names of special tokens, such as `bos_token`."""
+    """The template variables with special tokens, such as `bos_token`."""
     made: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in json_file(folder / name).items():
@@ -112,5 +112,5 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """The beginning of an error's text."""
+    """The first 300 characters of an error's text, on one line."""
     return " ".join(str(error).split())[:300]

@@ -1,7 +1,4 @@
-"""Decides from a group's rewards how it ends: scored or filtered.
-
-The rule: pure functions, shared by the scorer of a live run and by the rescoring of a recorded one.
-"""
+"""The outcome of a group from its rewards: scored or filtered. Pure functions, used by the scorer and by `replay score`."""
 
 import json
 from collections.abc import Sequence
@@ -22,19 +19,19 @@ UNTRAINED = "no sample has a trained token: each is truncated, aborted, empty or
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The outcome of a group that the reward functions scored."""
+class GroupOutcome:
+    """Outcome, samples and metrics of a group that the reward functions scored."""
 
     outcome: Outcome
     reason: str | None
-    """The reason it was filtered; None if it was scored."""
+    """Why the group is filtered; None if it is scored."""
     samples: tuple[ScoredSample, ...]
     metrics: str | None
-    """JSON object: the metrics that reward functions logged for the group; None without any."""
+    """JSON object with the metrics that reward functions logged; None if there are none."""
 
 
-def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Score", *, algorithm: AlgorithmSection) -> Verdict:
-    """The outcome of these samples, by number; applies the configured penalty for truncated ones and filters."""
+def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score: "Score", *, algorithm: AlgorithmSection) -> GroupOutcome:
+    """The outcome of a group, with the configured penalty for truncated completions and the configured filters."""
     penalty = algorithm.truncated_penalty if algorithm.truncated == "penalise" else 0.0
     scored = tuple(
         ScoredSample(
@@ -49,11 +46,11 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Scor
     )
     reason = _filtered(scored, score, algorithm)
     metrics = json.dumps(dict(score.metrics)) if score.metrics else None
-    return Verdict(outcome="scored" if reason is None else "filtered", reason=reason, samples=scored, metrics=metrics)
+    return GroupOutcome(outcome="scored" if reason is None else "filtered", reason=reason, samples=scored, metrics=metrics)
 
 
 def _filtered(samples: Sequence[ScoredSample], score: "Score", algorithm: AlgorithmSection) -> str | None:
-    """The reason if the group is filtered, else None."""
+    """Why the group is filtered; None if it is not."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"
@@ -66,13 +63,13 @@ def _filtered(samples: Sequence[ScoredSample], score: "Score", algorithm: Algori
 
 
 def is_trained(sample: Rollout, *, truncated: str) -> bool:
-    """Whether a sample has tokens to train; `truncated` is `algorithm.truncated`."""
+    """True if a sample has tokens to train; `truncated` is `algorithm.truncated`."""
     cut = truncated == "mask" and sample.finish == "length"
     return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())
 
 
 def _differ(score: "Score") -> bool:
-    """Whether any component differs among the samples it applies to."""
+    """True if any component differs among the samples it applies to."""
     columns = [[value for value in column if value is not None] for column in zip(*score.components, strict=True)]
     return any(values and not zero_variance(values) for values in columns)
 
@@ -80,7 +77,7 @@ def _differ(score: "Score") -> bool:
 def group_of(
     prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: RewardSection, scored_ns: int
 ) -> Group:
-    """The record of a prompt's group with its outcome."""
+    """The record of a group with its outcome."""
     return Group(
         group=prompt.group,
         outcome=outcome,

@@ -1,6 +1,6 @@
-"""Judges groups in child processes, because a user's function may hang: what goes in and out, and the child's side.
+"""Scores groups in child processes, because a user's function may hang: the messages, and the child's side.
 
-The rule: where a function is async, or a service, one child judges many groups side by side; else one at a time.
+If a function is async or a service, a child scores several groups concurrently; else one at a time.
 """
 
 import inspect
@@ -26,7 +26,7 @@ CHILD = "penstock.pipeline.envs.reward_child:child"
 
 
 def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> RewardPool[Any]:
-    """Child processes that score by a run's reward functions; `settings` are those of `spec`."""
+    """Child processes with a run's reward functions; `settings` as in `spec`."""
     init = spec(reward.functions, reward.weights, timeout_s=reward.timeout_s, concurrency=reward.concurrency, **settings)
     children: ChildPool[Any] = ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s, retries=0, rules=reward.rules())
     return RewardPool(children, timeout_s=reward.timeout_s)
@@ -41,7 +41,7 @@ def spec(
     concurrency: int = 1,
     **settings: float,
 ) -> dict[str, Any]:
-    """The arguments of `resolve` as JSON, for a child process."""
+    """The arguments of `resolve` as JSON for a child process."""
     return {
         "names": list(names),
         "weights": None if weights is None else list(weights),
@@ -62,7 +62,7 @@ def payload(
     step: int = 0,
     episodes: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One group as JSON, the keywords of `Rewards.judge`; the row's prompt and columns are sent once, not once per completion."""
+    """A group as JSON with the keywords of `Rewards.start_scoring`; prompt and columns are sent once per group."""
     return {
         "completions": list(completions),
         "prompt": prompt,
@@ -75,14 +75,14 @@ def payload(
 
 
 def payload_of(
-    asked: Prompt | Group, samples: Sequence[Rollout], completions: Sequence[str], *, messages: str | None, steps_per_version: int
+    record: Prompt | Group, samples: Sequence[Rollout], completions: Sequence[str], *, messages: str | None, steps_per_version: int
 ) -> dict[str, Any]:
-    """The same of recorded samples and their texts; `asked` has the text and columns of their prompt, `messages` its chat as JSON."""
+    """The payload of recorded samples and their texts; `record` has the prompt's text and columns, `messages` its chat as JSON."""
     return payload(
         completions,
-        prompt=asked.prompt,
+        prompt=record.prompt,
         messages=json.loads(messages) if messages else None,
-        columns=json.loads(asked.columns),
+        columns=json.loads(record.columns),
         completion_ids=[generated(sample).tolist() for sample in samples],
         step=(version_min(samples) or 0) * steps_per_version,
         episodes=episodes_of(samples),
@@ -90,7 +90,7 @@ def payload_of(
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Return the handler of a child process: it takes `payload(...)` and returns a score by the functions of `spec(...)`."""
+    """The handler of a child process: takes a `payload(...)` and returns its score by the functions of `spec(...)`."""
     rewards = resolve(**init)
     for name in rewards.names:
         if name in WARM_UPS:
@@ -98,12 +98,12 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
     if not any(map(inspect.iscoroutinefunction, rewards.functions)):
         return lambda group: asdict(rewards.score(**group))
 
-    def judge(group: Mapping[str, Any]) -> Any:
-        score = rewards.judge(**group)
-        return asdict(score) if isinstance(score, Score) else _plain(score)
+    def score(group: Mapping[str, Any]) -> Any:
+        result = rewards.start_scoring(**group)
+        return asdict(result) if isinstance(result, Score) else _plain(result)
 
-    judge.at_once = init["concurrency"]  # type: ignore[attr-defined]
-    return judge
+    score.at_once = init["concurrency"]  # type: ignore[attr-defined]
+    return score
 
 
 async def _plain(score: Awaitable[Score]) -> dict[str, Any]:

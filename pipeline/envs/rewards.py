@@ -1,10 +1,10 @@
 """Scores a group by TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
 
-Beside columns a function can ask for `completion_ids`, `trainer_state`, `log_extra` and `log_metric`, as in TRL, and for
-`completion_lengths` and `max_completion_length`; a column with the name of one of these is under `columns`. Functions are called in the
-main thread where no event loop runs; awaitables that they return are awaited together. A broken reward is a failure with its reason, never
-a zero; `None` says that a function does not apply, and a completion to which none applies has no reward.
-Importing this module is cheap: every child process does.
+In addition to columns a function can take `completion_ids`, `trainer_state`, `log_extra` and `log_metric`, as in TRL, and
+`completion_lengths` and `max_completion_length`; a column with one of these names is under `columns`. Functions are called in the main
+thread, outside of a running event loop; awaitables that they return are awaited together. A failed reward is a failure with its reason,
+never zero; `None` means that a function does not apply, and a completion to which none applies has no reward.
+Every child process imports this module, so its imports are light.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any, Final
 from penstock.infra.sandbox.child import doing
 from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
-from penstock.pipeline.envs.builtin_rewards import BUILTINS, JUDGE_ANSWERS
+from penstock.pipeline.envs.builtin_rewards import BUILTINS, NEED_REFERENCE
 from penstock.pipeline.envs.datasets.answers import FORMS, AnswerError, accepted, with_facts
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
 from penstock.pipeline.envs.scoring.faults import RewardError, broke
@@ -35,22 +35,22 @@ NOTHING: Final = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A group's rewards, in the order of its completions."""
+    """Rewards of a group, in the order of its completions."""
 
     rewards: tuple[float | None, ...]
-    """None for a completion to which no function applies, or whose reward broke."""
+    """None for a completion to which no function applies, or whose reward failed."""
     components: tuple[tuple[float | None, ...], ...]
     """One row per completion, with one value per reward function."""
     broken: Mapping[int, str] = field(default_factory=dict)
-    """Completion -> why its reward broke, where those of others did not."""
+    """Completion -> reason of its failed reward, if others succeeded."""
     logged: tuple[Mapping[str, Any], ...] = ()
-    """Values that the functions logged for each completion; empty if they logged nothing."""
+    """Logged values of each completion; empty if nothing was logged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that the functions logged for the group."""
+    """Logged metrics of the group."""
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
-        """Convert a child's answer."""
+        """Convert the result of a child process."""
         broken = {int(number): reason for number, reason in result.get("broken", {}).items()}
         return Score(
             rewards=tuple(result["rewards"]), components=tuple(map(tuple, result["components"])), broken=broken,
@@ -65,15 +65,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What TRL's `trainer_state` holds, as far as it follows from the record of a group: a reward judged again is the same."""
+    """The fields of TRL's `trainer_state` that a group's record determines, so that rescoring gives the same rewards."""
 
     global_step: int
-    """Optimizer steps behind the oldest weights that drew the group."""
+    """Optimizer steps of the oldest policy version that generated the group."""
     max_steps: int
 
 
 class _MissingColumn(RewardError):
-    """A function takes a column that a row does not have."""
+    """A row lacks a column that a function requires."""
 
     def __init__(self, reason: str, *, column: str) -> None:
         super().__init__(reason)
@@ -90,14 +90,14 @@ class Rewards:
     max_steps: int = 0
     max_completion_length: int = 0
     by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Of a mixture: source -> the functions that judge its rows, by their names or whole; a source that is missing has all."""
+    """In a mixture: source -> the functions for its rows, by short or full name; a missing source has all."""
 
     def score(self, completions: Sequence[str], **group: Any) -> Score:
-        """As `judge`; awaits what async functions return."""
-        score = self.judge(completions, **group)
+        """Score the completions of one prompt; arguments as in `start_scoring`."""
+        score = self.start_scoring(completions, **group)
         return score if isinstance(score, Score) else _loop().run_until_complete(score)
 
-    def judge(
+    def start_scoring(
         self,
         completions: Sequence[str],
         *,
@@ -108,65 +108,65 @@ class Rewards:
         step: int = 0,
         episodes: Sequence[Mapping[str, Any]] | None = None,
     ) -> Score | Coroutine[Any, Any, Score]:
-        """Score the completions of one prompt, to be awaited where a function is async.
+        """Call the functions for the completions of one prompt; returns the score, or a coroutine if a function is async.
 
-        For a conversational one (`messages`), functions get lists of messages, as in TRL. `step` is the number of optimizer steps behind
-        the weights that drew them. `episodes`, of trajectories, has what `episode` returns for each: a function can ask for
-        `environment_reward` and for `conversations`; completions are what the policy said in them.
+        For a conversational prompt (`messages`), functions receive lists of messages, as in TRL. `step` is the optimizer step of the
+        policy version that generated them. `episodes` has the result of `episode` for each trajectory: functions can take
+        `environment_reward` and `conversations`, and completions are the generated messages.
 
-        Every function gets arguments of its own, and every completion values of its own: what one changes in them no other sees.
+        Each function and each completion gets copies of the arguments, so that changes to them have no effect on others.
 
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type, or a number that is not finite or too large.
         """
         count = len(completions)
         facts = self._facts(count, completion_ids, step)
-        said = [[{"role": "assistant", "content": text}] for text in completions]
+        generated = [[{"role": "assistant", "content": text}] for text in completions]
         if episodes is not None:
-            conversations = [json.loads(one["messages"]) for one in episodes]
-            facts |= {"environment_reward": [one["reward"] for one in episodes], "conversations": conversations}
-            said = [completions_of(conversation) for conversation in conversations]
+            conversations = [json.loads(episode["messages"]) for episode in episodes]
+            facts |= {"environment_reward": [episode["reward"] for episode in episodes], "conversations": conversations}
+            generated = [completions_of(conversation) for conversation in conversations]
         if messages is None:
             facts |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
-            facts |= {"prompts": [messages] * count, "completions": said}
+            facts |= {"prompts": [messages] * count, "completions": generated}
         logged = Logged(count)
-        returned = self._called(columns, facts, logged, last=[answers[-1]["content"] for answers in said])
+        returned = self._called(columns, facts, logged, last=[messages[-1]["content"] for messages in generated])
         score = partial(self._score, logged=logged, count=count)
         return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
 
     def check(self, columns: Mapping[str, Any], *, without_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
-        """Check that a row has the columns that every function takes, and an answer that the built-in ones can judge.
+        """Check that a row has the columns that the functions require, and a reference answer that the built-in ones accept.
 
-        `without_json` has the columns that no function can get, and what they hold; `answer_field` is the data's name of `answer`.
-        Raises `RewardError` that names the column.
+        `without_json`: column -> type of values that JSON cannot represent; `answer_field`: name of the answer column in the data.
+        Raises `RewardError` with the column.
         """
         offered = with_facts(columns, self._facts(0, (), 0))
-        for name, function in self._judges(columns):
+        for name, function in self._functions_for(columns):
             try:
                 _arguments(name, function, offered)
             except _MissingColumn as error:
                 raise RewardError(f"{error}{_remedy(error.column, without_json or {})}") from error
-            if split_options(name)[0] in JUDGE_ANSWERS:
+            if split_options(name)[0] in NEED_REFERENCE:
                 try:
                     accepted(columns["answer"])
                 except AnswerError as error:
                     column = f"the answer (column {answer_field or 'answer'!r})"
-                    raise RewardError(f"{column} is {error}, which the reward {name} cannot judge: expected {FORMS}") from error
+                    raise RewardError(f"{column} is {error}, which the reward {name} cannot compare: expected {FORMS}") from error
 
     def facts_named_by(self, columns: Mapping[str, Any]) -> list[str]:
-        """The columns whose names facts have, so that functions find the values of the data under `columns` alone."""
+        """Columns that facts replace, so that functions find their values only under `columns`."""
         return [name for name in self._facts(0, (), 0) if name in columns]
 
-    def _judges(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
-        """The functions that apply to a row, by its source, with their names."""
+    def _functions_for(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
+        """Names and functions that apply to a row, by its source."""
         source = columns.get(SOURCE_COLUMN)
-        chosen = self.by_source.get(source) if isinstance(source, str) else None
+        selected = self.by_source.get(source) if isinstance(source, str) else None
         every = zip(self.names, self.functions, strict=True)
-        return [(name, function) for name, function in every if chosen is None or not {name, short_name(name)}.isdisjoint(chosen)]
+        return [(name, function) for name, function in every if selected is None or not {name, short_name(name)}.isdisjoint(selected)]
 
     def _facts(self, count: int, completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
-        """Arguments that functions can take in addition to the columns; lists have an item for each of `count` completions."""
+        """Arguments in addition to the columns; lists have one item for each of `count` completions."""
         return {
             "prompts": [],
             "completions": [],
@@ -180,26 +180,26 @@ class Rewards:
         }
 
     def _called(self, columns: Mapping[str, Any], facts: Mapping[str, Any], logged: Logged, *, last: Sequence[str]) -> list[Any]:
-        """Call each function; `NOTHING` is the result of one that does not apply to the row.
+        """Call each function; the result is `NOTHING` for one that does not apply to the row.
 
-        Built-in functions score `last`, the last text that the policy generated in each sample.
+        Built-in functions score `last`, the last generated text of each sample.
         """
         returned: list[Any] = []
-        judges, offered = dict(self._judges(columns)), with_facts(columns, facts)
+        functions, offered = dict(self._functions_for(columns)), with_facts(columns, facts)
         for name in self.names:
-            function = judges.get(name)
+            function = functions.get(name)
             if function is None:
                 returned.append(NOTHING)
                 continue
             built_in = split_options(name)[0] in BUILTINS
             taken = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
-            arguments = {key: fresh(value) if key in facts else [fresh(value) for _ in last] for key, value in taken.items()}
+            arguments = {key: copied(value) if key in facts else [copied(value) for _ in last] for key, value in taken.items()}
             arguments |= {key: log for key, log in logged.functions(name).items() if key in arguments}
             doing(f"reward {name}")
             asyncio.set_event_loop(_loop())  # for functions that call get_event_loop()
             try:
                 returned.append(_call(function, arguments))
-            # The boundary to a user's function: its failure is the group's.
+            # The boundary to a user's function: its error fails the group.
             except BaseException as error:
                 raise broke(name, error, function) from error
         return returned
@@ -220,12 +220,12 @@ class Rewards:
 
 
 async def _awaited(names: Sequence[str], returned: Sequence[Any], score: Callable[[Sequence[Any]], Score]) -> Score:
-    """The score once every awaitable that the functions returned is done."""
+    """The score after awaiting the awaitables that functions returned."""
 
     async def value(name: str, awaitable: Any) -> Any:
         try:
             return await awaitable
-        # The boundary to a user's function, too: only what the parent gives up is cancelled.
+        # The boundary to a user's function; only a cancellation by the parent is passed on.
         except BaseException as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
@@ -251,10 +251,10 @@ def resolve(
     timeout_s: float = 30.0,
     concurrency: int = 1,
 ) -> Rewards:
-    """Resolve reward functions by name, plug-in spec or address, with options after a question mark; weights default to 1.
+    """Load reward functions by name, plug-in spec or address, with options after a question mark; weights default to 1.
 
-    `max_steps` and `max_completion_length` are the run's, for functions that ask for them; `timeout_s`, which a service has for a group,
-    and `concurrency`, the groups that may ask it side by side, are for addresses.
+    `max_steps` and `max_completion_length` are arguments of functions. `timeout_s` per group and `concurrency` in groups apply to
+    services.
 
     Raises:
         PluginError: an unknown name, a function that cannot be loaded, or an option that it does not take.
@@ -265,7 +265,7 @@ def resolve(
     if weights is not None and (len(weights) != len(names) or not all(isfinite(weight) for weight in weights)):
         raise ValueError(f"reward weights {list(weights)}: expected {len(names)} finite numbers, one for each of {', '.join(names)}")
     functions = tuple(
-        RewardService(name, timeout_s=timeout_s, connections=concurrency).judge if is_address(name) else _find(name, base_dir)
+        RewardService(name, timeout_s=timeout_s, connections=concurrency).score if is_address(name) else _find(name, base_dir)
         for name in names
     )
     return Rewards(
@@ -279,7 +279,7 @@ def resolve(
 
 
 def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
-    """SHA-256 of the source behind each reward, or of a service's address, for the run's record; nothing is imported.
+    """SHA-256 of each reward's source, or of a service's address, for the run's record; nothing is imported.
 
     Raises `PluginError`.
     """
@@ -297,23 +297,25 @@ def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict
 
 
 def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
-    """What a trajectory's turns and messages are to reward functions."""
+    """A trajectory's reward and messages, for reward functions."""
     return {"reward": reward_of(turns), "messages": messages}
 
 
 def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a trajectory that the policy generated, each with a text; one without text if there are none.
+    """The generated messages of a trajectory, each with a text; one empty message if there are none.
 
     Example:
         answers_of([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", "generated": True}])
         # -> [{"role": "assistant", "content": "2"}]
     """
-    answers = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]
-    return [{**{key: message[key] for key in message if key != GENERATED}, "content": message.get("content") or ""} for message in answers]
+    generated = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]
+    return [
+        {**{key: message[key] for key in message if key != GENERATED}, "content": message.get("content") or ""} for message in generated
+    ]
 
 
 def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """The episodes of samples that are trajectories, `Rollout`s or an engine's; None for single completions."""
+    """The episodes of trajectories, which are `Rollout`s or completions of an engine; None for single completions."""
     if any(getattr(sample, "turns", None) is None for sample in samples):
         return None
     return [episode(sample.turns, sample.messages) for sample in samples]
@@ -331,7 +333,7 @@ def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     if plain not in BUILTINS and ":" not in plain:
         builtins = ", ".join(BUILTINS)
         raise PluginError(
-            f"{name!r} is no reward: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
+            f"{name!r} is not a reward: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
             f"{nearest(plain, BUILTINS)}"
         )
     function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
@@ -345,34 +347,34 @@ def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     return partial(function, **options) if options else function
 
 
-def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of `given` that the function takes: everything under `**columns`, else what its signature names; its options are fixed."""
-    given = {key: value for key, value in given.items() if key not in getattr(function, "keywords", ())}
+def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """The offered items that the function takes: all with `**columns`, else its named parameters; bound options are excluded."""
+    offered = {key: value for key, value in offered.items() if key not in getattr(function, "keywords", ())}
     parameters = _parameters(function)
     if parameters is None:
-        return given
+        return offered
     kinds = inspect.Parameter
     for parameter in parameters.values():
         required = parameter.default is kinds.empty and parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-        if required and parameter.name not in given:
-            hint = nearest(parameter.name, given)
+        if required and parameter.name not in offered:
+            hint = nearest(parameter.name, offered)
             raise _MissingColumn(
-                f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(given)}{hint}", column=parameter.name
+                f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(offered)}{hint}", column=parameter.name
             )
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    return {key: value for key, value in given.items() if key in parameters}
+        return offered
+    return {key: value for key, value in offered.items() if key in parameters}
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function by keywords, by position where it allows nothing else."""
-    first = [one for one in (_parameters(function) or {}).values() if one.kind is one.POSITIONAL_ONLY]
-    by_position = [arguments.pop(one.name, one.default) for one in first]
+    """Call a function by keywords, except for its positional-only parameters."""
+    positional = [parameter for parameter in (_parameters(function) or {}).values() if parameter.kind is parameter.POSITIONAL_ONLY]
+    by_position = [arguments.pop(parameter.name, parameter.default) for parameter in positional]
     return function(*by_position, **arguments)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of a function; None for a builtin without a signature, which gets everything."""
+    """The parameters of a function; None for a builtin without a signature, which receives all arguments."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -380,25 +382,25 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _remedy(column: str, without_json: Mapping[str, str]) -> str:
-    """The remedy for a column that is missing or that JSON cannot hold."""
+    """The fix for a column that is missing or that JSON cannot represent."""
     if column in without_json:
         return f": that column holds {without_json[column]}, which JSON cannot hold; store it as text"
     if column == "answer":
-        return '; name the column of answers in data.answer_field, or with data.answer_field = "" choose rewards that need none'
+        return '; set data.answer_field to the column of answers, or use rewards that need none with data.answer_field = ""'
     return ""
 
 
-def fresh(value: Any) -> Any:
-    """A copy of a JSON value that shares no list and no dict with it."""
+def copied(value: Any) -> Any:
+    """A deep copy of a JSON value."""
     if isinstance(value, dict):
-        return {key: fresh(inner) for key, inner in value.items()}
+        return {key: copied(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [fresh(inner) if isinstance(inner, dict | list | tuple) else inner for inner in value]
+        return [copied(inner) if isinstance(inner, dict | list | tuple) else inner for inner in value]
     return value
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """One loop for the life of the process, unless a function closes it: an async function can keep its HTTP session between calls."""
+    """One event loop per process, so that async functions can keep an HTTP session; a new one if a function closed it."""
     loop = _loops[-1] if _loops else None
     if loop is None or loop.is_closed():
         _loops[:] = [loop := asyncio.new_event_loop()]

@@ -1,6 +1,6 @@
-"""Turns rows into token ids and token ids into text; computes the digests by which workers check that they share a tokenizer.
+"""Converts rows to token ids and token ids to text; computes the digests with which workers check that they use the same tokenizer.
 
-The rule: a prompt is tokenised here and nowhere else, by `tokenizers` and Jinja: importing transformers takes 8 CPU-seconds and 0.8 GB.
+Prompts are tokenised only here, by `tokenizers` and Jinja: importing transformers takes 8 CPU-seconds and 0.8 GB.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 class Digests(TypedDict):
-    """Tokenizer, chat template and stop ids: two workers must agree on them before they exchange token ids."""
+    """Tokenizer, chat template and stop ids, which have to be equal on all workers."""
 
     tokenizer: str
     """SHA-256 (hex) over the tokenizer's files."""
@@ -37,10 +37,10 @@ class Digests(TypedDict):
 class Renderer:
     """Renders rows to prompt text and token ids.
 
-    `chat_template`: "auto" applies the model's template if there is one, "on" requires it, "off" takes the prompt as it is,
-    anything else is the path of a Jinja file. Prompts without messages become one user message. `system_prompt` comes before messages
-    that have none, `template_arguments` go to the template; both need one. Without a template a prompt is text that was rendered
-    beforehand: control tokens in it are meant, and it gets no second begin token.
+    `chat_template`: "auto" applies the model's template if there is one, "on" requires it, "off" uses none, any other value is the path
+    of a Jinja file. A prompt without messages becomes one user message. `system_prompt` is added to messages without one, and
+    `template_arguments` are passed to the template; both need a template. Without one a prompt is pre-rendered text: control tokens in it
+    are encoded as such, and no second BOS token is added.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Renderer:
         if self._template is None and (
             unused := "system_prompt" if system_prompt else "template_arguments" if template_arguments else None
         ):
-            raise ConfigError(f"data.{unused}: there is no chat template to take it; name a Jinja file in data.chat_template")
+            raise ConfigError(f"data.{unused}: there is no chat template to use it; set data.chat_template to a Jinja file")
         self._encode = encode_prompt(folder, light_tokenizer(folder))
 
     @classmethod
     def of(cls, config: Config) -> "Renderer":
-        """As the configuration says. Raises `ConfigError`."""
+        """The renderer of a configuration. Raises `ConfigError`."""
         data = config.data
         return cls(
             config.model.path,
@@ -78,7 +78,7 @@ class Renderer:
         """The prompt's text and its token ids, int32 [L].
 
         Raises:
-            DataError: with the row's origin: too long, empty, messages without a template, or a template that refuses them.
+            DataError: with the row's origin: too long, empty, messages without a template, or refused by the template.
         """
         text, ids = self._rendered(row)
         if not ids:
@@ -88,7 +88,7 @@ class Renderer:
         return text, np.asarray(ids, dtype=np.int32)
 
     def ends_turns(self) -> bool:
-        """False if the chat template writes no stop token after an answer."""
+        """False if the chat template writes no stop token after a completion."""
         return self._template is None or self._template.ends_turns()
 
     def messages(self, row: Row) -> list[dict[str, Any]] | None:
@@ -103,7 +103,7 @@ class Renderer:
     def _rendered(self, row: Row) -> tuple[str, list[int]]:
         if self._template is None:
             if row.prompt is None:
-                why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; name a Jinja file"
+                why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; give a Jinja file"
                 raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
             return row.prompt, self._encode(row.prompt)
         if TOOLS in row.without_json:
@@ -119,7 +119,7 @@ class Renderer:
 
 
 class Decoder:
-    """Decodes token ids to text, without special tokens, with the light `tokenizers` library."""
+    """Decodes token ids to text without special tokens, with the `tokenizers` library."""
 
     def __init__(self, model_directory: str | Path) -> None:
         self._tokenizer = light_tokenizer(model_folder(model_directory))
@@ -134,7 +134,7 @@ class Decoder:
 
 
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
-    """The digests in the run's record, which every worker compares with its own copy of the model; read from the files alone.
+    """The digests of a model's files for the run's record; every worker compares them with its own copy of the model.
 
     Raises:
         ValueError: the directory, its tokenizer.json or the template is missing.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, Turn
+from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, RowId
 from penstock.topics.prompts import Prompt
 
 
@@ -17,7 +17,7 @@ class Choice(NamedTuple):
 
     place: int
     """In the order of prompts."""
-    turn: Turn
+    turn: RowId
     again: int | None = None
     """The group that was abandoned, and whose prompt this is once more."""
 
@@ -42,7 +42,7 @@ class Choices:
     """By group, of those that have not ended."""
     _repeats: set[int] = field(default_factory=set)
     """Groups that were asked once more before their outcome was read."""
-    _reward: dict[Turn, float | None] = field(default_factory=dict)
+    _reward: dict[RowId, float | None] = field(default_factory=dict)
     """By row and epoch, of this epoch and the one before; None while it has not ended."""
 
     @property
@@ -110,5 +110,5 @@ class Choices:
 def choice_of(prompt: Prompt, *, rows_before: Mapping[int, int]) -> Choice:
     """What was chosen for a recorded prompt; `rows_before` has for each source the rows of those before it."""
     source = max(number for number, rows in rows_before.items() if rows <= prompt.row)
-    turn = Turn(source, prompt.epoch, prompt.row - rows_before[source])
+    turn = RowId(source, prompt.epoch, prompt.row - rows_before[source])
     return Choice(prompt.group if prompt.place is None else prompt.place, turn, prompt.again)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import Done, Failed
-from penstock.pipeline.envs.group_outcome import group_of, verdict
+from penstock.pipeline.envs.group_outcome import group_of, group_outcome
 from penstock.pipeline.envs.reward_child import payload_of, reward_pool
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.envs.scoring.faults import FaultCount
@@ -313,7 +313,7 @@ class Scorer:
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)
         reporter.add("no_reward", len(score.rewards) - len(score.scored))
-        outcome = verdict(samples, scoring.completions, score, algorithm=self.session.config.algorithm)
+        outcome = group_outcome(samples, scoring.completions, score, algorithm=self.session.config.algorithm)
         record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 

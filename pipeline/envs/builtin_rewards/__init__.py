@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs.builtin_rewards.final_answer import final_answers, last_box
-from penstock.pipeline.envs.datasets.answers import accepted, is_answer
+from penstock.pipeline.envs.datasets.answers import accepted, matches_reference
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -28,7 +28,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     Raises:
         AnswerError: the answer is null, empty, or neither text nor number.
     """
-    return [float(is_answer(text_of(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [float(matches_reference(text_of(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -124,7 +124,7 @@ BUILTINS: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "soft_overlong": soft_overlong,
 }
-JUDGE_ANSWERS = ("exact_match", "math_verify")
-"""Those that need an accepted answer in every row."""
+NEED_REFERENCE = ("exact_match", "math_verify")
+"""Rewards that need a reference answer in every row."""
 WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _mathematics, "reasoning_gym": _gym_library}
-"""Imports that take seconds, to be done before the time limit of the first call starts."""
+"""Slow imports, done before the time limit of the first call starts."""

@@ -1,4 +1,4 @@
-"""Prompts and answers from files, the Hugging Face hub, reasoning-gym, or a user's own function. Rows are read one at a time, by number."""
+"""Prompts and reference answers from files, the Hugging Face hub, reasoning-gym or a user's function, with random access to rows."""
 
 from penstock.pipeline.envs.datasets.open import check, open_dataset
 from penstock.pipeline.envs.datasets.prompt_order import order

@@ -1,4 +1,4 @@
-"""Reference answers in the forms that data sets have them, and the columns of a row merged with the facts that a run adds."""
+"""Reference answers in the formats of data sets, and the columns of a row merged with values that a run adds."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,45 +9,45 @@ from typing import Any
 import numpy as np
 
 OWN = "columns"
-"""Name under which a reward function finds the columns whose names the run's facts have."""
+"""Argument of reward functions with the columns that values of the run replace."""
 GROUND_TRUTH = "ground_truth"
-"""Key of the answer in the dicts of data sets made for verl."""
+"""Key of the reference answer in data sets for verl."""
 FORMS = 'text, a number, a list of these, or {"ground_truth": …}'
 WRITTEN_DIGITS = 12
-"""A fraction of more digits that is a 32-bit float was one in the data: people do not write these digits."""
+"""A fraction with more digits that equals a 32-bit float was stored as one; nobody writes these digits."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 
 class AnswerError(ValueError):
-    """An answer that no built-in reward can judge; the text is what it is: "null", "an empty list"."""
+    """A reference answer that no built-in reward can compare; the message names it: "null", "an empty list"."""
 
 
-def accepted(answer: Any) -> tuple[str, ...]:
-    """The texts that are right answers. Raises `AnswerError` for null, empty text, and everything that is not one of `FORMS`.
+def accepted(reference: Any) -> tuple[str, ...]:
+    """The texts that are correct. Raises `AnswerError` for null, empty text, and all that is not one of `FORMS`.
 
     Example:
         accepted({"ground_truth": [18.0, "eighteen"]})  # -> ("18", "eighteen")
     """
-    return tuple(each if isinstance(each, str) else _digits(each) for each in _alternatives(answer))
+    return tuple(each if isinstance(each, str) else _digits(each) for each in _alternatives(reference))
 
 
-def is_answer(text: str, answer: Any) -> bool:
-    """True if `text` is one of the accepted answers: equal to a text, or equal in value to a number; spaces around it do not count.
+def matches_reference(text: str, reference: Any) -> bool:
+    """True if `text` equals an accepted text, or an accepted number in value; surrounding spaces are ignored.
 
     Example:
-        is_answer("18.0 ", 18)  # -> True
-        is_answer("18.0 ", "18")  # -> False
+        matches_reference("18.0 ", 18)  # -> True
+        matches_reference("18.0 ", "18")  # -> False
 
     Raises:
         AnswerError: as `accepted`.
     """
     text = text.strip()
     number = Decimal(text) if NUMBER.fullmatch(text) else None
-    return any(text == each if isinstance(each, str) else number == _decimal(each) for each in list(_alternatives(answer)))
+    return any(text == each if isinstance(each, str) else number == _decimal(each) for each in list(_alternatives(reference)))
 
 
 def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns and the facts by name. A fact replaces a column of its name, whose value is then under `columns`.
+    """Merge columns and facts. A fact replaces the column of the same name, whose value is then under `columns`.
 
     Example:
         with_facts({"level": 2, "step": "x"}, {"step": 7})  # -> {"level": 2, "step": 7, "columns": {"step": "x"}}
@@ -59,53 +59,53 @@ def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
     return {**columns, **facts, OWN: {**(own if isinstance(own, Mapping) else {OWN: own}), **replaced}}
 
 
-def _alternatives(answer: Any) -> Iterator[str | int | float]:
-    if isinstance(answer, Mapping) and GROUND_TRUTH in answer:
-        answer = answer[GROUND_TRUTH]
-    if not isinstance(answer, list | tuple):
-        yield from _written(_single(answer))
+def _alternatives(reference: Any) -> Iterator[str | int | float]:
+    if isinstance(reference, Mapping) and GROUND_TRUTH in reference:
+        reference = reference[GROUND_TRUTH]
+    if not isinstance(reference, list | tuple):
+        yield from _written(_single(reference))
         return
-    if not answer:
+    if not reference:
         raise AnswerError("an empty list")
-    for each in answer:
+    for each in reference:
         try:
             yield from _written(_single(each))
         except AnswerError as error:
             raise AnswerError(f"a list with {error}") from error
 
 
-def _single(answer: Any) -> str | int | float:
-    """An answer that is text or a number; text without the spaces around it."""
-    if isinstance(answer, str) and answer.strip():
-        return answer.strip()
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
-        return answer
-    raise AnswerError(_named(answer))
+def _single(reference: Any) -> str | int | float:
+    """Text without surrounding spaces, or a number. Raises `AnswerError` for anything else."""
+    if isinstance(reference, str) and reference.strip():
+        return reference.strip()
+    if isinstance(reference, int | float) and not isinstance(reference, bool) and isfinite(reference):
+        return reference
+    raise AnswerError(_named(reference))
 
 
-def _written(answer: str | int | float) -> Iterator[str | int | float]:
-    """The answer; before it, if it is a fraction and was a 32-bit float, the number of fewest digits that such a float holds as this one.
+def _written(reference: str | int | float) -> Iterator[str | int | float]:
+    """The value; before it, if it was a 32-bit float, the shortest decimal number that rounds to the same float.
 
     Example:
         list(_written(0.10000000149011612))  # -> [0.1, 0.10000000149011612]
     """
-    if isinstance(answer, float) and not answer.is_integer() and len(_decimal(answer).as_tuple().digits) > WRITTEN_DIGITS:
-        short = np.float32(answer)
-        if short == answer:
+    if isinstance(reference, float) and not reference.is_integer() and len(_decimal(reference).as_tuple().digits) > WRITTEN_DIGITS:
+        short = np.float32(reference)
+        if short == reference:
             yield float(str(short))
-    yield answer
+    yield reference
 
 
-def _named(answer: Any) -> str:
-    if answer is None:
+def _named(reference: Any) -> str:
+    if reference is None:
         return "null"
-    if isinstance(answer, str):
+    if isinstance(reference, str):
         return "empty text"
-    if isinstance(answer, bool):
-        return f"the boolean {str(answer).lower()}"
-    if isinstance(answer, Mapping):
-        return f"a dict with the keys {', '.join(map(str, answer))}" if answer else "an empty dict"
-    return f"a value of type {type(answer).__name__}"
+    if isinstance(reference, bool):
+        return f"the boolean {str(reference).lower()}"
+    if isinstance(reference, Mapping):
+        return f"a dict with the keys {', '.join(map(str, reference))}" if reference else "an empty dict"
+    return f"a value of type {type(reference).__name__}"
 
 
 def _decimal(number: int | float) -> Decimal:
@@ -113,5 +113,5 @@ def _decimal(number: int | float) -> Decimal:
 
 
 def _digits(number: int | float) -> str:
-    """A number without an exponent, and without a point if it is whole."""
+    """A number without an exponent, and without a decimal point if it is an integer."""
     return str(number) if isinstance(number, int) else format(_decimal(number + 0.0).normalize(), "f")

@@ -1,7 +1,4 @@
-"""The data sets that a run's configuration names, and the pool of rollout workers that draws a row's prompt.
-
-The rule: a row's pool follows from the row alone, never from which workers are there.
-"""
+"""The data sets in a run's configuration, and the rollout pool of each row, which depends on the row alone."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -12,13 +9,13 @@ from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.config.schema import DataSection, EvalSection
 from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.open import check, open_dataset
-from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, rising
+from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, ascending
 from penstock.pipeline.envs.datasets.rows import DataError, Dataset, MissingData, Row
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The training prompts of a run: one source, or several that are mixed."""
+    """The training prompts of a run: one source or a mixture."""
 
     sources: Mapping[str, Dataset]
 
@@ -27,11 +24,11 @@ class Data:
 
     @property
     def rows_before(self) -> list[int]:
-        """For each source the rows of those before it: what its row numbers begin with in the log."""
+        """For each source, the first of its row numbers in the log: the number of rows in earlier sources."""
         return [0, *itertools.accumulate(map(len, self.sources.values()))][:-1]
 
     def row(self, source: int, index: int) -> Row:
-        """A row of a source by their numbers; of several sources it has the name of its source as the fact `data_source`."""
+        """The row `index` of source number `source`; in a mixture it has the name of its source as `data_source`."""
         name = list(self.sources)[source]
         return self._named(self.sources[name][index], name)
 
@@ -41,25 +38,25 @@ class Data:
         return replace(row, columns=with_facts(row.columns, {SOURCE_COLUMN: name}))
 
     def order(self, config: Config) -> PromptOrder:
-        """The order in which they are asked."""
+        """The order in which rows become prompts."""
         data, sizes = config.data, [len(source) for source in self.sources.values()]
-        ranks = [rising(source, data.sort_by) if data.sort_by else None for source in self.sources.values()]
+        ranks = [ascending(source, data.sort_by) if data.sort_by else None for source in self.sources.values()]
         weights = data.weights or [float(size) for size in sizes]
         return PromptOrder(sizes=sizes, weights=weights, seed=config.run.seed, shuffle=data.shuffle, ranks=ranks, first=data.first_group)
 
     def check(self, *, also: Callable[[Row], object]) -> None:
-        """Read every row once (of generated data only the first few) and pass it to `also`. Raises `DataError`."""
+        """Read every row once (only the first few if rows are generated) and pass it to `also`. Raises `DataError`."""
         for name, source in self.sources.items():
             check(source, also=lambda row, name=name: also(self._named(row, name)))  # type: ignore[misc]
 
 
 def open_data(config: Config) -> Data:
-    """Open the training prompts that the configuration names. Raises `DataError` that names the key."""
+    """Open the training prompts. Raises `DataError` with the configuration key."""
     return Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
 
 
 def open_eval_data(config: Config) -> dict[str, Dataset]:
-    """Open the held-out prompts, by the name of their source; one that generates them gets another seed. Raises as `open_data` does."""
+    """Open the held-out prompts by source name. Raises `DataError` with the configuration key."""
     return {source_name(source): _opened(config, source, config.eval, key="eval.source") for source in config.eval_sources}
 
 
@@ -84,17 +81,17 @@ def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key
 
 
 def pool_of(row: Row, config: Config) -> str | None:
-    """The pool that has the row's tag, else the one without tags; None where the run has no pools. Raises `DataError`."""
+    """The pool with the row's tag, else the one without tags; None if the run has no pools. Raises `DataError`."""
     field, pools = config.data.tag_field, config.rollout.pools
     if not pools or field is None:
         return None
     if field not in row.columns:
-        raise DataError(f"{row.origin}: no field {field!r}, by which data.tag_field chooses a pool")
+        raise DataError(f"{row.origin}: no field {field!r}, which data.tag_field requires to select a pool")
     tag = row.columns[field]
     others = next((name for name, pool in pools.items() if not pool.tags), None)
-    found = next((name for name, pool in pools.items() if tag in pool.tags), others)
-    if found is None:
+    selected = next((name for name, pool in pools.items() if tag in pool.tags), others)
+    if selected is None:
         raise DataError(
-            f"{row.origin}: {field} = {tag!r} is a tag of none of rollout.pools ({', '.join(pools)}); one without tags has all others"
+            f"{row.origin}: {field} = {tag!r} is not a tag of any of rollout.pools ({', '.join(pools)}); one without tags has all others"
         )
-    return found
+    return selected

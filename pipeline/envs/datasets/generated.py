@@ -1,6 +1,6 @@
-"""Rows made by code: a user's function, the built-in successor task, and reasoning-gym's procedural tasks.
+"""Rows made by code: a user's function, the built-in tiny tasks, and reasoning-gym's tasks.
 
-The rule: row i is the same each time, given the same seed.
+Row i depends on the seed alone.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from penstock.pipeline.envs.datasets.rows import DataError, jsonable
 
 SUCCESSOR_ROWS = 256
 REASONING_GYM_ROWS = 10_000
-"""Number of rows of a task that makes them on demand, so that a large number costs nothing."""
+"""Default number of rows; they are made on demand, so that a large number costs nothing."""
 
 
 class Rows:
-    """Rows of an iterable of dicts, held as they are."""
+    """Rows of a sequence of dicts."""
 
     generated = False
 
@@ -35,7 +35,7 @@ class Rows:
     def raw(self, index: int) -> Mapping[str, Any]:
         row = self._rows[index]
         if not isinstance(row, Mapping):
-            raise DataError(f"{self.origin(index)}: expected a dict, found a {type(row).__name__}")
+            raise DataError(f"{self.origin(index)}: expected a dict, got a {type(row).__name__}")
         return row
 
     def origin(self, index: int) -> str:
@@ -43,10 +43,10 @@ class Rows:
 
 
 def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> Rows:
-    """Rows of a user's function that returns an iterable of dicts; it gets `seed`, `size` and `split` if its parameters name them.
+    """Rows of a user's function that returns an iterable of dicts; it receives `seed`, `size` and `split` if it has these parameters.
 
     Raises:
-        DataError: it does not load, breaks, or returns something else.
+        DataError: the function cannot be loaded, raises, or returns something else.
     """
     function = load(spec, base_dir=base_dir)
     offered: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
@@ -56,35 +56,35 @@ def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, spl
         raise DataError(f"{spec}: the function has no parameter {unknown[0]!r}{nearest(unknown[0], parameters)}")
     try:
         rows = function(**arguments)
-        held = rows if isinstance(rows, Sequence) else list(rows if size is None else islice(rows, size))
+        sequence = rows if isinstance(rows, Sequence) else list(rows if size is None else islice(rows, size))
     # The boundary to a user's function: report any error in one line.
     except Exception as error:
-        raise DataError(f"{spec}: the function broke: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{spec}: the function raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     text = json.dumps([source_digest(spec, base_dir=base_dir), spec.rpartition(":")[2], arguments], default=str, sort_keys=True)
-    return Rows(held, name=spec, digest=hashlib.sha256(text.encode()).hexdigest())
+    return Rows(sequence, name=spec, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
 def open_tiny(task: str, *, seed: int, size: int | None, split: str) -> Rows:
-    """Rows of a built-in task, `successor` or `lake`. Splits other than `train` are held out from it. Raises `DataError`."""
+    """Rows of a built-in task, `successor` or `lake`. Other splits than `train` have held-out rows. Raises `DataError`."""
     from penstock.pipeline.envs.tiny import lake_rows, successor_rows
 
     makers: dict[str, Callable[..., Sequence[Mapping[str, Any]]]] = {"successor": successor_rows, "lake": lake_rows}
     if task not in makers:
         raise DataError(f"tiny:{task}: no such task{nearest(task, makers)}")
-    held = list(makers[task](size or SUCCESSOR_ROWS, seed, split="train" if split == "train" else "held_out"))
-    digest = hashlib.sha256(json.dumps(held, default=str, sort_keys=True).encode()).hexdigest()
-    return Rows(held, name=f"tiny:{task}", digest=digest)
+    rows = list(makers[task](size or SUCCESSOR_ROWS, seed, split="train" if split == "train" else "held_out"))
+    digest = hashlib.sha256(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest()
+    return Rows(rows, name=f"tiny:{task}", digest=digest)
 
 
 class ReasoningGym:
-    """Rows of a reasoning-gym task. Their columns hold the recipe of the entry, because JSON loses types that scoring needs."""
+    """Rows of a reasoning-gym task. Their columns contain the recipe of the entry, because JSON loses types that scoring needs."""
 
     generated = True
 
     def __init__(self, task: str, *, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> None:
         self._task, self._size = task, size or REASONING_GYM_ROWS
         if split != "train":
-            # The tasks have no splits: another split is another range of the generator's rows.
+            # The tasks have no splits: each split has a seed of its own.
             seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "big")
         self._recipe = {"task": task, "seed": seed, "size": self._size, "options": dict(options)}
         self._made = make_task(json.dumps(self._recipe, sort_keys=True))
@@ -99,7 +99,7 @@ class ReasoningGym:
             entry = self._made[index]
         # The boundary to a library's 100 tasks: report any error with the row.
         except Exception as error:
-            raise DataError(f"{self.origin(index)}: the task broke: {type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise DataError(f"{self.origin(index)}: the task raised {type(error).__name__}: {' '.join(str(error).split())}") from error
         return {
             "prompt": entry["question"],
             "question": entry["question"],
@@ -114,9 +114,9 @@ class ReasoningGym:
 
 @lru_cache(maxsize=8)
 def make_task(recipe: str) -> Any:
-    """reasoning-gym's own data set from a recipe (JSON: task, seed, size, options). Raises `DataError`."""
-    wanted = json.loads(recipe)
-    task, options = wanted["task"], wanted["options"]
+    """The data set of reasoning-gym for a recipe (JSON: task, seed, size, options). Raises `DataError`."""
+    arguments = json.loads(recipe)
+    task, options = arguments["task"], arguments["options"]
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -129,8 +129,8 @@ def make_task(recipe: str) -> Any:
         if name not in settings:
             raise DataError(f"reasoning-gym:{task}: no option {name!r}{nearest(name, settings)} (it has: {', '.join(settings)})")
     try:
-        return reasoning_gym.create_dataset(task, seed=wanted["seed"], size=wanted["size"], **options)
-    # The boundary to a library: wrong options fail in as many ways as there are tasks.
+        return reasoning_gym.create_dataset(task, seed=arguments["seed"], size=arguments["size"], **options)
+    # The boundary to a library: each task raises its own errors for invalid options.
     except Exception as error:
         reason = " ".join(str(error).split()) or "its own check failed"
         raise DataError(f"reasoning-gym:{task} with {options or 'its defaults'}: {reason}") from error

@@ -1,6 +1,6 @@
-"""Prompts and tools of a data row in the shapes of Hugging Face and OpenAI.
+"""Prompts and tools of a data row in the formats of Hugging Face and OpenAI.
 
-The columns of Arrow have null for each field that a row lacks: a null in a message or tool is taken out, except for the content.
+Arrow has null for each field that a row lacks: nulls in messages and tools are removed, except for `content`.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from penstock.topics.wire.well_formed import well_formed_json
 
 TOOLS = "tools"
-"""The column with a row's tools."""
+"""Column with a row's tools."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of parts whose text is the content of a message."""
 WORDLESS = ("assistant", "tool")
@@ -19,7 +19,7 @@ _SHOWN = 80
 
 
 def messages_of(value: list[Any]) -> list[dict[str, Any]]:
-    """The messages of a prompt. Raises `ValueError` for one that is not a role with text."""
+    """The messages of a prompt. Raises `ValueError` for a message without a role or text."""
     messages = [_without_nulls(message) for message in value]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
@@ -35,7 +35,7 @@ def messages_of(value: list[Any]) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """The tools in a column: a list of schemas, or the JSON text of one; None without any. Raises `ValueError`."""
+    """The tools in a column: a list of schemas, or JSON text of such a list; None if there are none. Raises `ValueError`."""
     if isinstance(value, str) and value.strip():
         try:
             value = well_formed_json(json.loads(value))[0]

@@ -1,4 +1,4 @@
-"""Opens a data set by its name in the configuration, and checks all its rows before a run starts."""
+"""Opens a data set by its source, and checks all rows before a run starts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,33 +18,33 @@ SHOWN_PROBLEMS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """The arguments with which a source is opened."""
+    """A parsed data source: name, options, and the settings of the run."""
 
     name: str
     """The part of the source after the scheme and its colon."""
     base: Path
-    """Folder that relative paths start from."""
+    """Base folder of relative paths."""
     split: str
     seed: int
     size: int | None
-    """Number of rows to make; None leaves it to the source."""
+    """Number of rows to make; None for the source's default."""
     rows: int | None
-    """Number of rows that are used; None for all."""
+    """Number of rows needed; None for all."""
     options: dict[str, Any]
 
 
-def _reasoning_gym(given: SourceSpec) -> Source:
-    options = dict(given.options)
-    seed, size = int(options.pop("seed", given.seed)), int(options.pop("size", given.rows or 0)) or None
-    return ReasoningGym(given.name, seed=seed, size=size, split=given.split, options=options)
+def _reasoning_gym(spec: SourceSpec) -> Source:
+    options = dict(spec.options)
+    seed, size = int(options.pop("seed", spec.seed)), int(options.pop("size", spec.rows or 0)) or None
+    return ReasoningGym(spec.name, seed=seed, size=size, split=spec.split, options=options)
 
 
 SCHEMES: Mapping[str, Callable[[SourceSpec], Source]] = {
-    "hf": lambda given: Hub(given.name, base_dir=given.base, split=given.split, options=given.options),
+    "hf": lambda spec: Hub(spec.name, base_dir=spec.base, split=spec.split, options=spec.options),
     "reasoning-gym": _reasoning_gym,
-    "tiny": lambda given: open_tiny(given.name, seed=given.seed, size=given.size, split=given.split),
+    "tiny": lambda spec: open_tiny(spec.name, seed=spec.seed, size=spec.size, split=spec.split),
 }
-"""Scheme of a source -> the function that opens it."""
+"""Scheme of a source -> its opener."""
 
 
 def open_dataset(
@@ -62,35 +62,35 @@ def open_dataset(
     """Open a data set by its source.
 
     `x.jsonl` or `x.parquet` (also folders and globs), `hf:NAME` or `hf:FOLDER`, `reasoning-gym:TASK`, `tiny:successor`,
-    `file.py:function` or `module:function`. Options of the source follow a question mark: `hf:openai/gsm8k?config=main`,
-    `reasoning-gym:chain_sum?max_terms=3`. `split` does not apply to files, whose rows are all used; `seed` and `size` apply to sources that
-    make their rows. The rows [start, start + limit) are the data set.
+    `file.py:function` or `module:function`. Options follow a question mark: `hf:openai/gsm8k?config=main`,
+    `reasoning-gym:chain_sum?max_terms=3`. `split` does not apply to files; `seed` and `size` apply to sources that make their rows. The
+    data set has the rows [start, start + limit).
 
     Raises:
-        DataError: one line that names the source and what is wrong. Rows are not read yet: see `check`.
-        PluginError: a function that cannot be loaded.
+        DataError: the source and the problem in one line. Rows are not read yet: see `check`.
+        PluginError: a function cannot be loaded.
     """
     plain, options = split_options(source)
     scheme, _, name = plain.partition(":")
     rows = size if size is not None or limit is None else start + limit
-    given = SourceSpec(name=name, base=Path(base_dir or ".").resolve(), split=split, seed=seed, size=size, rows=rows, options=options)
+    spec = SourceSpec(name=name, base=Path(base_dir or ".").resolve(), split=split, seed=seed, size=size, rows=rows, options=options)
     opened: Source
     if scheme in SCHEMES and name:
-        opened = SCHEMES[scheme](given)
+        opened = SCHEMES[scheme](spec)
     elif ".py:" in plain or re.fullmatch(r"[\w.]+:[\w.]+", plain):
-        opened = open_function(plain, base_dir=given.base, seed=seed, size=size, split=split, options=options)
+        opened = open_function(plain, base_dir=spec.base, seed=seed, size=size, split=split, options=options)
     elif options:
         raise DataError(f"{source}: files take no options after '?'")
     else:
-        opened = open_files(plain, base_dir=given.base)
+        opened = open_files(plain, base_dir=spec.base)
     return Dataset(opened, fields=Fields(prompt=prompt_field, answer=answer_field), start=start, limit=limit, name=source)
 
 
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:
-    """Read every row once (of generated data only the first few) and pass it to `also`, whose ValueErrors count too.
+    """Read every row once (only the first few if rows are generated) and pass it to `also`, whose ValueErrors are reported too.
 
     Raises:
-        DataError: one line with the first rows that cannot be used, their places, and how many more there are.
+        DataError: one line with the origins and problems of the first unusable rows, and the number of others.
     """
     problems: list[str] = []
     more = 0

@@ -1,4 +1,4 @@
-"""The data sets in a run's record, and the comparison of their digests with the present rows."""
+"""Data sets in a run's record, and the comparison of their digests with the current rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context:
 
 
 def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str, run: str) -> None:
-    """Raise `ConfigError` for rows that are not those in the record's `info`, with the source and both digests."""
+    """Raise `ConfigError` with the source and both digests if the rows differ from those in the record's `info`."""
     recorded = {row["source"]: row for row in info.get("data", ()) if row["context"] == context}
     for row in described(sources, opened, context=context):
         before = recorded.get(row["source"], row)
@@ -24,5 +24,5 @@ def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapp
             raise ConfigError(
                 f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run's start: "
                 f"{before['rows']:,} rows with digest {before['digest'][:12]} then, {row['rows']:,} with {row['digest'][:12]} here; "
-                f"put the old ones back, or continue with these: penstock run --resume {run} --set data.on_change=accept"
+                f"restore the old rows, or continue with these: penstock run --resume {run} --set data.on_change=accept"
             )

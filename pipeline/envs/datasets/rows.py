@@ -1,6 +1,6 @@
-"""One row of a data set, checked: a prompt (text or messages) and the columns for the reward functions.
+"""Validated rows of a data set: a prompt (text or messages) and the columns for the reward functions.
 
-The rule: a row that cannot be used is an error with its origin (`file:line`), never left out.
+An unusable row is an error with its origin (`file:line`); it is never skipped.
 """
 
 import json
@@ -18,80 +18,80 @@ from penstock.pipeline.envs.datasets.messages import messages_of
 from penstock.topics.wire.well_formed import well_formed_json
 
 ANSWER = "answer"
-"""The column of reference answers, as reward functions get it and where the configuration names no other."""
+"""Name of the reference answer in the arguments of reward functions, and the default column."""
 LONGEST_NUMBER = 10**4000
-"""Python reads and writes no integer of more than 4,300 digits as JSON."""
+"""Python's JSON refuses integers of more than 4,300 digits."""
 SHOWN = 60
-"""Characters of a value that an error shows."""
+"""Longest value in an error message, in characters."""
 
 
 class DataError(ValueError):
-    """Data that cannot be used; one line that begins with the origin."""
+    """Unusable data; one line that starts with the origin."""
 
 
 class MissingData(DataError, ConfigError):
-    """A source that is not there: the configuration is wrong, not the data."""
+    """A missing source: an error of the configuration, not of the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a data set, from which the feeder makes a prompt. Either `prompt` or `messages` is None."""
+    """One row of a data set. Either `prompt` or `messages` is None."""
 
     index: int
     prompt: str | None
     messages: list[dict[str, Any]] | None
     columns: dict[str, Any]
-    """JSON values for the reward functions: the answer as "answer", and every other column except the prompt."""
+    """JSON values for the reward functions: the reference answer as "answer", and all other columns except the prompt."""
     origin: str
-    """Source of the row, for error messages: `train.jsonl:17`."""
+    """Position of the row for error messages: `train.jsonl:17`."""
     without_json: dict[str, str] = field(default_factory=dict)
-    """Columns whose value has no JSON form, and what they hold ("bytes"): no reward function gets them."""
+    """Column -> type ("bytes") of values that JSON cannot represent; reward functions do not receive them."""
     replaced: int = 0
-    """Lone surrogates in its texts; U+FFFD is in their places."""
+    """Lone surrogates in its texts, replaced by U+FFFD."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Names of the prompt and answer columns. An empty `answer` means that the data has none; a row need not have the usual one."""
+    """Names of the prompt and answer columns. If `answer` is empty the data has none; the default column is optional in a row."""
 
     prompt: str = "prompt"
     answer: str = ANSWER
 
 
 class Source(Protocol):
-    """Raw rows by number, as the readers of this package return them."""
+    """Raw rows by number."""
 
     digest: str
-    """SHA-256 (hex) of the data behind the rows, by which a restarted feeder recognises the same data."""
+    """SHA-256 (hex) of the data, compared when a run is resumed."""
     generated: bool
-    """True if rows are computed on demand, so that none can be damaged."""
+    """True if rows are computed on demand."""
 
     def __len__(self) -> int: ...
 
     def raw(self, index: int) -> Mapping[str, Any]:
-        """The row's columns. Raises `DataError` with the origin."""
+        """Columns of a row. Raises `DataError` with the origin."""
         ...
 
     def origin(self, index: int) -> str:
-        """The row's origin, for error messages."""
+        """Origin of a row, for error messages."""
         ...
 
 
 class Dataset:
-    """A window of a source, as checked rows; access by number takes constant time."""
+    """A window of a source as validated rows; access by number takes constant time."""
 
     def __init__(self, source: Source, *, fields: Fields, start: int = 0, limit: int | None = None, name: str = "the data set") -> None:
         rows = len(source)
         stop = rows if limit is None else min(rows, start + limit)
         if start >= stop:
             raise DataError(
-                f"{name}: no rows from {start} on (it has {rows})" if rows else f"{name} is empty: a row is wanted for each prompt"
+                f"{name}: no rows from {start} on (it has {rows})" if rows else f"{name} is empty: expected a row for each prompt"
             )
         self._source, self._fields, self._window = source, fields, range(start, stop)
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the data behind the rows."""
+        """SHA-256 (hex) of the data."""
         return self._source.digest
 
     @property
@@ -101,7 +101,7 @@ class Dataset:
 
     @property
     def names(self) -> list[str]:
-        """Names of the first row's columns, as the source has them. Raises `DataError`."""
+        """Column names of the first row. Raises `DataError`."""
         return list(map(str, self._source.raw(self._window[0])))
 
     def __len__(self) -> int:
@@ -109,15 +109,16 @@ class Dataset:
 
     def __getitem__(self, index: int) -> Row:
         """The row with this number, counted from the start of the window. Raises `DataError` with its origin."""
-        at = self._window[index]
-        return make_row(self._source.raw(at), index=at - self._window.start, origin=self._source.origin(at), fields=self._fields)
+        number = self._window[index]
+        origin = self._source.origin(number)
+        return make_row(self._source.raw(number), index=number - self._window.start, origin=origin, fields=self._fields)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
-    """A checked row from raw columns. Raises `DataError` with the origin."""
+    """Validate raw columns. Raises `DataError` with the origin."""
     raw, replaced = _well_formed(raw)
     for name, none in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
         if name not in raw and name not in ("", ANSWER if none else ""):
@@ -144,13 +145,13 @@ def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields)
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A value that a source cannot give; `what` names it as a type is named: "a map with a key twice"."""
+    """A value that a source cannot convert; `what` describes it like a type: "a map that has a key twice"."""
 
     what: str
 
 
 def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """A row without lone surrogates, and how many it had; each value that is nested too deeply is `Unreadable`."""
+    """The row with U+FFFD for lone surrogates, and their number; too deeply nested values become `Unreadable`."""
     row: dict[str, Any] = {}
     total = 0
     for name, value in raw.items():
@@ -164,10 +165,10 @@ def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def jsonable(value: Any, *, lenient: bool = False) -> Any:
-    """The value as JSON has it: dates as ISO text, decimals as numbers, not-a-number as null.
+    """The value as JSON: dates as ISO text, decimals as numbers, NaN as null.
 
     Raises:
-        TypeError: names what has no JSON form of the same value; with `lenient`, its text is taken instead.
+        TypeError: JSON cannot represent the value; the message is its type. With `lenient`, its text is used instead.
     """
     if value is None or isinstance(value, (str, bool)):
         return value
@@ -194,13 +195,13 @@ def jsonable(value: Any, *, lenient: bool = False) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """A numpy value as Python has it; numpy's own method makes integers of times with nanoseconds."""
+    """A numpy value as a Python value; numpy's `tolist` converts times with nanoseconds to integers."""
     kind = str(getattr(value, "dtype", ""))
     return (value.astype(kind.replace("[ns]", "[us]")) if kind in ("datetime64[ns]", "timedelta64[ns]") else value).tolist()
 
 
 def _number(value: int | float | Decimal) -> int | float | None:
-    """A number that JSON holds without loss; None for not-a-number. Raises `TypeError`."""
+    """A number that JSON represents without loss; None for NaN. Raises `TypeError`."""
     if isinstance(value, int):
         if abs(value) >= LONGEST_NUMBER:
             raise TypeError("an integer of more than 4,000 digits")
@@ -215,12 +216,12 @@ def _number(value: int | float | Decimal) -> int | float | None:
         return _number(int(value))
     number = float(value)
     if Decimal(repr(number)) != value:
-        raise TypeError("a decimal of more digits than a number keeps")
+        raise TypeError("a decimal with more digits than a float")
     return number
 
 
 def _shown(value: Any) -> str:
-    """A value as its file has it: `null`, not `None`."""
+    """A value as JSON, cut for an error message."""
     text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 

@@ -1,1 +1,1 @@
-"""Calls of reward functions: processes, return values, logged values and failures."""
+"""Calls of reward functions: processes, services, return values, logged values and failures."""

@@ -1,8 +1,8 @@
-"""Scores groups in child processes so that a completion which hangs, crashes or breaks a function costs its own reward only.
+"""Scores groups in child processes so that a completion on which a function hangs, crashes or raises loses only its own reward.
 
-A group whose call fails is called again for each completion alone. Those that fail alone have no reward; the rest is scored by one more
-call, so that functions which compare completions see them together. `timeout_s` is the limit of one completion: a call for several gets
-it once at first, and once for each of its completions if they are known to be only slow.
+After a failed call, each completion of the group is scored alone. Those that fail alone have no reward; the rest is scored by one more
+call, so that functions which compare completions see them together. `timeout_s` is the limit of one completion: the first call for a
+group has this limit once, later ones have it per completion if calls turned out to be slow and not hanging.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,26 @@ Key = TypeVar("Key")
 Payload = Mapping[str, Any]
 Members = tuple[int, ...]
 BY_SAMPLE = ("completions", "completion_ids", "episodes")
-"""Items of a payload that are lists with one element for each completion."""
+"""Items of a payload with one element per completion."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group whose score is being computed."""
+    """A group in flight."""
 
     payload: Payload
     count: int
     reason: str = ""
-    """The error of the call for the whole group; empty if it has not failed."""
+    """Error of the call for the full group; empty if it has not failed."""
     calls: set[Members] = field(default_factory=set)
-    """The completions of the calls that have not ended."""
+    """Completions of each call in flight."""
     alone: dict[int, Any] = field(default_factory=dict)
-    """Completion -> the result of its own call."""
+    """Completion -> result of its own call."""
     broken: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
-    def everyone(self) -> Members:
+    def all_members(self) -> Members:
         return tuple(range(self.count))
 
 
@@ -48,29 +48,29 @@ class RewardPool(Generic[Key]):
         self._timeout_s = timeout_s
         self._groups: dict[Key, _Group] = {}
         self._slow = False
-        """True once a group took longer than `timeout_s` without a completion that hangs."""
+        """True once a group exceeded `timeout_s` although no completion hangs."""
 
     @property
     def pending(self) -> int:
-        """Number of groups that `poll` has not returned yet."""
+        """Number of groups in flight."""
         return len(self._groups)
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the children at work."""
+        """Busy seconds of the children."""
         return self._calls.busy_s
 
     def submit(self, key: Key, payload: Payload) -> None:
         """Queue a group."""
         self._groups[key] = group = _Group(payload, len(payload["completions"]))
-        self._call(key, group, group.everyone, slow=self._slow)
+        self._call(key, group, group.all_members, slow=self._slow)
 
     def cancel(self, keys: set[Key]) -> None:
         """Drop these groups."""
         self._calls.cancel({(key, members) for key in keys & self._groups.keys() for members in self._groups.pop(key).calls})
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Groups that are done, in the order they ended; waits up to `timeout_s` for the first. Raises `ChildError`."""
+        """Finished groups in the order of their end; waits up to `timeout_s` for the first. Raises `ChildError`."""
         end = monotonic() + timeout_s
         while True:
             calls = self._calls.poll(max(0.0, end - monotonic()))
@@ -79,7 +79,7 @@ class RewardPool(Generic[Key]):
                 return ended
 
     def close(self) -> None:
-        """Kill the children and drop what is pending."""
+        """Kill the children and drop groups in flight."""
         self._calls.close()
 
     def __enter__(self) -> Self:
@@ -94,7 +94,7 @@ class RewardPool(Generic[Key]):
         self._calls.submit((key, members), payload, timeout_s=self._timeout_s * (len(members) if slow else 1))
 
     def _take(self, call: Done[tuple[Key, Members]] | Failed[tuple[Key, Members]]) -> Done[Key] | Failed[Key] | None:
-        """The result of a group, if this call was its last one."""
+        """The result of a group, if this was its last call."""
         key, members = call.key
         group = self._groups[key]
         group.calls.remove(members)
@@ -104,7 +104,7 @@ class RewardPool(Generic[Key]):
             if isinstance(call, Done):
                 return self._done(key, group, call.result, members)
             group.reason = call.reason
-            for number in group.everyone:
+            for number in group.all_members:
                 self._call(key, group, (number,), slow=False)
             return None
         if len(group.alone) + len(group.broken) == group.count:  # this was the call for the rest
@@ -122,7 +122,7 @@ class RewardPool(Generic[Key]):
         return self._rest(key, group)
 
     def _rest(self, key: Key, group: _Group) -> Done[Key] | Failed[Key] | None:
-        """Score those that did not fail alone together."""
+        """Score the completions that did not fail alone in one call."""
         if not group.alone:
             return self._failed(key, group.reason)
         members = tuple(sorted(group.alone))
@@ -142,17 +142,17 @@ class RewardPool(Generic[Key]):
 
 
 def _part(payload: Payload, members: Sequence[int]) -> dict[str, Any]:
-    """The payload of some of a group's completions."""
+    """The payload for some of a group's completions."""
     lists = {name: payload.get(name) for name in BY_SAMPLE}
     return {**payload, **{name: [values[number] for number in members] for name, values in lists.items() if values}}
 
 
 def _spread(result: Mapping[str, Any], members: Members, group: _Group) -> dict[str, Any]:
-    """The result of the whole group from that of some of its completions."""
-    places, width = {number: place for place, number in enumerate(members)}, len(result["components"][0])
+    """The result of a group from the result of some of its completions."""
+    indices, width = {number: index for index, number in enumerate(members)}, len(result["components"][0])
 
-    def whole(values: Sequence[Any], without: Any) -> list[Any]:
-        return [values[places[number]] if number in places else without for number in group.everyone]
+    def whole(values: Sequence[Any], default: Any) -> list[Any]:
+        return [values[indices[number]] if number in indices else default for number in group.all_members]
 
     return {
         **result,

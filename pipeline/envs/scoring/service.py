@@ -1,7 +1,7 @@
-"""A reward function behind an address: what a function would get as keywords is posted as JSON, and its list comes back as `rewards`.
+"""A reward function behind an HTTP address: the keyword arguments are posted as JSON, the response has the list `rewards`.
 
-The rule: a service that is away, busy or silent is asked again with growing pauses until the group's time is nearly up; one that refuses is
-not. It waits in the asyncio loop: a group under way costs a connection and no thread.
+Requests are retried with backoff while the service is unreachable, busy or silent, until the group's time limit; other errors are final.
+Requests wait in the asyncio loop: a group in flight needs a connection and no thread.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from penstock.pipeline.envs.scoring.faults import RewardError
 from penstock.pipeline.envs.scoring.logged import NAMES
 
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
-"""Before it is asked a second time; doubles with each."""
+"""Pause before the first retry, doubled after each, and the longest pause."""
 CONNECT_S = 5.0
 IN_TIME = 0.95
-"""Share of the time limit after which the call fails with its reason, before the child process is killed without one."""
-LATER = (408, 425, 429, 502, 503, 504)
-"""Statuses that ask to come again."""
+"""Share of the time limit after which the call fails with a reason, before the child process is killed without one."""
+RETRIED = (408, 425, 429, 502, 503, 504)
+"""HTTP statuses that are retried."""
 
 
-class _Later(Exception):
-    """The service may answer next time."""
+class _Retry(Exception):
+    """A failure that is retried."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class _Later(Exception):
 
 
 class RewardService:
-    """The service at an address, asked by at most `connections` groups at a time; each has `timeout_s` with all its attempts."""
+    """Client of a reward service for up to `connections` groups at a time; `timeout_s` covers all attempts of a group."""
 
     def __init__(self, address: str, *, timeout_s: float, connections: int) -> None:
         if not urlsplit(address).hostname:
@@ -51,49 +51,49 @@ class RewardService:
             limits=httpx.Limits(max_connections=connections),
         )
 
-    async def judge(self, **given: Any) -> Any:
-        """The rewards of one group's completions. Raises `RewardError` with what the service said last."""
-        content = json.dumps({**_sent(given), "trainer_state": asdict(given["trainer_state"])})
+    async def score(self, **arguments: Any) -> Any:
+        """The rewards of one group's completions. Raises `RewardError` with the last failure."""
+        content = json.dumps({**_sent(arguments), "trainer_state": asdict(arguments["trainer_state"])})
         end = time.monotonic() + IN_TIME * self._timeout_s
         attempt = 0
         while True:
             attempt += 1
             try:
-                return await self._ask(content, end - time.monotonic())
-            except _Later as later:
-                pause = max(later.after_s, min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1)))
+                return await self._post(content, end - time.monotonic())
+            except _Retry as failure:
+                pause = max(failure.after_s, min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1)))
                 if time.monotonic() + pause >= end:
-                    tried = "once" if attempt == 1 else f"{attempt} times"
+                    tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
                     raise RewardError(
-                        f"reward {self.address}: no rewards within {self._timeout_s:g} s (reward.timeout_s), asked {tried}: {later}"
-                    ) from later
+                        f"reward {self.address}: no rewards within {self._timeout_s:g} s (reward.timeout_s), {tried}: {failure}"
+                    ) from failure
             await asyncio.sleep(pause)
 
-    async def _ask(self, content: str, left_s: float) -> Any:
+    async def _post(self, content: str, remaining_s: float) -> Any:
         import httpx
 
         try:
-            limits = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
-            answer = await asyncio.wait_for(self._client.post(self.address, content=content, timeout=limits), left_s)
+            limits = httpx.Timeout(remaining_s, connect=min(remaining_s, CONNECT_S))
+            response = await asyncio.wait_for(self._client.post(self.address, content=content, timeout=limits), remaining_s)
         except (httpx.TransportError, TimeoutError) as error:
-            raise _Later(str(error) or f"{type(error).__name__} after {left_s:.1f} s") from error
-        status = f"{answer.status_code} {answer.reason_phrase}"
-        if answer.status_code in LATER:
-            after = answer.headers.get("retry-after", "")
-            raise _Later(status, after_s=float(after) if after.isdecimal() else 0.0)
-        if not answer.is_success:
-            raise RewardError(f"reward {self.address}: {status}: {_beginning(answer.text)}")
+            raise _Retry(str(error) or f"{type(error).__name__} after {remaining_s:.1f} s") from error
+        status = f"{response.status_code} {response.reason_phrase}"
+        if response.status_code in RETRIED:
+            after = response.headers.get("retry-after", "")
+            raise _Retry(status, after_s=float(after) if after.isdecimal() else 0.0)
+        if not response.is_success:
+            raise RewardError(f"reward {self.address}: {status}: {_excerpt(response.text)}")
         try:
-            return answer.json()["rewards"]
+            return response.json()["rewards"]
         except (ValueError, KeyError, TypeError) as error:
             expected = '{"rewards": [a number or null for each completion]}'
-            raise RewardError(f"reward {self.address} answered {_beginning(answer.text)}, expected {expected}") from error
+            raise RewardError(f"reward {self.address} returned {_excerpt(response.text)}, expected {expected}") from error
 
 
-def _sent(given: dict[str, Any]) -> dict[str, Any]:
-    """Without token ids, the longest part by far, which mean nothing to a service without the run's tokenizer, and without functions."""
-    return {name: value for name, value in given.items() if name not in ("completion_ids", *NAMES)}
+def _sent(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without functions and without token ids, which are long and useless to a service without the run's tokenizer."""
+    return {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
 
 
-def _beginning(text: str) -> str:
+def _excerpt(text: str) -> str:
     return " ".join(text.split())[:200] or "nothing"

@@ -1,8 +1,8 @@
-"""Checks the return value of a reward function: one number or None for each completion, and named parts.
+"""Validates the return value of a reward function: one number or None for each completion, with named parts.
 
-A completion's value is a number, None, or an object of names to such values: `{"format": 1.0, "answer": 0.5}` counts as their sum,
-1.5, and each part is recorded under its name. An object whose values are all None counts as None. One object of names to lists,
-`{"format": [1.0, 0.0], "answer": [0.5, 0.5]}`, means the same for all completions.
+The value of a completion is a number, None, or a dict of named parts: `{"format": 1.0, "length": 0.5}` counts as their sum, 1.5, and each
+part is recorded under its name. A dict whose values are all None counts as None. A dict of lists, `{"format": [1.0, 0.0], "length":
+[0.5, 0.5]}`, has the parts of all completions.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any
 from penstock.pipeline.envs.scoring.faults import RewardError
 
 LARGEST = 1e18
-"""Largest absolute value of a reward: sums and squares of larger ones are no longer exact, or overflow."""
+"""Largest absolute value of a reward; sums and squares of larger ones lose precision or overflow."""
 MOST_PARTS = 64
 SHOWN = 80
 
@@ -22,7 +22,7 @@ Parts = dict[str, float | None]
 
 
 def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], list[Parts]]:
-    """The values for `count` completions and their named parts, from what the function `name` returned. Raises `RewardError`."""
+    """The rewards of `count` completions and their named parts, from the return value of `name`. Raises `RewardError`."""
     values = _rows(returned) if isinstance(returned, Mapping) else _plain(returned)
     if not isinstance(values, (list, tuple)):
         raise RewardError(f"reward {name} returned a {type(returned).__name__}, expected a list of {count} numbers")
@@ -41,7 +41,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rows(columns: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
-    """The named parts of each completion, from a list for each name; None if these are no lists of one length."""
+    """The named parts of each completion from one list per name; None if the values are not lists of one length."""
     lists = [_plain(column) for column in columns.values()]
     if not all(isinstance(column, (list, tuple)) for column in lists) or len({len(column) for column in lists}) != 1:
         return None
@@ -49,7 +49,7 @@ def _rows(columns: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
 
 
 def bounded(total: float, what: str) -> float:
-    """A sum of rewards that is finite and not too large. Raises `RewardError`.
+    """Return a sum of rewards. Raises `RewardError` if it is not finite or too large.
 
     Example:
         bounded(2.5, "the weighted sum")  # -> 2.5
@@ -60,7 +60,7 @@ def bounded(total: float, what: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A user's value in one short line."""
+    """A value in one short line."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -73,7 +73,7 @@ def _parts(name: str, value: Any, number: int) -> Parts:
         return {}
     if len(value) > MOST_PARTS or not all(isinstance(part, str) for part in value):
         raise RewardError(f"reward {name} returned {shown(value)} for completion {number}, expected at most {MOST_PARTS} names to numbers")
-    return {part: _number(f"reward {name} returned", one, f"{part!r} of completion {number}") for part, one in value.items()}
+    return {part: _number(f"reward {name} returned", item, f"{part!r} of completion {number}") for part, item in value.items()}
 
 
 def _sum(name: str, parts: Parts, number: int) -> float | None:
@@ -81,23 +81,23 @@ def _sum(name: str, parts: Parts, number: int) -> float | None:
     return bounded(sum(values), f"the sum of the parts of reward {name} for completion {number}") if values else None
 
 
-def _number(said: str, value: Any, what: str) -> float | None:
+def _number(prefix: str, value: Any, what: str) -> float | None:
     """A Python, NumPy or torch number as a float; arrays of one element count as numbers."""
     size = getattr(value, "numel", None) or getattr(value, "size", None)
     size = size() if callable(size) else size
     if hasattr(value, "tolist") and isinstance(size, int) and size != 1:
-        raise RewardError(f"{said} an array of {size} numbers for {what}, expected one number; for named parts return a dict")
+        raise RewardError(f"{prefix} an array of {size} numbers for {what}, expected one number; for named parts return a dict")
     plain = value.item() if hasattr(value, "item") and hasattr(value, "tolist") else value
     if plain is None:
         return None
     if not isinstance(plain, (Real, Decimal)):
-        raise RewardError(f"{said} {shown(plain)} for {what}, expected a number or None")
+        raise RewardError(f"{prefix} {shown(plain)} for {what}, expected a number or None")
     try:
         reward = float(plain)
     except (OverflowError, ValueError):
         reward = float("inf") if isinstance(plain, int) else float("nan")
     if not isfinite(reward) and not isinstance(plain, int):
-        raise RewardError(f"{said} {reward} for {what}, which is not finite")
+        raise RewardError(f"{prefix} {reward} for {what}, which is not finite")
     if abs(reward) > LARGEST:
-        raise RewardError(f"{said} {shown(plain) if reward == float('inf') else f'{reward:g}'} for {what}, expected at most {LARGEST:g}")
+        raise RewardError(f"{prefix} {shown(plain) if reward == float('inf') else f'{reward:g}'} for {what}, expected at most {LARGEST:g}")
     return reward

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
-from penstock.pipeline.envs.group_outcome import verdict
+from penstock.pipeline.envs.group_outcome import group_outcome
 from penstock.pipeline.envs.reward_child import payload_of, reward_pool
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.envs.scoring.reward_pool import RewardPool
@@ -93,5 +93,5 @@ def judged(case: Case, result: Done[int] | Failed[int], config: Config) -> Group
     same = replace(case.group, reward_names=names, reward_weights=tuple(config.reward.weights or [1.0] * len(names)))
     if isinstance(result, Failed):
         return replace(same, outcome="failed", reason=result.reason, samples=(), metrics=None)
-    found = verdict(case.samples, case.completions, Score.of(result.result), algorithm=config.algorithm)
+    found = group_outcome(case.samples, case.completions, Score.of(result.result), algorithm=config.algorithm)
     return replace(same, outcome=found.outcome, reason=found.reason, samples=found.samples, metrics=found.metrics)

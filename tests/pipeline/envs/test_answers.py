@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.envs.builtin_rewards import exact_match, math_verify
-from penstock.pipeline.envs.datasets.answers import AnswerError, accepted, is_answer, with_facts
+from penstock.pipeline.envs.datasets.answers import AnswerError, accepted, matches_reference, with_facts
 from penstock.pipeline.envs.rewards import resolve
 from penstock.pipeline.envs.scoring.faults import RewardError
 
@@ -59,9 +59,9 @@ def test_what_cannot_be_judged_is_refused_by_name_and_no_completion_is_right(ans
     assert str(caught.value) == what
     for text in ("", "None", "null", "nan", "True", "[]", "{}", str(answer)):
         with pytest.raises(AnswerError):
-            is_answer(text, answer)
+            matches_reference(text, answer)
     for name in ("exact_match", "math_verify"):
-        with pytest.raises(RewardError, match=rf"the answer .column 'gold'. is .*, which the reward {name} cannot judge: expected text"):
+        with pytest.raises(RewardError, match=rf"the answer .column 'gold'. is .*, which the reward {name} cannot compare: expected text"):
             resolve([name]).check({"answer": answer}, answer_field="gold")
 
 
@@ -86,28 +86,28 @@ def test_what_cannot_be_judged_is_refused_by_name_and_no_completion_is_right(ans
     ],
 )
 def test_numbers_are_compared_by_value_and_texts_by_their_characters(text: str, answer: Any, right: bool) -> None:
-    assert is_answer(text, answer) is right
+    assert matches_reference(text, answer) is right
 
 
 @pytest.mark.parametrize("text", ["0.1", "-2.7", "3.14159", "1234.56", "1e-7", "0.1234567"])
 def test_an_answer_in_a_column_of_32_bit_floats_is_the_number_that_a_person_wrote(text: str) -> None:
     (answer,) = pa.array([float(text)], pa.float32()).to_pylist()
     for form in (answer, [answer], {"ground_truth": answer}):
-        assert is_answer(text, form) and is_answer(str(answer), form)
-        assert not is_answer(f"{text}1" if "e" not in text else "1.1e-7", form)
+        assert matches_reference(text, form) and matches_reference(str(answer), form)
+        assert not matches_reference(f"{text}1" if "e" not in text else "1.1e-7", form)
         assert math_verify([text], [form]) == [1.0]
 
 
 @pytest.mark.parametrize("number", [123456792.0, 1234567.125, 0.1, 1 / 3, 2.0**100, 1e300])
 def test_a_64_bit_float_is_no_other_number_of_fewer_digits(number: float) -> None:
-    assert is_answer(str(number), number)
-    assert not is_answer(f"{number:.7g}", number) or float(f"{number:.7g}") == number
+    assert matches_reference(str(number), number)
+    assert not matches_reference(f"{number:.7g}", number) or float(f"{number:.7g}") == number
 
 
 @settings(deadline=None)
 @given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text().filter(str.strip)))
 def test_every_accepted_text_is_the_answer(answer: Any) -> None:
-    assert all(is_answer(text, answer) for text in accepted(answer))
+    assert all(matches_reference(text, answer) for text in accepted(answer))
 
 
 @pytest.mark.parametrize(

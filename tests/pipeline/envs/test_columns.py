@@ -219,7 +219,7 @@ def test_a_function_that_needs_a_column_of_bytes_is_named_with_the_column(folder
         ({1: "a"}, "a dict with keys of type int"),
         ({"a", "b"}, "set"),
         (10**5000, "an integer of more than 4,000 digits"),
-        (Decimal("0.12345678901234567890123"), "a decimal of more digits than a number keeps"),
+        (Decimal("0.12345678901234567890123"), "a decimal with more digits than a float"),
         ([[{"x": [object()]}]], "object"),
     ],
     ids=["bytes", "infinity", "keys", "set", "integer", "decimal", "object"],

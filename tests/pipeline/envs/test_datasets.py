@@ -87,7 +87,7 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
     ("damaged", "words"),
     [
         (b'{"prompt": "x", "answer": ', "not valid JSON"),
-        (b'["prompt", "answer"]', "expected a JSON object, found a list"),
+        (b'["prompt", "answer"]', "expected a JSON object, got a list"),
         ({"promt": "x", "answer": 1}, "no field 'prompt'; did you mean 'promt'?"),
         ({"prompt": "  ", "answer": 1}, "the prompt (field 'prompt') is empty"),
         ({"prompt": [], "answer": 1}, "is empty"),
@@ -95,8 +95,8 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
         ({"prompt": None, "answer": 1}, "is null; expected text"),
         ({"prompt": [{"role": "user"}], "answer": 1}, "message 1 has no text in 'content'"),
         (b'{"prompt": "\xff\xfe", "answer": 1}', "not UTF-8 at byte 12 of the line"),
-        (b'{"prompt": "x", "answer": "a", "answer": "b"}', "the key 'answer' is there twice"),
-        (b'{"prompt": "x", "tests": {"in": 1, "in": 2}}', "the key 'in' is there twice"),
+        (b'{"prompt": "x", "answer": "a", "answer": "b"}', "the key 'answer' occurs twice"),
+        (b'{"prompt": "x", "tests": {"in": 1, "in": 2}}', "the key 'in' occurs twice"),
         pytest.param(b'{"prompt": "x", "answer": ' + b"7" * 5000 + b"}", "a number of more than 4,300 digits", id="digits"),
         (b'{"prompt": "x", "answer": "a\tb"}', "not valid JSON: invalid control character at character 29"),
         (b'{"prompt": "x", "answer": "a}', "not valid JSON: unterminated string at character 27"),
@@ -176,7 +176,7 @@ def test_a_damaged_parquet_file_a_column_twice_and_one_json_cannot_hold_are_name
     row = open_dataset(f"{tmp_path}/image.parquet")[0]
     assert (row.columns, row.without_json) == ({"answer": "1"}, {"image": "bytes"})
     pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "answer", "answer"]), tmp_path / "twice.parquet")
-    with pytest.raises(DataError, match=r"twice.parquet: the column 'answer' is in it twice"):
+    with pytest.raises(DataError, match=r"twice.parquet: the column 'answer' occurs twice"):
         open_dataset(f"{tmp_path}/twice.parquet")
 
 
@@ -188,7 +188,7 @@ def test_a_damaged_parquet_file_a_column_twice_and_one_json_cannot_hold_are_name
         ("empty", "a folder without .jsonl or .parquet files"),
         ("tiny:successr", "no such task; did you mean 'successor'?"),
         ("mine.py:rows?depth=3", "has no parameter 'depth'"),
-        ("mine.py:breaks", "the function broke: ZeroDivisionError"),
+        ("mine.py:breaks", "the function raised ZeroDivisionError"),
     ],
 )
 def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path, source: str, words: str) -> None:
@@ -219,7 +219,7 @@ def test_an_own_function_gets_the_seed_and_size_it_names_and_options_of_the_sour
     assert [(row.prompt, row.columns["answer"]) for row in data] == [("5+0", 105), ("5+1", 106), ("5+2", 107), ("5+3", 108)]
     assert data[1].origin == "mine.py:rows:2"
     (tmp_path / "wrong.py").write_text("def rows():\n    return [{'prompt': 'a', 'answer': 1}, 'b']\n")
-    with pytest.raises(DataError, match=r"wrong.py:rows:2: expected a dict, found a str"):
+    with pytest.raises(DataError, match=r"wrong.py:rows:2: expected a dict, got a str"):
         check(open_dataset("wrong.py:rows", base_dir=tmp_path))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
-from penstock.pipeline.envs.group_outcome import group_of, verdict
+from penstock.pipeline.envs.group_outcome import group_of, group_outcome
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.learner.step_measures import group_measures
 from penstock.pipeline.learner.training_samples import combined_advantages, sequences
@@ -26,7 +26,7 @@ def drawn(finishes: tuple[str, ...] = ("stop",) * 4) -> list[rollouts.Rollout]:
 
 def judged(rewards: tuple[float, ...] = REWARDS, *, finishes: tuple[str, ...] = ("stop",) * 4, **algorithm: Any) -> Any:
     score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
-    return verdict(drawn(finishes), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(**algorithm))
+    return group_outcome(drawn(finishes), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(**algorithm))
 
 
 def test_a_group_is_scored_with_each_sample_beside_its_text_and_reward() -> None:
@@ -65,9 +65,9 @@ def test_equal_sums_of_different_components_are_trained_where_each_has_its_own_a
     score = Score(rewards=(1.0,) * 4, components=((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.0, 1.0)))
     for combine, outcome in (("rewards", "filtered"), ("advantages", "scored")):
         algorithm = AlgorithmSection.model_validate({"combine": combine})
-        assert verdict(drawn(), ["a", "b", "c", "d"], score, algorithm=algorithm).outcome == outcome
+        assert group_outcome(drawn(), ["a", "b", "c", "d"], score, algorithm=algorithm).outcome == outcome
     same = Score(rewards=(1.0,) * 4, components=((1.0, None),) * 4)
-    assert verdict(drawn(), ["a", "b", "c", "d"], same, algorithm=AlgorithmSection(combine="advantages")).outcome == "filtered"
+    assert group_outcome(drawn(), ["a", "b", "c", "d"], same, algorithm=AlgorithmSection(combine="advantages")).outcome == "filtered"
 
 
 def test_a_truncated_sample_pays_the_penalty_and_keeps_its_components() -> None:
@@ -113,7 +113,7 @@ def test_samples_without_a_reward_stay_in_the_record_and_out_of_the_filter() -> 
         rewards=(1.0, None, 0.0, None), components=((1.0,), (None,), (0.0,), (None,)), broken={3: "reward f hangs"},
         logged=({"n": 1}, {}, {}, {}), metrics={"m": 2.0},
     )  # fmt: skip
-    found = verdict(drawn(), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection())
+    found = group_outcome(drawn(), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection())
     assert (found.outcome, found.reason, found.metrics) == ("scored", None, '{"m": 2.0}')
     assert [sample.reward for sample in found.samples] == [1.0, None, 0.0, None]
     assert [sample.reward_error for sample in found.samples] == [None, None, None, "reward f hangs"]
@@ -130,7 +130,7 @@ def test_samples_without_a_reward_stay_in_the_record_and_out_of_the_filter() -> 
 )
 def test_a_group_with_too_few_or_equal_rewards_is_filtered_with_the_reason(rewards: tuple[float | None, ...], reason: str) -> None:
     score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
-    found = verdict(
+    found = group_outcome(
         drawn(("length",) * 4), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(truncated="penalise", truncated_penalty=0.0)
     )
     assert (found.outcome, found.reason) == ("filtered", reason)
@@ -148,7 +148,7 @@ def test_samples_without_a_reward_change_no_advantage_and_are_not_trained(combin
         score = Score(
             rewards=tuple(rewards[one] for one in numbers), components=tuple((rewards[one],) for one in numbers), metrics={"a//b%": 3.0}
         )
-        found = verdict([drawn()[one] for one in numbers], ["x"] * len(numbers), score, algorithm=AlgorithmSection())
+        found = group_outcome([drawn()[one] for one in numbers], ["x"] * len(numbers), score, algorithm=AlgorithmSection())
         group = replace(recorded, samples=found.samples, metrics=found.metrics)
         groups.decode(groups.encode(group))
         assert groups.headers(group, run="r").no_reward == (len([one for one in numbers if one in missing]) or None)

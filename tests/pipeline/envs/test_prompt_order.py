@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.envs.datasets.open import open_dataset
-from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, Turn, order, rising
+from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, RowId, ascending, order
 from penstock.pipeline.envs.datasets.rows import DataError
 
 
@@ -35,13 +35,13 @@ def test_each_beginning_holds_the_sources_by_their_weights_and_each_row_has_its_
 
 @given(seed=st.integers(0, 99), size=st.integers(1, 9), first=st.integers(0, 20), place=st.integers(0, 40))
 def test_one_source_is_asked_in_the_order_of_its_epochs(seed: int, size: int, first: int, place: int) -> None:
-    assert PromptOrder(sizes=(size,), weights=(1.0,), seed=seed, first=first).at(place) == Turn(0, *order(seed, first + place, size))
+    assert PromptOrder(sizes=(size,), weights=(1.0,), seed=seed, first=first).at(place) == RowId(0, *order(seed, first + place, size))
 
 
 def test_rows_go_from_easy_to_hard_in_every_epoch(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": "?", "answer": "!", "level": level}) + "\n" for level in (3, 1.5, 2)))
-    ranks = [rising(open_dataset(str(file)), "level")]
+    ranks = [ascending(open_dataset(str(file)), "level")]
     assert [PromptOrder(sizes=(3,), weights=(1.0,), ranks=ranks).at(place)[1:] for place in range(4)] == [(0, 1), (0, 2), (0, 0), (1, 1)]
     with pytest.raises(DataError, match=r"rows.jsonl:1: data.sort_by = 'depth' needs a number there, not None"):
-        rising(open_dataset(str(file)), "depth")
+        ascending(open_dataset(str(file)), "depth")

@@ -70,13 +70,15 @@ def test_of_several_templates_the_default_is_taken_and_none_without_it(tmp_path:
 
     folder = model(tmp_path / "m")
     assert Renderer(write(rag="no", default=THINKING)).render(row("hi"))[0] == "<s>user:hi</s><s>assistant:"
-    with pytest.raises(ConfigError, match="has the templates rag, tool_use and none called default; write one to a Jinja file"):
+    with pytest.raises(ConfigError, match="has the templates rag, tool_use and none called default; give the path of a Jinja file"):
         Renderer(write(rag="no", tool_use=THINKING))
 
 
 @pytest.mark.parametrize("settings", [{"system_prompt": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
 def test_what_only_a_chat_template_can_take_is_refused_without_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"data.{next(iter(settings))}: there is no chat template to take it; name a Jinja file"):
+    with pytest.raises(
+        ConfigError, match=rf"data.{next(iter(settings))}: there is no chat template to use it; set data.chat_template to a Jinja file"
+    ):
         Renderer(model(tmp_path / "m"), **settings)
 
 

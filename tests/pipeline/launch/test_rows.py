@@ -60,16 +60,16 @@ GOOD = {"prompt": "p", "answer": "a", "level": 1}
     ("later", "reward", "words"),
     [
         ({"prompt": "p", "answer": "a", "levle": 2}, "rew.py:graded", "wants the column 'level', .*did you mean 'levle'"),
-        ({"prompt": "p", "level": 1}, "exact_match", r'wants the column .answer., .*data.answer_field = "" choose rewards that need none'),
+        ({"prompt": "p", "level": 1}, "exact_match", r'wants the column .answer., .*rewards that need none with data.answer_field = ""'),
         (
             {"prompt": "p", "answer": None},
             "exact_match",
-            r"the answer \(column 'answer'\) is null, which the reward exact_match cannot judge",
+            r"the answer \(column 'answer'\) is null, which the reward exact_match cannot compare",
         ),
         (
             {"prompt": "p", "answer": ""},
             "math_verify",
-            r"is empty text, which the reward math_verify cannot judge: expected text, a number",
+            r"is empty text, which the reward math_verify cannot compare: expected text, a number",
         ),
         ({"prompt": "p", "answer": {"style": "rule"}}, "exact_match", "is a dict with the keys style, which"),
         ({"prompt": "p", "answer": float("nan")}, "exact_match", "is null, which"),

@@ -90,7 +90,7 @@ def test_a_reward_that_breaks_on_one_completion_of_two_counts_as_half_a_prompt_a
     unused: Any = None
     evaluator = Evaluator(session, unused, pool, unused, [], [], unused, FaultCount("stop"), lambda: None)
     if stops:
-        with pytest.raises(BrokenReward, match=r"it failed so for 5\.5 of 11 groups"):
+        with pytest.raises(BrokenReward, match=r"it failed for 5\.5 of 11 groups"):
             evaluator._scored()
     else:
         assert len(evaluator._scored()) == prompts

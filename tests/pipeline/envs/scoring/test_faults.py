@@ -50,7 +50,7 @@ def test_the_line_names_the_failure_and_the_way_on_and_the_status_is_its_own() -
     count = FaultCount("stop")
     for _ in range(6):
         count.failed(ZERO)
-    with pytest.raises(BrokenReward, match=r"division by zero .*for 6 of 6 groups: mend it, or set reward.on_error") as caught:
+    with pytest.raises(BrokenReward, match=r"division by zero .*for 6 of 6 groups: fix the function, or set reward.on_error") as caught:
         count.check()
     assert exit_status(caught.value) == BROKEN
 
