@@ -86,7 +86,7 @@ def at_its_post(found: metrics.Measurement) -> bool:
     if found.role in ("environment", "rollout", "scorer"):
         return bool(found.labels.get("partitions") or found.labels.get("calls"))
     if found.role == "trainer":
-        return found.labels.get("doing", "").startswith(("step ", "training step "))
+        return metrics.activity_of(found.labels) in (metrics.Activity.NO_GROUP, metrics.Activity.COMPUTE)
     return True
 
 

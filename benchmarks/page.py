@@ -169,10 +169,10 @@ def _ledger(draw: np.random.Generator, config: dict[str, Any], *, steps: int, co
 
 def _statuses(draw: np.random.Generator, *, seconds: int, workers: int) -> Iterator[Outgoing]:
     says = {
-        "trainer": ["training step 3", "step 3: 2 of 16 groups are here"],
-        "scorer-0": ["scoring", "waiting for samples"],
-        "feeder": ["waiting for new weights"],
-        **{f"rollout-{number}": ["generating", "generating", "waiting for prompts"] for number in range(workers)},
+        "trainer": [("training step 3", "compute"), ("step 3: 2 of 16 groups are here", "no_group")],
+        "scorer-0": [("scoring", "busy"), ("waiting for samples", "no_samples")],
+        "feeder": [("waiting for new weights", "full_window")],
+        **{f"rollout-{number}": [("generating", "busy"), ("waiting for prompts", "no_prompts")] for number in range(workers)},
     }
     for second in range(seconds):
         loaded = {"version": float(second // 2), "load_s": 0.02 * (second // 2)}
@@ -185,7 +185,7 @@ def _statuses(draw: np.random.Generator, *, seconds: int, workers: int) -> Itera
                 kind="status",
                 time_ns=CREATED_NS + second * 10**9,
                 values={"startup_s": 1.0} | (loaded if worker.startswith("rollout") else {}),
-                labels={"doing": labels[int(draw.integers(len(labels)))]},
+                labels=dict(zip(("doing", "activity"), labels[int(draw.integers(len(labels)))], strict=True)),
             )
             value = metrics.encode(found)
             headers = metrics.headers(found, run=RUN).encode(value)

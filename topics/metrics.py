@@ -3,7 +3,9 @@
 A measurement carries the time at which it was taken, so that reading it twice gives the same point twice."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal, get_args
 
 import pyarrow as pa
@@ -19,6 +21,7 @@ from penstock.topics.wire.record import Record
 SCHEMA = "metrics/1"
 MeasurementKind = Literal["status", "progress", "eval", "final"]
 MEASUREMENT_KINDS: tuple[MeasurementKind, ...] = get_args(MeasurementKind)
+ActivityKind = Literal["work", "wait", "load"]
 EVERY_RUN_HAS = ("feeder", "rollout", "scorer", "trainer", "tracker")
 """Roles without which a run's measurements are incomplete; others may report as well."""
 
@@ -38,6 +41,60 @@ CODEC = Codec(
     ),
 )
 _REQUIRED = ("outcome", "worker")
+
+
+class Activity(StrEnum):
+    """Activity of a worker: the label `activity` of its status, next to the free text `doing`, which no reader interprets."""
+
+    BUSY = "busy"
+    """Works and reports each second."""
+    COMPUTE = "compute"
+    """One long computation without reports: a micro-batch, an evaluation."""
+    STOP = "stop"
+    """Finishes its work after a request to stop."""
+    NO_PROMPTS = "no_prompts"
+    NO_CALLS = "no_calls"
+    NO_SAMPLES = "no_samples"
+    NO_WEIGHTS = "no_weights"
+    LOAD = "load"
+    """Loads a policy version."""
+    FULL_WINDOW = "full_window"
+    """The schedule admits no prompt before the next version."""
+    NO_ROOM = "no_room"
+    """No rollout worker has a free slot."""
+    NO_DEVICE = "no_device"
+    """Waits for a shared device, or hands it over."""
+    NO_GROUP = "no_group"
+    """Waits for scored groups."""
+    SAVE = "save"
+    """Writes results: a checkpoint, the model, the report."""
+    START = "start"
+    DONE = "done"
+    """Nothing is left but to wait for the end of the run."""
+
+    @property
+    def kind(self) -> ActivityKind:
+        """The only definition of work and waiting.
+
+        Example:
+            Activity.NO_PROMPTS.kind  # -> "wait"
+        """
+        if self in (Activity.START, Activity.LOAD):
+            return "load"
+        return "work" if self in (Activity.BUSY, Activity.COMPUTE, Activity.STOP, Activity.SAVE) else "wait"
+
+    @property
+    def reports(self) -> bool:
+        """True if a worker reports each second during this activity; the others may last for minutes without a report."""
+        return self not in (Activity.COMPUTE, Activity.STOP, Activity.LOAD, Activity.SAVE, Activity.START)
+
+
+def activity_of(labels: Mapping[str, str]) -> Activity:
+    """The activity in the labels of a status; `BUSY` if the writer's release has none or one that this release does not have."""
+    try:
+        return Activity(labels.get("activity", Activity.BUSY))
+    except ValueError:
+        return Activity.BUSY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

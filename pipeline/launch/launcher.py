@@ -206,14 +206,14 @@ class Watching:
         away = not self.broker.up or self.view.outage_s > 0
         self.view.status = None if status is None else "stopping"
         try:
-            self.supervisor.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, look=dict if away else self._doing)
+            self.supervisor.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, labels=dict if away else self._labels)
             self.view.poll(0.0)  # their last words
         finally:
             self.view.close(status=status)
 
-    def _doing(self) -> Mapping[str, str]:
+    def _labels(self) -> Mapping[str, Mapping[str, str]]:
         self.view.poll(0.0)
-        return {name: worker.labels["doing"] for name, worker in self.view.view.workers.items() if "doing" in worker.labels}
+        return {name: worker.labels for name, worker in self.view.view.workers.items()}
 
 
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:

@@ -27,14 +27,13 @@ from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.exit_status import BROKEN, ENDED, NO_RETRY
 from penstock.pipeline.runtime.reporting.health import HEALTH
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
+from penstock.topics.metrics import activity_of
 
 LEFT_LIMIT_S = 10.0
 """A worker may end this long before the launcher reads that the run is closed."""
 LOOK_EVERY_S = 0.25
 LONGEST_STOP = 4
 """Times the limit of a stop that workers of a role may take while they report something new: a step, then its checkpoint."""
-IDLE = ("waiting", "done")
-"""How reports begin that say nothing about a stop."""
 
 Notify = Callable[[str], None]
 
@@ -124,10 +123,10 @@ class Supervisor:
                 states[worker.name] = f"was started again {time.time() - worker.started_s:.0f} s ago and is not ready yet"
         return states
 
-    def stop(self, *, limit_s: float = STOP_LIMIT_S, look: Callable[[], Mapping[str, str]] = dict) -> None:
+    def stop(self, *, limit_s: float = STOP_LIMIT_S, labels: Callable[[], Mapping[str, Mapping[str, str]]] = dict) -> None:
         """End the running workers role by role, in the table's order; kill those that report nothing new for `limit_s`.
 
-        `look` returns worker name -> reported activity, which is printed where it is more than waiting. No role takes longer than
+        `labels` returns worker name -> labels of its newest status; its text is printed unless the worker waits. No role takes longer than
         `LONGEST_STOP` times the limit. When this call is interrupted, every worker is killed.
         """
         try:
@@ -135,7 +134,7 @@ class Supervisor:
                 running = [worker for worker in self.workers if worker.role == role and worker.status is None]
                 for worker in running:
                     worker.signal(signal.SIGTERM)
-                self._await(running, limit_s=limit_s, look=look)
+                self._await(running, limit_s=limit_s, labels=labels)
         finally:
             for worker in self.workers:
                 if worker.process is not None and worker.status is None:
@@ -144,7 +143,7 @@ class Supervisor:
                         worker.wait(LEFT_LIMIT_S)
             run_lock.forget(self.directory)
 
-    def _await(self, running: list[Worker], *, limit_s: float, look: Callable[[], Mapping[str, str]]) -> None:
+    def _await(self, running: list[Worker], *, limit_s: float, labels: Callable[[], Mapping[str, Mapping[str, str]]]) -> None:
         reported: dict[str, str] = {}
         began = news = time.monotonic()
         while left := [worker for worker in running if worker.status is None]:
@@ -156,13 +155,14 @@ class Supervisor:
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 left[0].wait(LOOK_EVERY_S)
-            doing = look()
+            statuses = labels()
             for worker in left:
-                work = doing.get(worker.name)
+                status = statuses.get(worker.name, {})
+                work = status.get("doing")
                 if worker.status is None and work is not None and reported.get(worker.name) != work:
                     news = time.monotonic() if worker.name in reported else news
                     reported[worker.name] = work
-                    if not work.startswith(IDLE):
+                    if activity_of(status).kind != "wait":
                         self.notify(f"{worker.name}: {work}")
 
     @property

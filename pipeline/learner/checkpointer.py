@@ -15,6 +15,7 @@ from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.session import Session
+from penstock.topics.metrics import Activity
 from penstock.topics.weights import Manifest
 
 MODEL = "model"
@@ -54,7 +55,7 @@ class Checkpointer:
             return
         self._started = time.monotonic()
         faults.reach("checkpoint.before")
-        reporter.doing(f"writing checkpoint of step {done}", now=True)
+        reporter.doing(Activity.SAVE, f"writing checkpoint of step {done}", now=True)
         digest = published.digest if known else policy.weights().digest
         state = State(run=self.session.run, steps=done, version=published.version, digest=digest, seq=seq)
         backend, exports = policy.backend, self.session.config.trainer.export

@@ -16,6 +16,7 @@ from penstock.pipeline.learner.repeat_step import Difference, Repetition, other_
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Activity
 
 
 class OlderNeeded(Exception):
@@ -37,7 +38,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
         reporter.notify(f"the arithmetic is not the one the run was computed with: {text}")
     if (store := writer.checkpoints.store) is not None:
         at_most = writer.lost.step if writer.lost is not None else None  # whoever has to send a version again has to pass it
-        doing = partial(reporter.doing, now=True)
+        doing = partial(reporter.doing, Activity.START, now=True)
         state = policy.load_newest(store, past.recorded(), notify=reporter.notify, doing=doing, at_most=at_most)
         if state is not None:
             writer.checkpoints.saved_steps = state.steps
@@ -66,7 +67,7 @@ def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, sto
     for entry in steps:
         if writer.session.stop.is_set():
             break
-        reporter.doing(f"repeating step {entry.step} of {writer.state.steps}")
+        reporter.doing(Activity.START, f"repeating step {entry.step} of {writer.state.steps}")
         reporter.status()
         repetition = repeat(policy, entry, _groups_of(entry, writer))
         differences = _all_differences(policy, writer, repetition)

@@ -29,6 +29,7 @@ from penstock.pipeline.runtime.weights.retention import deletable, is_anchor
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Activity
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
@@ -275,7 +276,7 @@ class RunWriter:
         """Write the model as a Hugging Face directory, if the run wants it."""
         if self.session.config.trainer.export:
             target = run_directory(self.session.run) / MODEL
-            self.session.reporter.doing("writing the final model")
+            self.session.reporter.doing(Activity.SAVE, "writing the final model")
             policy.backend.export(target, policy.weights().tensors)
             self.session.reporter.notify(f"final model in {target}")
 

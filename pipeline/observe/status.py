@@ -13,9 +13,10 @@ from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.report.time_spent import trainer_time
 from penstock.pipeline.observe.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE, use_of
+from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE
 from penstock.pipeline.runtime.roles import drawing
 from penstock.pipeline.scheduling.schedule import MODES
+from penstock.topics.metrics import Activity, activity_of
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics that `status` and the live view read: not the rollouts, which are most of a run's records."""
@@ -115,10 +116,10 @@ def _slow_rewards(view: RunView) -> bool:
 
 
 def _lacks_prompts(view: RunView) -> bool:
-    """Whether rollout workers wait for prompts although neither the window nor the workers' own places hold the feeder up."""
-    doing = [(worker.role, worker.labels.get("doing", "")) for worker in view.workers.values() if not worker.ended]
-    held_up = any(role == "feeder" and use_of(text) in ("full_window", "no_room", "done") for role, text in doing)
-    return not held_up and any((role, "waiting for prompts") in doing for role in drawing())
+    """True if rollout workers wait for prompts that the feeder could send."""
+    activities = {(worker.role, activity_of(worker.labels)) for worker in view.workers.values() if not worker.ended}
+    feeder_works = all(role != "feeder" or activity.kind != "wait" for role, activity in activities)
+    return feeder_works and any((role, Activity.NO_PROMPTS) in activities for role in drawing())
 
 
 def _named(who: str, why: str) -> Bottleneck:

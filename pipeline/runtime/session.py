@@ -27,6 +27,7 @@ from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.topics.catalogue import topic_name
+from penstock.topics.metrics import Activity
 from penstock.topics.runs import RunRecord
 
 
@@ -121,7 +122,7 @@ class Session:
         text = self.finishing() if self.finishing else f"ends what it does now: {self.reporter.labels['doing']}"
         self.reporter.notify(f"asked to stop: {text}")
         with contextlib.suppress(PenstockError):  # the worker itself meets whatever is wrong with the log
-            self.reporter.doing(f"stopping: {text}", now=True)
+            self.reporter.doing(Activity.STOP, f"stopping: {text}", now=True)
 
     def close(self, *, status: str) -> None:
         """Send the last measurement and let the producer finish."""
@@ -182,7 +183,8 @@ def join(
     )
     if pool is not None:
         session.reporter.labels["pool"] = pool
-    session.reporter.labels.update(host=socket.gethostname(), pid=str(os.getpid()), doing="starting")
+    session.reporter.labels.update(host=socket.gethostname(), pid=str(os.getpid()))
+    session.reporter.doing(Activity.START, "starting")
     session.reporter.status(force=True)
     return session
 

@@ -11,6 +11,7 @@ from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.generation.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
+from penstock.topics.metrics import Activity
 
 
 def main(session: Session) -> None:
@@ -23,7 +24,7 @@ def main(session: Session) -> None:
     _await_samples(session)
     if session.stop.is_set():
         return
-    session.reporter.doing("loading the model", now=True)
+    session.reporter.doing(Activity.START, "loading the model", now=True)
     engine = make_engine(session.config)
     evaluations = Evaluations.open(session, engine, meanwhile=session.reporter.status)
     session.finishing = lambda: "drops the evaluation under way, which is made again when the run is resumed (a few s)"
@@ -37,7 +38,7 @@ def main(session: Session) -> None:
         elif evaluations.closed:
             break
         else:
-            session.reporter.doing("waiting for a version to evaluate")
+            session.reporter.doing(Activity.NO_WEIGHTS, "waiting for a version to evaluate")
     evaluations.close()
     engine.close()
 
@@ -50,7 +51,7 @@ def _await_samples(session: Session) -> None:
     partitions = [(session.topic("rollouts"), partition) for partition in range(session.config.partitions)]
     follower = LedgerFollower(session.log, session.run)
     while not session.stop.is_set() and follower.state.closed is None and not any(session.log.end_offsets(partitions).values()):
-        session.reporter.doing("waiting for the first samples")
+        session.reporter.doing(Activity.NO_SAMPLES, "waiting for the first samples")
         session.reporter.status()
         follower.poll(0.2)
     follower.close()

@@ -22,6 +22,7 @@ from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import WorkingClock
 from penstock.pipeline.scheduling.resume_point import resume_point_of
 from penstock.topics import prompts
+from penstock.topics.metrics import Activity
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
@@ -64,7 +65,7 @@ def main(session: Session) -> None:
             committed = time.monotonic()
             with contextlib.suppress(LogError):  # without the commit a restart only takes longer
                 tail.commit(state.commits())
-    session.reporter.doing("done")
+    session.reporter.doing(Activity.DONE, "done")
     session.reporter.values["admissible"] = 0.0
     tail.close()
     transactions.close()
@@ -159,10 +160,10 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
     while state.admitted < limit:
         number, choice = state.admitted, state.choices.next()
         if choice is None:
-            over = state.choices.exhausted
-            reporter.doing(
-                "all prompts of the run's epochs are out" if over else f"group {number} waits for the outcome of the epoch before"
-            )
+            if state.choices.exhausted:
+                reporter.doing(Activity.DONE, "all prompts of the run's epochs are out")
+            else:
+                reporter.doing(Activity.NO_GROUP, f"group {number} waits for the outcome of the epoch before")
             return batch
         row = data.row(choice.turn.source, choice.turn.row)
         pool = pool_of(row, session.config)
@@ -170,7 +171,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=owners)
         if partition is None:
             worker = "rollout worker" if pool is None else f"rollout worker for pool {pool!r}"
-            reporter.doing(f"group {number} waits for a free {worker}" if any(owners) else f"waiting for a {worker}")
+            reporter.doing(Activity.NO_ROOM, f"group {number} waits for a free {worker}" if any(owners) else f"waiting for a {worker}")
             return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
         prompt = _prompt(session, data, renderer, choice, row, number=number, slot=slot)
@@ -180,11 +181,14 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
         state.admit(number, partition, choice=choice)
     everything = limit - state.dropped >= session.steps * schedule.prompts_per_step
+    if everything:
+        reporter.doing(Activity.DONE, "all prompts of the run are out")
+        return batch
     waiting = "waiting for new weights"
     if _paused(state, session):
         ess, floor = state.ledger.ess, session.config.algorithm.ess_floor
         waiting += f": nothing is admitted ahead of its round, as the last step's ESS {ess:.2f} is below {floor:g}"
-    reporter.doing("all prompts of the run are out" if everything else waiting)
+    reporter.doing(Activity.FULL_WINDOW, waiting)
     return batch
 
 

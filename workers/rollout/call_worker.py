@@ -19,6 +19,7 @@ from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.pipeline.scheduling import rules
+from penstock.topics.metrics import Activity
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call
 from penstock.topics.turns.replies import Reply
@@ -142,7 +143,10 @@ class CallWorker(GenerationLoop):
         ready = any(rules.may_start(min_version=task.call.min_version, loaded_version=newest) for task in waiting)
         if ready and not self._already_stale(newest):
             return True
-        self.session.reporter.doing("waiting for a version" if waiting else "waiting for calls")
+        if waiting:
+            self.session.reporter.doing(Activity.NO_WEIGHTS, "waiting for a version")
+        else:
+            self.session.reporter.doing(Activity.NO_CALLS, "waiting for calls")
         return False
 
     def _start(self) -> None:
@@ -169,7 +173,7 @@ class CallWorker(GenerationLoop):
 
     def _begin(self, task: CallTask) -> None:
         self.tasks.drawing[task.number] = task
-        self.session.reporter.doing("generating")
+        self.session.reporter.doing(Activity.BUSY, "generating")
         self.engine.submit(self._request(task))
 
     def _request(self, task: CallTask) -> GroupRequest:
@@ -191,7 +195,7 @@ class CallWorker(GenerationLoop):
             self._load()  # the calls for it are about to come
         else:
             began = time.monotonic()
-            self.session.reporter.doing("waiting for calls")
+            self.session.reporter.doing(Activity.NO_CALLS, "waiting for calls")
             self._take(0.01 if self.tasks.tasks else IDLE_WAIT_S)
             self._waited_s += time.monotonic() - began
 

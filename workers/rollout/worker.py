@@ -11,6 +11,7 @@ from penstock.pipeline.runtime.generation.evaluation.shared_engine import Shared
 from penstock.pipeline.runtime.generation.group_worker import GroupWorker
 from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
+from penstock.topics.metrics import Activity
 from penstock.workers.rollout.call_worker import CallWorker
 
 
@@ -19,10 +20,10 @@ def main(session: Session) -> None:
     session.check_model()
     device = open_device(session.config, session.run)
     if device is not None:
-        session.reporter.doing("waiting for the device", now=True)
+        session.reporter.doing(Activity.NO_DEVICE, "waiting for the device", now=True)
         if not device.wait(session.stop, meanwhile=session.reporter.status):
             return
-    session.reporter.doing("loading the model", now=True)
+    session.reporter.doing(Activity.START, "loading the model", now=True)
     by_log = session.config.turns_by_log
     engine = make_engine(session.config, episodes=False, sleeps=device is not None)
     if device is not None:

@@ -20,6 +20,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.metrics import Activity
 from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
@@ -129,7 +130,10 @@ class Scorer:
         reporter.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
         reporter.values["oldest_open_s"] = self._oldest_open_s()
         reporter.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
-        reporter.doing("scoring" if self._scoring else "waiting for samples")
+        if self._scoring:
+            reporter.doing(Activity.BUSY, "scoring")
+        else:
+            reporter.doing(Activity.NO_SAMPLES, "waiting for samples")
         reporter.status()
 
     def _results(self) -> list[Done[Job] | Failed[Job]]:

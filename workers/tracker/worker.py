@@ -25,7 +25,7 @@ from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.ledger import Entry
-from penstock.topics.metrics import Measurement
+from penstock.topics.metrics import Activity, Measurement, activity_of
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
@@ -41,7 +41,6 @@ LOOK_S = 0.05
 """The same while existing records are read: a transaction's marker at the end of a partition is passed without a record."""
 QUIET_S = 10.0
 """A live worker reports each second; after this much silence it will not send its last measurement."""
-LOADING = frozenset({"starting", "loading the model"})
 LOADING_S = 120.0
 """The same limit for a worker that imports libraries or loads a model, during which it cannot report, such as a late evaluator."""
 CLOSED_S = 3.0
@@ -104,7 +103,7 @@ class Tracker:
     def follow(self) -> None:
         """Pass on existing and new records until no more are expected."""
         session = self.session
-        session.reporter.doing("reading the log")
+        session.reporter.doing(Activity.START, "reading the log")
         for payload, record in held_before(session.log, session.run, self._since):
             self._pass_on(payload, record)
         self._read_to_end()
@@ -112,7 +111,7 @@ class Tracker:
             self._take(self._tail.poll(POLL_S))
             self._announce()
             self._save()
-            session.reporter.doing(self._state())
+            session.reporter.doing(*self._state())
             session.reporter.status()
         self._complete = self._read_to_end()
         self._save(now=True)
@@ -120,7 +119,7 @@ class Tracker:
     def end(self) -> None:
         """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
         session, uploader = self.session, self.uploader
-        session.reporter.doing("writing the report", now=True)
+        session.reporter.doing(Activity.SAVE, "writing the report", now=True)
         if self._ended() and self._complete:  # otherwise the newest versions' rewards are not final yet: the next tracker writes them
             self._write_down(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
             self._flush()
@@ -240,11 +239,11 @@ class Tracker:
             self.session.reporter.send(kind="progress", values={}, labels=labels)
             self._announced = run_id
 
-    def _state(self) -> str:
+    def _state(self) -> tuple[Activity, str]:
         if self._closed_at is not None:
-            return "waiting for the workers to end"
+            return Activity.DONE, "waiting for the workers to end"
         waiting = self.uploader.queued if self.uploader else 0
-        return f"{waiting} points wait for MLflow" if waiting > 1000 else "following the run"
+        return Activity.BUSY, f"{waiting} points wait for MLflow" if waiting > 1000 else "following the run"
 
     def _over(self) -> bool:
         """True if the run was closed and every other worker has ended or has been silent for long."""
@@ -285,7 +284,7 @@ class Tracker:
             left_s = end_s - time.monotonic()
             if left_s < 0 or self._out_of_time():
                 return False
-            self.session.reporter.doing(f"waiting for MLflow, at most {math.ceil(left_s / 5) * 5} s more")
+            self.session.reporter.doing(Activity.SAVE, f"waiting for MLflow, at most {math.ceil(left_s / 5) * 5} s more")
             self.session.reporter.status()
         return True
 
@@ -321,4 +320,4 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
 
 def _patience_s(labels: Mapping[str, str]) -> float:
     """Seconds a worker whose last report has these labels may be silent before no more is expected of it."""
-    return LOADING_S if labels.get("doing") in LOADING else QUIET_S
+    return LOADING_S if activity_of(labels) == Activity.START else QUIET_S

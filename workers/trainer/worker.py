@@ -31,6 +31,7 @@ from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics.groups import Group
 from penstock.topics.ledger import ALL_DONE, Planned
+from penstock.topics.metrics import Activity
 from penstock.topics.runs import Status
 from penstock.workers.trainer.arrivals import POLL_S, Arrivals
 from penstock.workers.trainer.drop_limit import DropLimit
@@ -63,10 +64,10 @@ def main(session: Session) -> None:
     with contextlib.ExitStack() as ends:
         if device is not None:
             ends.callback(device.close)
-            session.reporter.doing("waiting for the device", now=True)
+            session.reporter.doing(Activity.NO_DEVICE, "waiting for the device", now=True)
             if not device.wait(session.stop, meanwhile=session.reporter.status):
                 return
-        session.reporter.doing("loading the model", now=True)
+        session.reporter.doing(Activity.START, "loading the model", now=True)
         trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)))
         if device is not None:
             trainer.device, device.model = device, trainer.policy
@@ -136,7 +137,7 @@ class Trainer:
             self._settle(resumed)
             recover(self.policy, self.writer, resumed.past)
         if resumed.past.entries:
-            self.session.reporter.doing("reading the groups that are there")
+            self.session.reporter.doing(Activity.START, "reading the groups that are there")
             self.arrivals.catch_up()
             self.drops.tolerate()
 
@@ -180,7 +181,9 @@ class Trainer:
                 return False
             step = step or self._begin_step(plan, held)
             while held:
-                self.session.reporter.doing(f"training step {number}, group {len(plan) - len(held) + 1} of {schedule.prompts_per_step}")
+                self.session.reporter.doing(
+                    Activity.COMPUTE, f"training step {number}, group {len(plan) - len(held) + 1} of {schedule.prompts_per_step}"
+                )
                 step.add(*held.popleft())
         assert step is not None
         self.writer.finish_begun(wait=False)
@@ -201,7 +204,7 @@ class Trainer:
     def _has_device(self) -> bool:
         """Take the device, if it is shared; False when the worker is to stop before it is free."""
         while self.device is not None and not self.device.take():
-            if not self._wait("waiting for the device"):
+            if not self._wait("waiting for the device", Activity.NO_DEVICE):
                 self.device.leave()
                 return False
         return True
@@ -211,7 +214,7 @@ class Trainer:
         about = max(batch, round(batch * self.session.schedule.prompts_per_step / groups))
         of = f"of {count}" if count is not None else f"of ~{about}"
         slow = self._compute_s is None or self._compute_s > 1.0
-        self.session.reporter.doing(f"training step {step}, micro-batch {batch} {of}", now=slow)
+        self.session.reporter.doing(Activity.COMPUTE, f"training step {step}, micro-batch {batch} {of}", now=slow)
 
     def end(self) -> None:
         """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""
@@ -262,10 +265,10 @@ class Trainer:
                 return False
         return True
 
-    def _wait(self, why: str) -> bool:
+    def _wait(self, why: str, activity: Activity = Activity.NO_GROUP) -> bool:
         """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
         reporter = self.session.reporter
-        reporter.doing(why)
+        reporter.doing(activity, why)
         self.writer.finish_begun(wait=False)
         soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
         anything = self.arrivals.take_in(soon)
@@ -281,7 +284,7 @@ class Trainer:
     def _hand_over(self, *, idle: bool) -> None:
         """Give the device to whoever wants it; not before what has arrived was looked at: a whole step goes first, it is what was drawn."""
         if idle and self.device is not None and self.device.held and self.device.wanted:
-            self.session.reporter.doing("handing the device over", now=True)
+            self.session.reporter.doing(Activity.NO_DEVICE, "handing the device over", now=True)
             self.device.give()
 
     def _record_stale(self) -> None:

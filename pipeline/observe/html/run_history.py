@@ -6,12 +6,12 @@ The rule: records are applied one by one and let go; what stays is bounded, or a
 import re
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from penstock.pipeline.observe.run_view import Folded
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.ledger import Entry
-from penstock.topics.metrics import Measurement
+from penstock.topics.metrics import Activity, Measurement, activity_of
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
@@ -19,20 +19,20 @@ MAX_LETTERS = 300
 MAX_STATUSES = 200_000
 """The newest ones: of five workers, eleven hours."""
 TIMED = ("startup_s", "load_s", "version", "eval_s")
+LABELS = ("doing", "activity")
 MAX_TEXT = 500
 """Characters of a reason."""
 
-Doing = Literal["work", "wait", "load"]
 _NUMBERS = re.compile(r"\d+")
-_LOADING = ("starting", "loading", "reading", "repeating")
-_WAITING = ("wait", "step N:", "all prompts", "done")
 
 
-class Activity(NamedTuple):
-    """What a worker said it did from one of its statuses to the next."""
+class ActivitySpan(NamedTuple):
+    """Time in which all statuses of a worker have the same activity and text."""
 
     worker: str
+    activity: Activity
     label: str
+    """The text, with N for each number."""
     started_ns: int
     ended_ns: int
 
@@ -49,9 +49,9 @@ class RunHistory:
     """When the last sample of each group was written."""
     letters: list[DeadLetter] = field(default_factory=list)
     """The first `MAX_LETTERS`, without the records themselves."""
-    activities: list[Activity] = field(default_factory=list)
-    _last: dict[str, tuple[Measurement, str]] = field(default_factory=dict)
-    _open: dict[str, Activity] = field(default_factory=dict)
+    activities: list[ActivitySpan] = field(default_factory=list)
+    _last: dict[str, tuple[Measurement, Activity, str]] = field(default_factory=dict)
+    _open: dict[str, ActivitySpan] = field(default_factory=dict)
 
     def apply(self, folded: Folded | None, record: Record) -> None:
         """Keep what a page shows of a folded record."""
@@ -62,7 +62,9 @@ class RunHistory:
                 self.letters.append(replace(folded, value=b"", headers=(), reason=folded.reason[:MAX_TEXT]))
             case Measurement():
                 values = {name: folded.values[name] for name in TIMED if name in folded.values}
-                self.measured.append(replace(folded, values=values, labels={"doing": folded.labels.get("doing", "")}))
+                self.measured.append(
+                    replace(folded, values=values, labels={name: folded.labels[name] for name in LABELS if name in folded.labels})
+                )
                 if folded.kind in ("status", "final"):
                     self._status(folded)
             case Headers(group=int(group)) if record.topic.endswith(".rollouts"):
@@ -75,18 +77,18 @@ class RunHistory:
 
     def _status(self, status: Measurement) -> None:
         before = self._last.get(status.worker)
-        doing = status.labels.get("doing") or (before[1] if before else "")
-        self._last[status.worker] = status, doing
+        doing = status.labels.get("doing") or (before[2] if before else "")
+        self._last[status.worker] = status, activity_of(status.labels), doing
         if before is None or before[0].incarnation != status.incarnation or status.time_ns <= before[0].time_ns:
             return
-        last, label = before[0], generic(before[1])
+        last, activity, label = before[0], before[1], generic(before[2])
         running = self._open.get(status.worker)
-        if running is not None and (running.label, running.ended_ns) == (label, last.time_ns):
+        if running is not None and (running.activity, running.label, running.ended_ns) == (activity, label, last.time_ns):
             self._open[status.worker] = running._replace(ended_ns=status.time_ns)
         else:
             if running is not None:
                 self.activities.append(running)
-            self._open[status.worker] = Activity(status.worker, label, last.time_ns, status.time_ns)
+            self._open[status.worker] = ActivitySpan(status.worker, activity, label, last.time_ns, status.time_ns)
 
 
 def generic(doing: str) -> str:
@@ -96,14 +98,3 @@ def generic(doing: str) -> str:
         generic("step 12: 3 of 8 groups are here")  # -> "step N: N of N groups are here"
     """
     return _NUMBERS.sub("N", doing) or "starting"
-
-
-def kind_of(label: str) -> Doing:
-    """Tells whether a worker that says so works, waits for others, or loads something.
-
-    Example:
-        kind_of("waiting for prompts")  # -> "wait"
-    """
-    if label.startswith(_WAITING) or " waits for " in label:
-        return "wait"
-    return "load" if label.startswith(_LOADING) else "work"

@@ -10,11 +10,11 @@ import numpy as np
 
 from penstock.pipeline.observe.html.groups import Row
 from penstock.pipeline.observe.html.pack import Column
-from penstock.pipeline.observe.html.run_history import RunHistory, kind_of
+from penstock.pipeline.observe.html.run_history import RunHistory
 from penstock.pipeline.observe.report.time_spent import by_role
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Drawn, Ended, Facts, Interval, intervals
-from penstock.pipeline.runtime.reporting.time_uses import USES
+from penstock.pipeline.runtime.reporting.time_uses import USES, kind_of
 
 KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "eval", "start")
 TICKS_MS = (0.1, 1.0, 10.0, 100.0)
@@ -86,29 +86,25 @@ def scoring_columns(rows: Sequence[Row], spans: Iterable[Interval], *, clock: Cl
 
 
 def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: Clock) -> tuple[list[tuple[str, str]], dict[str, Column]]:
-    """(label, work or wait or load) by number, and what each worker said it did, [N] in the order in which it began."""
-    activities = sorted(history.activities, key=lambda activity: activity.started_ns)[-MAX_INTERVALS:]
-    labels = sorted({activity.label for activity in activities})
-    number = {label: place for place, label in enumerate(labels)}
+    """(text, kind of the activity) by number, and the spans of all workers, [N] in order of their starts."""
+    activities = sorted(history.activities, key=lambda span: span.started_ns)[-MAX_INTERVALS:]
+    labels = sorted({(span.label, span.activity.kind) for span in activities})
+    number = {label: index for index, label in enumerate(labels)}
     columns = {
-        "a_worker": np.array([workers[activity.worker] for activity in activities], np.uint16),
-        "a_label": np.array([number[activity.label] for activity in activities], np.uint16),
-        "a_start": clock.ticks([activity.started_ns for activity in activities]),
-        "a_end": clock.ticks([activity.ended_ns for activity in activities]),
+        "a_worker": np.array([workers[span.worker] for span in activities], np.uint16),
+        "a_label": np.array([number[span.label, span.activity.kind] for span in activities], np.uint16),
+        "a_start": clock.ticks([span.started_ns for span in activities]),
+        "a_end": clock.ticks([span.ended_ns for span in activities]),
     }
-    return [(label, kind_of(label)) for label in labels], columns
+    return list(labels), columns
 
 
 def time_spent(view: RunView) -> list[dict[str, Any]]:
     """Seconds by role and by what its workers' time was spent on, most first within a role, as in the report."""
     rows = [
-        {"role": role, "doing": use.replace("_", " "), "kind": _kind(use), "seconds": round(seconds[f"{use}_s"], 3)}
+        {"role": role, "doing": use.replace("_", " "), "kind": kind_of(use), "seconds": round(seconds[f"{use}_s"], 3)}
         for role, seconds in by_role(view).items()
         for use in USES
         if f"{use}_s" in seconds
     ]
     return sorted(rows, key=lambda row: (row["role"], -row["seconds"]))
-
-
-def _kind(use: str) -> str:
-    return {"busy": "work", "save": "work", "start": "load"}.get(use, "wait")

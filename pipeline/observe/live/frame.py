@@ -31,13 +31,12 @@ from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.observe.waste import RECENT_GROUPS, wastes
 from penstock.pipeline.runtime.roles import ROLES, drawing, order
+from penstock.topics.metrics import Activity, activity_of
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is marked."""
 GONE_S, PATIENCE_S = 60.0, 20.0
 """A worker that was not heard of for so long is gone; one that comes may be so much later than the others."""
-LASTING = ("starting", "loading", "training", "evaluating", "repeating", "writing")
-"""First words of activities during which a worker does not report: the time they have taken is shown instead."""
 HEADER_LINES = 12
 """Lines beside the workers', with one that is folded."""
 FAILURES = 2
@@ -137,9 +136,9 @@ def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
     Example:
         doing(worker, now_s=131.0)  # -> "training step 3, micro-batch 2 of 5, 31 s"
     """
-    said = worker.labels.get("doing", "starting")
+    text = worker.labels.get("doing", "starting")
     lasts_s = max(silent_s, now_s - worker.since_ns / 1e9 if worker.since_ns else 0.0)
-    return f"{said}, {lasts_s:.0f} s" if said.startswith(LASTING) and lasts_s > SILENT_S else said
+    return f"{text}, {lasts_s:.0f} s" if not activity_of(worker.labels).reports and lasts_s > SILENT_S else text
 
 
 def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
@@ -161,8 +160,10 @@ def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list
 def _computing(view: RunView, *, now_s: float) -> str | None:
     """What the trainer computes, where that takes long."""
     trainer = next((worker for worker in view.workers.values() if worker.role == "trainer" and not worker.ended), None)
-    said = "" if trainer is None else doing(trainer, now_s=now_s)
-    return f"trainer: {said}" if said.startswith("training") and said.endswith(" s") else None
+    if trainer is None or activity_of(trainer.labels) != Activity.COMPUTE:
+        return None
+    text = doing(trainer, now_s=now_s)
+    return f"trainer: {text}" if text.endswith(" s") else None
 
 
 _SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
@@ -261,7 +262,7 @@ def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) ->
     said = Text(doing(worker, now_s=now_s, silent_s=silent_s))
     if worker.ended:
         said = Text("ended" if "error" not in worker.labels else "failed")
-    elif silent_s > SILENT_S and not said.plain.startswith((*LASTING, "stopping")):
+    elif silent_s > SILENT_S and activity_of(worker.labels).reports:
         said = Text(f"silent for {silent_s:.0f} s", style="red")
     if (again := len(worker.incarnations) - 1 - resumptions(view)) > 0:
         said.append(f" (started again {again}x)", style="dim")

@@ -16,7 +16,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry
-from penstock.topics.metrics import Measurement
+from penstock.topics.metrics import Activity, Measurement, activity_of
 from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.errors import Unusable
 
@@ -36,6 +36,14 @@ TIMELINE = pa.schema(
     ]
 )
 SHORTEST_WAIT_NS = 1_000_000
+CAUSES = {
+    Activity.NO_PROMPTS: "prompts",
+    Activity.NO_CALLS: "calls",
+    Activity.NO_SAMPLES: "samples",
+    Activity.NO_WEIGHTS: "weights",
+    Activity.NO_DEVICE: "the device",
+}
+"""What rollout workers and scorers wait for, by activity."""
 TRAINER = "trainer"
 
 
@@ -206,12 +214,9 @@ def _waits(worker: str, role: str, reports: Sequence[Measurement], work: Sequenc
 
 
 def _cause(reports: Sequence[Measurement], times: Sequence[int], started: int, ended: int) -> str | None:
-    """What the worker reported to wait for, in its last status within the interval."""
+    """Cause in the newest status within the interval that has one."""
     within = reports[: bisect_right(times, ended)][bisect_right(times, started) :]
-    causes = [
-        doing.removeprefix("waiting for ") for report in within if (doing := report.labels.get("doing", "")).startswith("waiting for ")
-    ]
-    return causes[-1] if causes else None
+    return next((CAUSES[activity] for report in reversed(within) if (activity := activity_of(report.labels)) in CAUSES), None)
 
 
 def _in_order(reports: dict[int, Measurement]) -> list[Measurement]:

@@ -18,6 +18,7 @@ from penstock.pipeline.runtime.generation.evaluation.shared_engine import Shared
 from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
+from penstock.topics.metrics import Activity
 from penstock.topics.wire.record import Record
 
 COMMIT_EVERY_S = 0.5
@@ -92,12 +93,12 @@ class GenerationLoop(ABC):
         if device.held and device.wanted:
             if not self.engine.idle:
                 return "end"
-            self.session.reporter.doing("handing the device over", now=True)
+            self.session.reporter.doing(Activity.NO_DEVICE, "handing the device over", now=True)
             device.give()
         if device.held:
             return "begin"
         if self._evaluates(idle=False) or self._has_work():
-            self.session.reporter.doing("waiting for the device")
+            self.session.reporter.doing(Activity.NO_DEVICE, "waiting for the device")
             return "begin" if device.take() else "none"
         device.leave()
         return "none"
@@ -220,7 +221,7 @@ class GenerationLoop(ABC):
                 return False
             started = time.monotonic()
             if self.engine.idle:
-                self.session.reporter.doing(f"loading version {version}")
+                self.session.reporter.doing(Activity.LOAD, f"loading version {version}")
             self.engine.load_weights(version, tensors)
         self.session.reporter.add("load_s", time.monotonic() - started)
         self.session.reporter.values["version"] = version

@@ -21,6 +21,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import prompts, rollouts
+from penstock.topics.metrics import Activity
 from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
@@ -144,7 +145,10 @@ class GroupWorker(GenerationLoop):
             return waiting[index]
         oldest = min((version for _, version in pairs), default=None)
         if self.engine.idle:
-            self.session.reporter.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
+            if oldest is None:
+                self.session.reporter.doing(Activity.NO_PROMPTS, "waiting for prompts")
+            else:
+                self.session.reporter.doing(Activity.NO_WEIGHTS, f"waiting for version {oldest}")
         return None
 
     def _start(self) -> None:
@@ -166,7 +170,7 @@ class GroupWorker(GenerationLoop):
         samples = task.wanted(oversample=self.tasks.oversample)
         if samples:
             task.begin(samples)
-            self.session.reporter.doing("generating")
+            self.session.reporter.doing(Activity.BUSY, "generating")
             stop_ids = self.session.info["digests"]["stop_ids"]
             self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
 

@@ -19,6 +19,7 @@ from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.reporting.time_uses import TRAINER_WAITS, split, use_of
 from penstock.topics import metrics
 from penstock.topics.catalogue import control_topic
+from penstock.topics.metrics import Activity
 from penstock.topics.wire.record import Outgoing
 
 STATUS_EVERY_S = 1.0
@@ -98,6 +99,7 @@ class Reporter:
     """For lines that may be needed once or ten thousand times."""
     outage: Callable[[], float] = lambda: 0.0
     """For how many seconds the broker has not answered the worker; set by workers that follow topics."""
+    _activity: Activity = Activity.START
     _sequence: int = 0
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
@@ -121,20 +123,21 @@ class Reporter:
         """Raise one of the cumulative numbers."""
         self.values[name] = self.values.get(name, 0.0) + amount
 
-    def doing(self, text: str, *, now: bool = False) -> None:
-        """Set what the worker does; sent with the next status, or with `now` at once."""
-        changed = self.labels.get("doing") != text
+    def doing(self, activity: Activity, text: str, *, now: bool = False) -> None:
+        """Set the worker's activity and its text for users; sent with the next status, or with `now` at once."""
+        changed = self.labels.get("doing") != text or self._activity != activity
         if changed:
             self._count_time()
-        self.labels["doing"] = text
+        self._activity = activity
+        self.labels.update(doing=text, activity=activity.value)
         if now and changed:
             self.status(force=True)
 
     def _count_time(self) -> None:
-        """Add the time since the last call to what the worker has been doing meanwhile."""
+        """Add the time since the last call to the use of the current activity."""
         with self._counting:
             now = time.monotonic()
-            use = "broker" if self.outage() > 0 else use_of(self.labels.get("doing", ""))
+            use = "broker" if self.outage() > 0 else use_of(self._activity)
             for part, seconds in split(use, now - self._counted).items():
                 self.add(f"time_{part}_s", seconds)
             self._counted = now

@@ -191,7 +191,11 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
     crew = crew_of(tmp_path, said=said, programs={"trainer": DEAF})
     crew.start()
     until(lambda: at_work(crew))
-    crew.stop(limit_s=1.0, look=lambda: {"trainer": "commits step 3", "feeder": "waiting for new weights"})
+    statuses = {
+        "trainer": {"doing": "commits step 3", "activity": "compute"},
+        "feeder": {"doing": "no version is new", "activity": "full_window"},
+    }
+    crew.stop(limit_s=1.0, labels=lambda: statuses)
     finishes, killed = [line for line in said if line.startswith("trainer")]
     assert finishes == "trainer: commits step 3"
     assert re.fullmatch(r"trainer had not ended after \d+ s and was killed", killed)
@@ -204,7 +208,7 @@ def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_s
     crew.start()
     until(lambda: at_work(crew))
     steps = itertools.count()
-    crew.stop(limit_s=0.3, look=lambda: {"trainer": f"training step 3, micro-batch {next(steps)}"})
+    crew.stop(limit_s=0.3, labels=lambda: {"trainer": {"doing": f"training step 3, micro-batch {next(steps)}"}})
     (found,) = filter(None, (re.fullmatch(r"trainer had not ended after (\d+) s and was killed", line) for line in said))
     assert int(found[1]) >= round(LONGEST_STOP * 0.3)
 
@@ -268,7 +272,7 @@ def test_a_second_ctrl_c_kills_what_is_left_at_once(tmp_path: Path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        crew.stop(limit_s=60.0, look=interrupted)
+        crew.stop(limit_s=60.0, labels=interrupted)
     assert end_in_time(*before.values())
 
 

@@ -95,10 +95,10 @@ def test_more_workers_than_lines_are_counted_not_shown() -> None:
 
 
 def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> None:
-    for doing in ("loading the model", "training step 3, group 2 of 4"):
+    for activity, doing in (("start", "loading the model"), ("compute", "training step 3, group 2 of 4")):
         _, told = begun()
         view = view_of(told)
-        view.workers["trainer"].labels["doing"] = doing
+        view.workers["trainer"].labels.update(doing=doing, activity=activity)
         view.workers["trainer"].since_ns = 0
         found = shown(view, silent={"trainer": 31.0})
         assert f"{doing}, 31 s" in found
@@ -107,9 +107,9 @@ def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> N
 
 def test_the_time_of_a_step_goes_on_over_its_micro_batches() -> None:
     teller, told = begun()
-    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of ~5"}))
+    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of ~5", "activity": "compute"}))
     teller.now_s += 20.0
-    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5"}))
+    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5", "activity": "compute"}))
     view = view_of(told)
     assert "training step 5, micro-batch 2 of 5, 31 s" in shown(view, now_s=teller.now_s + 11.0)
     assert "trainer: training step 5, micro-batch 2 of 5, 31 s" in line(view, now_s=teller.now_s + 11.0)
@@ -136,9 +136,10 @@ def test_nobody_is_missing_who_has_finished_or_while_workers_are_stopped() -> No
     assert missing(view_of([*told, stopped]), now_s=teller.now_s + 300.0, silent={}) == ["feeder"]
 
 
-def test_a_feeder_that_waits_for_room_at_the_rollout_workers_is_not_the_bottleneck() -> None:
-    view, teller = shares(waits=0.8, generates=0.1, doing="waiting for prompts"), Teller()
-    for record in as_records([teller.measured_by("feeder", labels={"doing": "group 57 waits for a free rollout worker"})]):
+@pytest.mark.parametrize("activity", ["no_room", "full_window", "no_group", "done"])
+def test_a_feeder_that_waits_is_not_the_bottleneck(activity: str) -> None:
+    view, teller = shares(waits=0.8, generates=0.1, activity="no_prompts"), Teller()
+    for record in as_records([teller.measured_by("feeder", labels={"doing": "group 57 waits", "activity": activity})]):
         view.fold(record)
     assert bottleneck(view).who == "turns"  # type: ignore[union-attr]
 
@@ -283,13 +284,13 @@ def test_one_line_tells_the_same_without_a_terminal() -> None:
     assert "waiting for the workers" in line(view_of([Teller().record()]), now_s=0.0)
 
 
-def shares(*, waits: float, generates: float | None, scores: float | None = None, doing: str = "generating") -> RunView:
+def shares(*, waits: float, generates: float | None, scores: float | None = None, activity: str = "busy") -> RunView:
     """A run whose roles are busy for these shares of the time."""
     teller, view = Teller(), RunView(run=RUN)
     told = [teller.record(), teller.opened()]
     for second in range(5):
         if generates is not None:
-            told.append(teller.measured_by("rollout-0", labels={"doing": doing}, generate_s=generates * second))
+            told.append(teller.measured_by("rollout-0", labels={"doing": "", "activity": activity}, generate_s=generates * second))
         if scores is not None:
             told.append(teller.measured_by("scorer-0", reward_busy_s=scores * second))
         told.append(teller.entry("step", step=second, version=second, metrics={"wait_s": waits, "compute_s": 1 - waits}))
@@ -305,7 +306,7 @@ def shares(*, waits: float, generates: float | None, scores: float | None = None
         (shares(waits=0.1, generates=0.9), "trainer"),
         (shares(waits=0.8, generates=0.9), "rollout"),
         (shares(waits=0.8, generates=0.5, scores=0.95), "scorer"),
-        (shares(waits=0.8, generates=0.1, doing="waiting for prompts"), "feeder"),
+        (shares(waits=0.8, generates=0.1, activity="no_prompts"), "feeder"),
         (shares(waits=0.5, generates=0.5), "turns"),
     ],
 )

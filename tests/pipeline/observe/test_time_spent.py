@@ -14,40 +14,65 @@ from penstock.pipeline.observe.run_view_types import StepFacts
 from penstock.pipeline.observe.status import bottleneck, trainer_waiting_ratio
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.reporting.time_uses import USES, split, use_of
+from penstock.topics import metrics
 from penstock.topics.catalogue import topics_of
+from penstock.topics.metrics import Activity, activity_of
 from tests.support.a_run import RUN, Teller, as_records
 
 
 @pytest.mark.parametrize(
-    ("doing", "use"),
+    ("activity", "use", "kind"),
     [
-        ("", "start"),
-        ("loading the model", "start"),
-        ("generating", "busy"),
-        ("loading version 3", "no_weights"),
-        ("waiting for version 3", "no_weights"),
-        ("waiting for prompts", "no_prompts"),
-        ("step 4: 3 of 8 groups are here", "no_group"),
-        ("training step 4", "busy"),
-        ("waiting for new weights", "full_window"),
-        ("group 7 waits for a free rollout worker", "no_room"),
-        ("waiting for the device", "no_device"),
-        ("all prompts of the run are out", "done"),
-        ("writing checkpoint of step 8", "save"),
+        (Activity.START, "start", "load"),
+        (Activity.BUSY, "busy", "work"),
+        (Activity.COMPUTE, "busy", "work"),
+        (Activity.STOP, "busy", "work"),
+        (Activity.SAVE, "save", "work"),
+        (Activity.LOAD, "no_weights", "load"),
+        (Activity.NO_WEIGHTS, "no_weights", "wait"),
+        (Activity.NO_PROMPTS, "no_prompts", "wait"),
+        (Activity.NO_CALLS, "no_prompts", "wait"),
+        (Activity.NO_SAMPLES, "no_samples", "wait"),
+        (Activity.NO_GROUP, "no_group", "wait"),
+        (Activity.FULL_WINDOW, "full_window", "wait"),
+        (Activity.NO_ROOM, "no_room", "wait"),
+        (Activity.NO_DEVICE, "no_device", "wait"),
+        (Activity.DONE, "done", "wait"),
     ],
 )
-def test_what_a_worker_says_it_does_has_one_use(doing: str, use: str) -> None:
-    assert use_of(doing) == use
+def test_every_activity_has_one_use_and_one_kind(activity: Activity, use: str, kind: str) -> None:
+    assert (use_of(activity), activity.kind) == (use, kind)
     assert use in USES
+
+
+def test_a_status_without_an_activity_or_with_an_unknown_one_counts_as_busy() -> None:
+    assert {activity_of(labels) for labels in ({}, {"doing": "waiting for prompts"}, {"activity": "of-a-newer-release"})} == {Activity.BUSY}
+
+
+def reporter_on(log: MemoryLog, role: str, *, outage=lambda: 0.0) -> Reporter:
+    log.create_topics(topics_of(RUN, partitions=1))
+    return Reporter(run=RUN, role=role, worker=role, log=log, producer=log.producer(), outage=outage)
+
+
+@pytest.mark.parametrize("text", ["waiting for prompts", "no prompt has arrived", "generating", ""])
+def test_the_wording_of_a_status_changes_no_figure(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = [100.0], MemoryLog()
+    monkeypatch.setattr("penstock.pipeline.runtime.reporting.reporter.time.monotonic", lambda: now[0])
+    reporter = reporter_on(log, "rollout")
+    reporter.doing(Activity.NO_PROMPTS, text)
+    now[0] += 5.0
+    reporter.close(status="finished")
+    assert (reporter.values["time_no_prompts_s"], reporter.values.get("time_busy_s", 0.0)) == (5.0, 0.0)
+    (status,) = (metrics.read(record, run=RUN)[1] for record in log.tail({(f"{RUN}.metrics", 0): "earliest"}).read_to_end())
+    assert activity_of(status.labels) == Activity.NO_PROMPTS
 
 
 def test_a_workers_uses_add_up_to_its_time_and_an_outage_counts_as_the_brokers() -> None:
     log, away = MemoryLog(), [0.0]
-    log.create_topics(topics_of(RUN, partitions=1))
-    reporter = Reporter(run=RUN, role="rollout", worker="rollout-0", log=log, producer=log.producer(), outage=lambda: away[0])
+    reporter = reporter_on(log, "rollout", outage=lambda: away[0])
     pause = threading.Event()
-    for doing, outage in (("generating", 0.0), ("waiting for prompts", 0.0), ("generating", 3.0), ("waiting for version 2", 0.0)):
-        reporter.doing(doing)
+    for activity, outage in ((Activity.BUSY, 0.0), (Activity.NO_PROMPTS, 0.0), (Activity.BUSY, 3.0), (Activity.NO_WEIGHTS, 0.0)):
+        reporter.doing(activity, "")
         away[0] = outage
         pause.wait(0.02)
         reporter.status(force=True)
@@ -130,12 +155,11 @@ def test_a_suspension_is_no_waiting(use: str, seconds: float, parts: dict[str, f
 
 
 def test_a_worker_that_was_suspended_while_it_waited_has_waited_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, now = MemoryLog(), [100.0]
-    log.create_topics(topics_of(RUN, partitions=1))
+    now = [100.0]
     monkeypatch.setattr("penstock.pipeline.runtime.reporting.reporter.time.monotonic", lambda: now[0])
-    reporter = Reporter(run=RUN, role="trainer", worker="trainer", log=log, producer=log.producer())
-    for seconds, doing in ((2.0, "step 3: 0 of 2 groups are here"), (75.0, "training step 3"), (90.0, "step 4: 1 of 2 groups are here")):
-        reporter.doing(doing)
+    reporter = reporter_on(MemoryLog(), "trainer")
+    for seconds, activity in ((2.0, Activity.NO_GROUP), (75.0, Activity.COMPUTE), (90.0, Activity.NO_GROUP)):
+        reporter.doing(activity, "")
         now[0] += seconds
         reporter.waited_s()
     assert reporter.waited_s() == 2.0 + 1.0

@@ -8,7 +8,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.reporting import reporter
 from penstock.pipeline.runtime.reporting.reporter import ThrottledLog
 from penstock.topics import dead_letters, metrics
-from penstock.topics.metrics import Measurement
+from penstock.topics.metrics import Activity, Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from tests.support.number_run import RUN, config_of, log_with, session_of
@@ -23,12 +23,12 @@ def test_measurements_are_numbered_and_carry_the_newest_values_and_labels() -> N
     session = session_of(log, config_of(), role="scorer")
     session.reporter.add("groups")
     session.reporter.add("groups", 2.0)
-    session.reporter.doing("scoring", now=True)
-    session.reporter.doing("scoring", now=True)
+    session.reporter.doing(Activity.BUSY, "scoring", now=True)
+    session.reporter.doing(Activity.BUSY, "scoring", now=True)
     session.close(status="finished")
     first, last = measured(log)
-    assert (first.seq, first.kind, first.values["groups"], first.labels) == (0, "status", 3.0, {"doing": "scoring"})
-    assert (last.seq, last.kind, last.labels) == (1, "final", {"doing": "scoring", "status": "finished"})
+    assert (first.seq, first.kind, first.values["groups"], first.labels) == (0, "status", 3.0, {"doing": "scoring", "activity": "busy"})
+    assert (last.seq, last.kind, last.labels) == (1, "final", {"doing": "scoring", "activity": "busy", "status": "finished"})
 
 
 def test_what_a_worker_does_is_printed_now_and_then_where_it_has_changed(
@@ -37,7 +37,7 @@ def test_what_a_worker_does_is_printed_now_and_then_where_it_has_changed(
     monkeypatch.setattr(reporter, "SAY_EVERY_S", 0.0)
     session = session_of(log_with(), config_of(), role="scorer")
     for doing in ("waiting for samples", "waiting for samples", "scoring"):
-        session.reporter.doing(doing)
+        session.reporter.doing(Activity.BUSY, doing)
         session.reporter.status(force=True)
     assert [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()] == ["waiting for samples", "scoring"]
 
@@ -49,7 +49,7 @@ def test_a_worker_that_is_asked_to_stop_says_what_it_still_finishes(finishing, t
     log = log_with()
     session = session_of(log, config_of())
     session.finishing = finishing
-    session.reporter.doing("loading")
+    session.reporter.doing(Activity.START, "loading")
     waiting = threading.Thread(target=session.announce_stop)
     waiting.start()
     session.stop.set()

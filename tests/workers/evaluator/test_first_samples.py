@@ -9,6 +9,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.run_view import load
+from penstock.topics.metrics import Activity, activity_of
 from penstock.workers.evaluator import worker
 from tests.support.crew import Crew, complete, config_of
 
@@ -35,7 +36,7 @@ def test_the_evaluators_engine_starts_after_the_first_samples(
     assert [found["version"] for found in report["eval"]] == [0, 1]
 
 
-def test_an_evaluator_that_waits_for_samples_ends_when_it_is_asked_to(
+def test_an_evaluator_that_waits_for_samples_is_not_busy_and_ends_when_it_is_asked_to(
     run_id: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(_config: Config) -> Any:
@@ -47,5 +48,8 @@ def test_an_evaluator_that_waits_for_samples_ends_when_it_is_asked_to(
     with Crew(log, run_id) as crew:
         crew.start("evaluator")
         crew.wait(lambda: "evaluator" in (seen := load(log, run_id).workers) and "samples" in seen["evaluator"].labels["doing"])
+        waiting = load(log, run_id).workers["evaluator"]
+        assert activity_of(waiting.labels) == Activity.NO_SAMPLES
+        assert "time_busy_s" not in waiting.values
         crew.stop("evaluator")
         assert not crew.failures

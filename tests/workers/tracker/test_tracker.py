@@ -250,7 +250,7 @@ def followed(log: MemoryLog) -> Iterator[Callable[[], threading.Thread]]:
 def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp_path: Path, monkeypatch, followed, doing: str) -> None:
     monkeypatch.setattr(worker, "QUIET_S", 0.0)
     teller, records = told(**WITHOUT_MLFLOW)
-    late = {"doing": doing}
+    late = {"doing": doing, "activity": "start"}
     write(
         log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels=late), teller.measured_by("trainer", incarnation="b")]
     )
@@ -267,7 +267,9 @@ def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp
 def test_an_evaluator_that_died_while_it_was_loading_is_not_waited_for_without_end(log, tmp_path: Path, monkeypatch, followed) -> None:
     monkeypatch.setattr(worker, "LOADING_S", 0.5)
     teller, records = told(**WITHOUT_MLFLOW)
-    write(log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model"})])
+    write(
+        log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model", "activity": "start"})]
+    )
     followed().join(120.0)
     assert (run_directory(tmp_path) / "report.json").exists()
 

@@ -18,6 +18,7 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import metrics
 from penstock.topics.catalogue import control_topic
+from penstock.topics.metrics import Activity
 from penstock.topics.wire.errors import Unusable
 
 
@@ -73,7 +74,7 @@ class Evaluations:
         """Evaluate a version and publish its measures; none where its weights were deleted, or the worker is stopped meanwhile."""
         session = self.session
         self.done.add(version)
-        session.reporter.doing(f"evaluating version {version}", now=True)
+        session.reporter.doing(Activity.COMPUTE, f"evaluating version {version}", now=True)
         try:
             tensors = fetch(session.log, self.follower.state.manifests, version, run=session.run)
         except RecordMissing as error:

@@ -11,6 +11,7 @@ from penstock.infra.engines.base import Engine
 from penstock.pipeline.runtime.generation.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
+from penstock.topics.metrics import Activity
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class SharedEngine:
         if idle:
             self._evaluations.make(version)
         elif not self.engine.idle:
-            self.session.reporter.doing(f"ends its samples in hand, to evaluate version {version}")
+            self.session.reporter.doing(Activity.BUSY, f"ends its samples in hand, to evaluate version {version}")
         return True
 
     def close(self) -> None:
