@@ -20,7 +20,7 @@ from tests.support.bare_clients import python_client
 from tests.support.signals import guard_this_process
 
 # Examples are the same in every run, and a machine that is busy makes no example wrong.
-settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("penstock")
 # New objects between two collections of garbage: at Python's 700 a fifth of the unit tests' time goes there.
 gc.set_threshold(100_000)

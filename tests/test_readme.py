@@ -4,9 +4,12 @@
 """
 
 import ast
+import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,13 +89,20 @@ def test_every_test_that_the_security_page_names_exists() -> None:
     assert (missing, len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))) == ([], 15)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_command_that_is_named_exists(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@cache
+def help_of(words: tuple[str, ...]) -> str:
+    """What a command prints with `--help`."""
     from penstock.pipeline.cli import main
 
+    with redirect_stdout(io.StringIO()) as shown:
+        assert main([*words, "--help"]) == 0, f"penstock {' '.join(words)}"
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_command_that_is_named_exists(path: Path) -> None:
     for words, options in set(commands(path.read_text(encoding="utf-8"))):
-        assert main([*words, "--help"]) == 0, f"{path.name}: penstock {' '.join(words)}"
-        shown = capsys.readouterr().out
+        shown = help_of(words)
         assert [option for option in options if option not in shown] == [], f"{path.name}: penstock {' '.join(words)}"
 
 

@@ -24,7 +24,7 @@ from penstock.infra.errors import CheckpointError, LogError
 from tests.support.paths import ROOT
 
 NUMBERS = st.integers(0, 60)
-SOME = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def state_of(steps: int, *, run: str = "r1") -> State:

@@ -27,17 +27,26 @@ def encodings(log: MemoryLog, run: str) -> list[str]:
     return [weights.read(record, run=run)[1].encoding for record in records if record.partition == weights.MANIFESTS]
 
 
-def test_a_run_ends_in_the_same_weights_however_they_are_published(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
-    outcomes, logs = {}, dict[str, MemoryLog]()
-    for encoding in ("auto", "merged"):
-        log, run = MemoryLog(), f"{run_id}-{encoding}"
-        report = complete(log, run, adapting(tiny_model, tmp_path, encoding=encoding))
-        assert audited(log, run).clean
-        outcomes[encoding], logs[encoding] = (outcome_of(log, run), report["reward"], report["tokens"]), log
-    assert encodings(logs["auto"], f"{run_id}-auto") == ["full", *4 * ["adapter"], "adapter"]
-    assert "adapter" not in encodings(logs["merged"], f"{run_id}-merged")
-    assert outcomes["auto"] == outcomes["merged"]
-    assert len({digest for _, digest in outcomes["auto"][0]["versions"]}) == 6
+@pytest.fixture(scope="module")
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[MemoryLog, dict[str, Any]]:
+    """A run that publishes its first version whole and then adapters, and its report."""
+    log = MemoryLog()
+    return log, complete(log, "adapters-auto", adapting(tiny_model, tmp_path_factory.mktemp("auto"), encoding="auto"))
+
+
+def test_a_run_ends_in_the_same_weights_however_they_are_published(
+    adapters: tuple[MemoryLog, dict[str, Any]], tiny_model: Path, tmp_path: Path
+) -> None:
+    merged = MemoryLog()
+    reports = {"auto": adapters, "merged": (merged, complete(merged, "adapters-merged", adapting(tiny_model, tmp_path, encoding="merged")))}
+    assert all(audited(log, f"adapters-{name}").clean for name, (log, _) in reports.items())
+    assert encodings(adapters[0], "adapters-auto") == ["full", *4 * ["adapter"], "adapter"]
+    assert "adapter" not in encodings(merged, "adapters-merged")
+    found = {name: outcome_of(log, f"adapters-{name}") for name, (log, _) in reports.items()}
+    assert found["auto"] == found["merged"]
+    for name in ("reward", "tokens"):
+        assert adapters[1][name] == reports["merged"][1][name]
+    assert len({digest for _, digest in found["auto"]["versions"]}) == 6
 
 
 @pytest.mark.slow
@@ -59,18 +68,18 @@ def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapter
     assert encodings(log, late) == encodings(undisturbed, run_id)
 
 
-def test_the_audit_finds_a_damaged_adapter_and_one_whose_digest_does_not_fit(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
-    log = MemoryLog()
-    complete(log, run_id, adapting(tiny_model, tmp_path, encoding="adapter"))
+def test_the_audit_finds_a_damaged_adapter_and_one_whose_digest_does_not_fit(adapters: tuple[MemoryLog, dict[str, Any]]) -> None:
+    log, run_id = adapters[0], "adapters-auto"
     records = [record for topic in log.topics(f"{run_id}.") for record in records_of(log, topic)]
     sound = audit(Listed(run_id, records))
     assert sound.clean
     places = [index for index, record in enumerate(records) if record.topic == f"{run_id}.weights" and record.partition >= weights.FIRST]
-    chunk = weights.read_chunk(records[places[0]], run=run_id)[1]
+    chunks = {index: weights.read_chunk(records[index], run=run_id)[1] for index in places}
+    place, chunk = next((index, chunk) for index, chunk in chunks.items() if chunk.version)  # version 0 is no adapter
     wrong = replace(chunk, data=bytes(chunk.data[:200]) + bytes([chunk.data[200] ^ 1]) + bytes(chunk.data[201:]))
     value = weights.encode_chunk(wrong)
-    damaged = replace(records[places[0]], value=value, headers=weights.chunk_headers(wrong, run=run_id).encode(value))
-    assert broken(run_id, records, places[0], damaged) == {"chunks"}
+    damaged = replace(records[place], value=value, headers=weights.chunk_headers(wrong, run=run_id).encode(value))
+    assert broken(run_id, records, place, damaged) == {"chunks"}
     at = next(
         index for index, record in enumerate(records)
         if record.topic == f"{run_id}.weights" and record.partition == 0 and weights.read(record, run=run_id)[1].encoding == "adapter"

@@ -66,7 +66,7 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
     assert f"turns in {samples[0].rollout.environment} (seed {samples[0].rollout.environment_seed}), rewards" in as_page(life)
 
 
-@pytest.mark.parametrize(("oversample", "failed"), [(1, False), (0, True)])
+@pytest.mark.parametrize(("oversample", "failed"), [pytest.param(1, False, marks=pytest.mark.slow), (0, True)])
 def test_a_broken_environment_is_no_zero_but_covered_by_oversampling_or_a_failed_group(
     run_id: str, tiny_model: Path, tmp_path: Path, oversample: int, failed: bool
 ) -> None:

@@ -29,6 +29,7 @@ def test_synchronous_pipelined_and_pipelined_again_end_in_the_same_weights(run_i
     assert second["lag"]["max"] == 0
 
 
+@pytest.mark.slow
 def test_records_of_several_samples_and_of_one_each_end_in_the_same_weights(run_id, tiny_model, tmp_path: Path, monkeypatch):
     def outcome(name: str) -> tuple[dict[str, object], list[int]]:
         config, log, run = config_of(tiny_model, tmp_path), MemoryLog(), f"{run_id}-{name}"

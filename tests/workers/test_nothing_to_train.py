@@ -79,6 +79,7 @@ def test_completions_that_are_all_truncated_and_masked_stop_the_run_with_that_ca
     assert audited(log, run_id).clean
 
 
+@pytest.mark.slow
 def test_completions_that_are_all_truncated_and_trained_are_a_run_that_says_so(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     log, config = created(run_id, endless(tiny_model, tmp_path), tmp_path)
     report = attended(log, run_id, config)

@@ -45,15 +45,21 @@ def test_a_run_whose_groups_are_all_as_long_is_simulated_too(run_id: str, tiny_m
     assert what_if.compare(record, run=run_id).variants
 
 
-def test_steps_that_waited_may_compute_longer_than_the_others(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
-    _, record = run_and_read(run_id, tiny_model, tmp_path, schedule={"mode": "pipelined", "prompts_per_step": 4, "samples_per_prompt": 4})
+@pytest.fixture(scope="module")
+def timed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Log, recorded.Record]:
+    """A pipelined run of four groups a step, and what is recorded of its times."""
+    return run_and_read("timed", tiny_model, tmp_path_factory.mktemp("timed"))
+
+
+def test_steps_that_waited_may_compute_longer_than_the_others(timed: tuple[Log, recorded.Record]) -> None:
+    record = replace(timed[1], steps=list(timed[1].steps))
     for number, step in enumerate(record.steps):
         times = {"wait_s": 5.0, "compute_s": 4.0} if number % 2 else {"wait_s": 0.0, "compute_s": 0.1}
         record.steps[number] = replace(step, time_ns=step.time_ns + 20 * 10**9, metrics={**step.metrics, **times})
     found = recorded.as_json(recorded.workload(record))
     assert min(found.values()) >= 0.0, found
     assert found["step_s"] > 2.05  # all computing begins with the last group
-    assert what_if.compare(record, run=run_id).variants
+    assert what_if.compare(record, run="timed").variants
 
 
 def _tokens(record: recorded.Record, group: int) -> int:
@@ -61,9 +67,9 @@ def _tokens(record: recorded.Record, group: int) -> int:
 
 
 def test_a_report_accounts_for_all_time_and_the_plan_tells_what_other_workers_and_schedules_would_give(
-    run_id: str, tiny_model: Path, tmp_path: Path
+    timed: tuple[Log, recorded.Record],
 ) -> None:
-    log, record = run_and_read(run_id, tiny_model, tmp_path)
+    (log, record), run_id = timed, "timed"
     report = collect(log, run_id)
     for role, seconds in report["time_spent"].items():
         uses = [value for name, value in seconds.items() if name.endswith("_s") and name != "total_s"]
@@ -82,8 +88,7 @@ def test_a_report_accounts_for_all_time_and_the_plan_tells_what_other_workers_an
 
 
 def test_a_run_without_enough_steps_is_refused(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
-    log = MemoryLog()
-    complete(log, run_id, config_of(tiny_model, tmp_path, **LONG_ENOUGH | {"run": {"steps": 2}}))
+    complete(log := MemoryLog(), run_id, config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"engine": "toy"}))
     with pytest.raises(ValueError, match="has 2 steps: 3 are needed"):
         recorded.read(log, run_id)
     with Crew(log, "unknown") as crew, pytest.raises(ValueError, match="no run"):

@@ -82,11 +82,29 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield lambda: TransformersEngine(directory)
 
 
-@pytest.fixture
-def engine(make: Make) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def shared(make: Make) -> Iterator[tuple[Any, list[TensorBytes]]]:
+    """An engine for all tests that need no new one, and its first weights: what it has traced is used again."""
     made = make()
-    yield made
+    yield made, weights_of(made)
     made.close()
+
+
+@pytest.fixture
+def engine(shared: tuple[Any, list[TensorBytes]], make: Make) -> Iterator[Any]:
+    """An engine that is as new."""
+    one, weights = shared
+    if isinstance(one, ToyEngine):
+        one = make()
+    yield one
+    if type(one).__name__ != "TransformersEngine":
+        one.close()
+        return
+    for group in one.groups_in_flight():
+        one.abort(group.group)
+    if one.version != DIRECTORY_VERSION:
+        one.load_weights(DIRECTORY_VERSION, weights)
+    one._stats = dict.fromkeys(one._stats, 0.0)
 
 
 def asked(group: int = 3, **changes: Any) -> GroupRequest:

@@ -98,7 +98,10 @@ def compressed(log: KafkaLog, topic: str, codec: str) -> None:
     write(log, topic, [b"after"])
 
 
-@pytest.mark.parametrize(("codec", "package"), [("zstd", "zstandard"), ("lz4", "lz4"), ("snappy", "python-snappy")])
+@pytest.mark.parametrize(
+    ("codec", "package"),
+    [("zstd", "zstandard"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("lz4", "lz4"), ("snappy", "python-snappy")))],
+)
 def test_a_batch_that_is_compressed_in_a_way_nobody_can_read_is_passed_over_as_a_damaged_one(
     broker: str, run_id: str, codec: str, package: str
 ) -> None:

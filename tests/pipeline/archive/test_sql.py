@@ -6,7 +6,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.archive.sql import ask
+from penstock.pipeline.archive.sql import ask, question
 from penstock.topics import groups
 from tests.support.a_run import RUN, Teller
 from tests.support.page_records import log_with
@@ -57,7 +57,7 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
 )
 def test_a_table_of_records_is_read_where_it_is_named(query: str, wanted: list[str]) -> None:
     tables = InMemory()
-    ask(tables, query)
+    question(tables, query)
     assert tables.wanted == wanted
 
 

@@ -142,7 +142,7 @@ def test_an_answer_in_sql_has_its_first_rows_and_more_questions_than_two_are_ref
 
 @pytest.mark.costly
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install --no-install-recommends chromium")
-@pytest.mark.parametrize(("width", "scheme"), [(420, "light"), (1280, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(420, "light"), pytest.param(1280, "dark", marks=pytest.mark.slow)])
 def test_in_a_browser_the_list_leads_to_a_run_without_complaint_or_sideways_scrolling(server: Server, width: int, scheme: Any) -> None:
     from playwright.sync_api import sync_playwright
 

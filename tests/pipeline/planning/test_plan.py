@@ -56,7 +56,7 @@ def test_the_smallest_step_that_is_nearly_as_fast_is_taken() -> None:
     assert all(one.tokens_per_s < 0.95 * fastest for one in smaller)
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
+@pytest.mark.parametrize("suffix", [pytest.param(".png", marks=pytest.mark.slow), ".svg"])
 def test_the_command_prints_json_and_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
     picture = tmp_path / f"plan{suffix}"
     assert cli.main(["plan", *GIVEN, "--max-lag", "1", "--json", "--plot", str(picture)]) == 0

@@ -15,7 +15,7 @@ from penstock.topics.wire.errors import Unusable
 from tests.support.strategies import EXAMPLES, RECORDS, a_group, a_rollout
 
 NAMES = sorted(RECORDS)
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 HUGE = [value.to_bytes(8, "little", signed=True) for value in (-1, 2**31 - 1, 2**40, 2**62, -(2**63), 0)]
 
 

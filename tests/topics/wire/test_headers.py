@@ -61,7 +61,7 @@ def test_headers_come_back_as_they_were(headers, value):
     assert raw == signed(raw[:-1], value)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     raw=st.lists(st.tuples(st.sampled_from(["run", "schema", "group", "reward-mean", "worker", "x"]), st.binary(max_size=8)), max_size=5)
 )

@@ -60,6 +60,7 @@ def test_a_run_whose_evaluation_reward_breaks_ends_with_the_failures_counted_and
         assert (found["other/n"], found["other/n_failed"], found["other/sampled_reward/frail"]) == (3.0, 0.0, 0.5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_reward_that_breaks_on_most_prompts_stops_the_evaluator(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     frail = tmp_path / "frail.py"
     frail.write_text("def frail(completions, **columns):\n    return [1 / 0]\n")

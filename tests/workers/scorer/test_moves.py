@@ -24,7 +24,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["join", "leave", "evict", "turn", "t
 
 
 @pytest.mark.costly  # a run of several workers in each example
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(MOVES)
 def test_wherever_scorers_move_while_rewards_run_every_group_ends_once(moves: list[tuple[str, int]]) -> None:
     log, run, at_work = MemoryLog(), "moves", list[tuple[Scorer, HeldPool]]()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
 RUN, STEPS = "snapshots", 6
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def make_log(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> Callable[[str], MemoryLog]:
     """Makes logs with the same run: two versions of three steps, sampled one version behind; checkpoints lie in the middle of both."""
 

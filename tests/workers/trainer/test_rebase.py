@@ -61,7 +61,13 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("noise")
-@pytest.mark.parametrize("deaths", DEATHS)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        pytest.param("after a step, before its version, at once after a recovery", marks=pytest.mark.slow),
+        "before and after a rebase is recorded",
+    ],
+)
 def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_rebases(
     run_id: str, tiny_model: Path, tmp_path: Path, deaths: str
 ) -> None:
@@ -119,9 +125,8 @@ def test_a_run_that_is_to_stop_stops(run_id: str, tiny_model: Path, tmp_path: Pa
             crew.wait()
 
 
-@pytest.mark.parametrize("kept", [True, False])
 def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
-    run_id: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, kept: bool
+    run_id: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 50, "checkpoint_dir": str(tmp_path / "kept")})
     log = MemoryLog()
@@ -133,15 +138,18 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
         )
         patch.setattr(recovery, "rebases", lambda *_: True)
         trained(log, run_id, "ledger.version.before:4")
-    if not kept:
-        shutil.rmtree(tmp_path / "kept")
-    said: list[str] = []
-    recording, result = Recording.open(log, run_id), Replayed(run_id)
-    replay(recording, Asked(keep_going=True), result=result, notify=said.append)
-    recording.close()
-    if kept:
-        assert (result.matching, result.first) == (6, None)
-        assert f"{run_id} was rebased after 3 steps: its checkpoint made then is used from here on" in said
-    else:
-        assert (result.matching, result.first and result.first["step"]) == (3, 3)
-        assert any("was rebased after 3 steps and its checkpoint cannot be used (it is not on this machine)" in line for line in said)
+
+    def replayed() -> tuple[Replayed, list[str]]:
+        said: list[str] = []
+        recording, result = Recording.open(log, run_id), Replayed(run_id)
+        replay(recording, Asked(keep_going=True), result=result, notify=said.append)
+        recording.close()
+        return result, said
+
+    result, said = replayed()
+    assert (result.matching, result.first) == (6, None)
+    assert f"{run_id} was rebased after 3 steps: its checkpoint made then is used from here on" in said
+    shutil.rmtree(tmp_path / "kept")
+    result, said = replayed()
+    assert (result.matching, result.first and result.first["step"]) == (3, 3)
+    assert any("was rebased after 3 steps and its checkpoint cannot be used (it is not on this machine)" in line for line in said)

@@ -283,6 +283,7 @@ def no_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
 
+@pytest.mark.slow
 def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(run_id, log, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
     plain = complete(log, f"{run_id}-plain", config)
@@ -301,6 +302,7 @@ def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(run_id
     assert again["groups"] == plain["groups"]
 
 
+@pytest.mark.slow
 def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(run_id, log, tiny_model, tmp_path: Path):
     config = config_of(
         tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}

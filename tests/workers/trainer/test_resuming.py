@@ -123,7 +123,7 @@ def test_a_restarted_trainer_reads_the_groups_from_the_first_that_has_not_ended(
 
 
 @pytest.mark.usefixtures("checkpoints_at_once")
-@pytest.mark.parametrize("fault", ["ledger.step.after:5", "checkpoint.renamed:2", None])
+@pytest.mark.parametrize("fault", ["ledger.step.after:5", pytest.param("checkpoint.renamed:2", marks=pytest.mark.slow), None])
 def test_a_trainer_needs_no_group_that_ended_before_its_newest_checkpoint(tiny_model: Path, tmp_path: Path, fault: str | None) -> None:
     every = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2 if fault else 50}
     log, config = MemoryLog(), config_for(tiny_model, tmp_path, trainer=every)

@@ -25,6 +25,14 @@ REACHED = [point for point in POINTS if ".rebased." not in point and not point.s
 """Those that a trainer of one process passes whose repeated steps give the same bits."""
 CASES = [(point, LATER.get(point, 1)) for point in REACHED if point != "transaction.sent"]
 CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]
+AS_BEFORE = {
+    "ledger.version.before", "ledger.step.before", "ledger.stale.before", "checkpoint.before", "checkpoint.renamed", "recovery.loaded",
+    "ledger.run-closed.before",
+}  # fmt: skip
+"""Points at which a trainer leaves what it leaves at the point before: the threads of the slow tests end there."""
+IN_THREADS = [
+    pytest.param(*case, marks=pytest.mark.slow) if case[0] in AS_BEFORE else case for case in CASES if case[0] != "transaction.sent"
+]
 MARKED = [case if case[0] == ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
@@ -59,7 +67,7 @@ def deaths_at(point: str, passing: int) -> list[str]:
     return (["ledger.step.after:4"] if point.startswith("recovery.") else []) + [f"{point}:{passing}"]
 
 
-@pytest.mark.parametrize(("point", "passing"), [case for case in CASES if case[0] != "transaction.sent"])
+@pytest.mark.parametrize(("point", "passing"), IN_THREADS)
 def test_a_trainer_that_goes_no_further_there_is_followed_by_one_that_ends_in_the_same_run(
     run: Callable[[Log, str], None], run_id: str, undisturbed: dict[str, Any], point: str, passing: int
 ) -> None:

@@ -86,7 +86,7 @@ def decided_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"], ids="engine in {}".format)
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"], ids="engine in {}".format)
 def drawn(request: pytest.FixtureRequest, decided_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     directory = tmp_path_factory.mktemp("drawn")
     config = config_of(decided_model, directory, request.param, per_version=2, proximal="snapshot")
