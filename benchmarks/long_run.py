@@ -3,10 +3,10 @@
     python benchmarks/long_run.py --steps 10 10000
 
 Builds the ledger and the manifests of a run with so many steps on the in-memory log, each step's entry as the trainer writes it, and
-measures in turn how long `read_resumed` takes, how many records it takes in, and how much memory that holds. For comparison the same
-for `read_past`, which reads all of it. Ends with 1 when the time after the most steps is more than 1.2 times that after the fewest: of
-the reading alone between two checkpoints at the same distance, as it goes back to one, and of the reading with the start of the process
-and its imports, without the model, between any two.
+measures in turn how long `read_resumed` takes, how many records it takes in, and how much memory that holds. For comparison the same for
+`read_ledger_history`, which reads all of it. Ends with 1 when the time after the most steps is more than 1.2 times that after the fewest:
+of the reading alone between two checkpoints at the same distance, as it goes back to one, and of the reading with the start of the
+process and its imports, without the model, between any two.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tracemalloc
 from collections.abc import Callable
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.topics import ledger, weights
 from penstock.topics.catalogue import topics_of
@@ -116,7 +116,7 @@ def main() -> int:
     for steps in sorted(lengths):
         log, saved = built(steps), list(range(steps - steps % EVERY, 0, -EVERY))[:2]
         resumed, held = measured(lambda log=log, saved=saved: read_resumed(log, RUN, saved=saved))  # type: ignore[misc]
-        whole, all_held = measured(lambda log=log: read_past(log, RUN))  # type: ignore[misc]
+        whole, all_held = measured(lambda log=log: read_ledger_history(log, RUN))  # type: ignore[misc]
         took[steps] = resumed
         print(f"{steps:>8}{resumed:>12.4f}{held:>8.2f}{whole:>10.4f}{all_held:>8.2f}", flush=True)
     equally_far = sorted(steps for steps in took if steps > 2 * EVERY and steps % EVERY == half)

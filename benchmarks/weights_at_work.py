@@ -67,7 +67,7 @@ def trainer(bootstrap: str, run: str, partitions: int, layers: int, changed: flo
         began = time.perf_counter()
         content = Weights(lambda: to_bytes(model.named_parameters()))
         assert content.tensors
-        publication = publisher.begin(content, version=version, step=version, manifests=manifests)
+        publication = publisher.start(content, version=version, step=version, manifests=manifests)
         copied_s = time.perf_counter() - began
         beside_s = step(passes)
         manifests[version] = publisher.finish(publication)

@@ -34,7 +34,7 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table
 from penstock.pipeline.envs.tiny.model import tiny_tokenizer
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.generation.group_worker import GroupWorker
@@ -150,7 +150,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     log = KafkaLog(bootstrap, client_id="publisher")
     session = join(run=RUN, role="trainer", log=log, worker="trainer", model=None, stop=threading.Event())
     assert session is not None
-    writer = RunWriter(session, log.transactions(f"{RUN}.trainer"), read_past(log, RUN).ledger_state)
+    writer = RunWriter(session, log.transactions(f"{RUN}.trainer"), read_ledger_history(log, RUN).ledger_state)
     writer.write("run-opened", details="{}")
     held = load_file(Path(session.config.model.path) / "model.safetensors")
 

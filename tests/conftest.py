@@ -205,10 +205,10 @@ def checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is there before the next step begins, for tests in which a step takes a millisecond and a flush ten."""
     from penstock.pipeline.learner.checkpointer import Checkpointer
 
-    begin = Checkpointer.begin
+    start = Checkpointer.start
 
-    def begin_and_finish(checkpoints: Checkpointer, *given: Any, **named: Any) -> None:
-        begin(checkpoints, *given, **named)
+    def start_and_finish(checkpoints: Checkpointer, *given: Any, **named: Any) -> None:
+        start(checkpoints, *given, **named)
         checkpoints.finish()
 
-    monkeypatch.setattr(Checkpointer, "begin", begin_and_finish)
+    monkeypatch.setattr(Checkpointer, "start", start_and_finish)

@@ -36,12 +36,12 @@ class Saving:
     _copied: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def begin(self, save: Callable[[Path], None], *, beside: bool) -> None:
+    def start(self, save: Callable[[Path], None], *, in_background: bool) -> None:
         """Write and flush in a thread; unless `beside`, `save` itself runs here. What it raises is raised by `wait`."""
-        if not beside:
+        if not in_background:
             self._guarded(lambda: self._copy(save))
         self._thread = threading.Thread(
-            target=self._guarded, args=(lambda: self._run(save if beside else None),), daemon=True, name="checkpoint"
+            target=self._guarded, args=(lambda: self._run(save if in_background else None),), daemon=True, name="checkpoint"
         )
         self._thread.start()
 

@@ -81,9 +81,9 @@ class CheckpointStore:
 
     def write(self, state: State, *, save: Callable[[Path], None], record: Callable[[int], None], about_bytes: int = 0) -> int:
         """Write a checkpoint to its end, as `begin` and `finish` do in two parts; returns its size."""
-        return self.finish(self.begin(state, save=save, beside=False, about_bytes=about_bytes), record=record)
+        return self.finish(self.start(state, save=save, in_background=False, about_bytes=about_bytes), record=record)
 
-    def begin(self, state: State, *, save: Callable[[Path], None], beside: bool, about_bytes: int = 0) -> Saving:
+    def start(self, state: State, *, save: Callable[[Path], None], in_background: bool, about_bytes: int = 0) -> Saving:
         """Begin to write a checkpoint in a thread. Raises `CheckpointError` where the disk is too full to begin.
 
         `save` fills a folder; `beside` says that it may run while the model is trained, up to the optimizer's next step.
@@ -93,7 +93,7 @@ class CheckpointStore:
             if shutil.disk_usage(self.directory).free < about_bytes:  # do not begin: a full disk would stop the broker as well
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         saving = Saving(state, self._aside(state.steps), explained)
-        saving.begin(save, beside=beside)
+        saving.start(save, in_background=in_background)
         return saving
 
     def finish(self, saving: Saving, *, record: Callable[[int], None]) -> int:

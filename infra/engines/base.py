@@ -67,7 +67,7 @@ class GroupRequest:
     """The number that stands for the group's in its random numbers, where it is not `group` itself."""
 
     @property
-    def drawn_as(self) -> int:
+    def random_group(self) -> int:
         """The group number that its random numbers follow from."""
         return self.group if self.stream is None else self.stream
 

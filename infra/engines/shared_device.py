@@ -37,56 +37,56 @@ class SharedDevice:
         directory.mkdir(parents=True, exist_ok=True)
         self._queue, self._device = ((directory / name).open("wb") for name in ("device.queue", "device.lock"))
         self._queued = False
-        self.held = False
+        self.owned = False
         self.model: Sleepable | None = None
         """What sleeps while others have the device; None until it is loaded, with the device held."""
 
     @property
-    def wanted(self) -> bool:
+    def contended(self) -> bool:
         """Whether another process waits for the device that this one holds."""
         if not _lock(self._queue):
             return True
         fcntl.flock(self._queue, fcntl.LOCK_UN)
         return False
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Have the device, if it is free, and wake the model; else be the next, and ask again soon."""
-        if self.held:
+        if self.owned:
             return True
         self._queued = self._queued or _lock(self._queue)
         if not self._queued or not _lock(self._device):
             return False
-        self.held = True
-        self.leave()
+        self.owned = True
+        self.leave_queue()
         if self.model is not None:
             self.model.wake()
         return True
 
     def wait(self, stop: Event, *, meanwhile: Callable[[], None]) -> bool:
         """Take the device, however long that lasts; False when `stop` is set before."""
-        while not self.take():
+        while not self.acquire():
             meanwhile()
             if stop.wait(POLL_S):
-                self.leave()
+                self.leave_queue()
                 return False
         return True
 
-    def leave(self) -> None:
+    def leave_queue(self) -> None:
         """Wait no longer: a place in the queue that nobody uses would keep the others from the device."""
         if self._queued:
             self._queued = False
             fcntl.flock(self._queue, fcntl.LOCK_UN)
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Let the model sleep, and hand the device over."""
         if self.model is not None:
             self.model.sleep()
-        self.held = False
+        self.owned = False
         fcntl.flock(self._device, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of everything, whatever the model does."""
-        self._queued = self.held = False
+        self._queued = self.owned = False
         self._queue.close()
         self._device.close()
 

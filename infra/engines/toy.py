@@ -168,7 +168,7 @@ class _Group:
 
 def _draw(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     sampling = request.sampling
-    seed, group, sample = (0, 0, 0) if sampling.greedy else (request.seed, request.drawn_as, sample)
+    seed, group, sample = (0, 0, 0) if sampling.greedy else (request.seed, request.random_group, sample)
     longest = sampling.max_new_tokens
     numbers = uniforms(seed=seed ^ base, group=group, sample=sample, count=2 * longest + 1)
     ordinary = np.setdiff1d(np.arange(vocabulary, dtype=np.int32), np.array(sampling.stop_ids, dtype=np.int32))

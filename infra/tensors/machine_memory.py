@@ -50,7 +50,7 @@ class MachineMemory:
     def __init__(self, name: str, *, only_reads: bool = False) -> None:
         """`only_reads`: for a process that will never be the one that writes."""
         self._only_reads = only_reads
-        self.deserted = False
+        self.no_writer = False
         """Whether nobody was there to write when this process asked last."""
         self._address = "\0penstock-" + hashlib.sha256(f"{os.getuid()} {name}".encode()).hexdigest()[:40]
         self._server: socket.socket | None = None
@@ -103,7 +103,7 @@ class MachineMemory:
         threading.Thread(target=self._serve, args=(server,), daemon=True, name="weights-share").start()
         return True
 
-    def ask(self) -> int | None:
+    def request_file(self) -> int | None:
         """A file of what the writer has, to be mapped by `map`; None if it has nothing that is not mapped here already.
 
         Raises `TimeoutError` when it does not answer, and `PermissionError` when it is another user's.
@@ -116,9 +116,9 @@ class MachineMemory:
                     raise PermissionError("another user's process has taken the place")
                 _, files, _, _ = socket.recv_fds(connection, 1, 1)
             except (ConnectionRefusedError, ConnectionResetError):
-                self.deserted = True  # the writer has just ended: the next claim takes its place
+                self.no_writer = True  # the writer has just ended: the next claim takes its place
                 return None
-        self.deserted = False
+        self.no_writer = False
         if not files:
             return None
         try:

@@ -87,7 +87,7 @@ class WeightCopy:
         self._layout = tuple(sorted(zip(names, dtypes, (tuple(map(int, shape)) for shape in shapes), strict=True)))
         self._size = sum(expected_nbytes(dtype, shape) for _, dtype, shape in self._layout)
 
-    def begin(self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+    def allocate(self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Make room for a whole version of these tensors, and hold none until `hold`; memory of the same size is used again.
 
         Raises `ValueError` for unknown dtypes.

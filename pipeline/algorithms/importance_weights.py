@@ -58,7 +58,9 @@ def masked(ratio: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def kept_sequences(proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor, *, limit: float) -> torch.Tensor:
+def accepted_sequences(
+    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor, *, limit: float
+) -> torch.Tensor:
     """[B, 1] False for sequences over whose `mask` the mean k3 of KL(behaviour || proximal), w - 1 - log w, is above `limit`."""
     logs = log_ratio(proximal_logprobs, behaviour_logprobs, mask)
     return mean_log_ratio(torch.expm1(logs), logs, mask) <= limit

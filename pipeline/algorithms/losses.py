@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights, kept_sequences, log_ratio, mean_log_ratio
+from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, accepted_sequences, correction_weights, log_ratio, mean_log_ratio
 from penstock.pipeline.algorithms.registry import AGGREGATES
 
 Sums = dict[str, torch.Tensor]
@@ -197,7 +197,7 @@ def batch_loss(
         loss = loss * importance
         sums |= corrected
     if reject_kl is not None:
-        kept = kept_sequences(near, behaviour, mask, limit=reject_kl)
+        kept = accepted_sequences(near, behaviour, mask, limit=reject_kl)
         loss = loss * kept
         sums["rejected_fraction_sum"] = (mask & ~kept).sum()
     parts = None if batch.sample_tokens is None else tensor(batch.sample_tokens)

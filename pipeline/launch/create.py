@@ -25,7 +25,7 @@ from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.launch.check.changes import code_digests
 from penstock.pipeline.launch.check.rows import RowReader
 from penstock.pipeline.launch.check.texts import endless_warning
-from penstock.pipeline.learner.try_functions import try_own_functions
+from penstock.pipeline.learner.user_functions import check_user_functions
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of
@@ -103,7 +103,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
     for warning in (reader.replaced.warning(), endless_warning(config, model_digests["stop_ids"], reader.renderer)):
         if warning:
             notify(f"warning: {warning}")
-    try_own_functions(config)
+    check_user_functions(config)
     rows, steps = len(dataset), config.steps(len(dataset))
     _check_length(config, rows=rows, steps=steps, notify=notify)
     longest = data.max_prompt_tokens + config.sampling.max_new_tokens

@@ -1,1 +1,1 @@
-"""One optimizer step, and everything that repeats one."""
+"""The trainer's policy: optimizer steps, their repetition from the log, published versions and checkpoints."""

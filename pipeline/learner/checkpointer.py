@@ -1,6 +1,6 @@
-"""Writes a run's checkpoints while training goes on, and keeps the best evaluated one.
+"""Writes checkpoints in the background and keeps the best evaluated one.
 
-The rule: a checkpoint is begun between two steps and read from the live model; the optimizer's next step waits until it is read.
+A checkpoint is started between two steps and read from the live model; the next optimizer update waits until it has been read.
 """
 
 import time
@@ -19,35 +19,35 @@ from penstock.topics.metrics import Activity
 from penstock.topics.weights import Manifest
 
 MODEL = "model"
-"""The folder of a checkpoint, and of a run's directory, that transformers and vLLM load."""
+"""Folder in a checkpoint and in a run's directory that transformers and vLLM load."""
 BYTES_PER_PARAMETER = 12
 """A checkpoint's float32 masters and AdamW's two moments."""
 
 
 @dataclass(slots=True)
 class Checkpointer:
-    """The checkpoints of one trainer; at most one is on its way."""
+    """The checkpoints of one trainer, of which at most one is being written."""
 
     session: Session
     commit: Callable[..., Any]
-    """Commits an entry of the ledger."""
+    """Commits a ledger entry."""
     store: CheckpointStore | None = field(init=False)
-    """None where the run wants no checkpoints."""
+    """None if the run has no checkpoints."""
     saved_steps: int | None = None
-    """Steps done at the newest checkpoint that can be used."""
+    """Steps done at the newest usable checkpoint."""
     _saving: Saving | None = None
     _started: float = 0.0
     _stalled_s: float = 0.0
-    """How long this checkpoint has held up training."""
+    """How long this checkpoint has delayed training."""
 
     def __post_init__(self) -> None:
         """Open the checkpoint directory. Raises `CheckpointError`."""
         self.store = open_store(self.session.config, self.session.run)
 
-    def begin(self, policy: PolicyTrainer, *, published: Manifest, known: bool, parameters: int, seq: int) -> None:
-        """Begin a checkpoint of the steps done, unless there is one or the run wants none. Raises `CheckpointError`.
+    def start(self, policy: PolicyTrainer, *, published: Manifest, is_current: bool, parameters: int, seq: int) -> None:
+        """Start a checkpoint of the steps done, unless it exists or the run has none. Raises `CheckpointError`.
 
-        `published` is the newest version, `known` whether its weights are the current ones, `seq` the number of the ledger's last entry.
+        `published` is the newest version, `is_current` is True if its weights are the current ones, `seq` numbers the last ledger entry.
         """
         self.finish()
         done, reporter = policy.steps_done, self.session.reporter
@@ -56,7 +56,7 @@ class Checkpointer:
         self._started = time.monotonic()
         faults.reach("checkpoint.before")
         reporter.doing(Activity.SAVE, f"writing checkpoint of step {done}", now=True)
-        digest = published.digest if known else policy.weights().digest
+        digest = published.digest if is_current else policy.weights().digest
         state = State(run=self.session.run, steps=done, version=published.version, digest=digest, seq=seq)
         backend, exports = policy.backend, self.session.config.trainer.export
         tensors = policy.weights().tensors if exports else ()
@@ -67,7 +67,7 @@ class Checkpointer:
                 backend.export(directory.parent / MODEL, tensors)
 
         about_bytes = BYTES_PER_PARAMETER * parameters + exports * published.nbytes
-        self._saving = self.store.begin(state, save=save, beside=backend.saves_in_background, about_bytes=about_bytes)
+        self._saving = self.store.start(state, save=save, in_background=backend.saves_in_background, about_bytes=about_bytes)
         policy.before_update = self._wait_copied
         self._stalled_s = time.monotonic() - self._started
 
@@ -78,9 +78,9 @@ class Checkpointer:
             self._stalled_s += time.monotonic() - waiting
 
     def finish(self, *, wait: bool = True) -> None:
-        """Record the checkpoint that was begun and give it its name; without `wait`, only if its files are durable.
+        """Record the checkpoint being written and give it its name; without `wait`, only if its files are durable.
 
-        Raises `CheckpointError` when it could not be written.
+        Raises `CheckpointError` if it could not be written.
         """
         saving = self._saving
         if saving is None or not (wait or saving.ended):
@@ -101,6 +101,6 @@ class Checkpointer:
         )
 
     def rate(self, manifest: Manifest | None, accuracy: float | None) -> None:
-        """Take note of the evaluation of a version."""
+        """Pass the evaluation of a version to the store, which keeps the best checkpoint."""
         if self.store is not None and manifest is not None and accuracy is not None:
             self.store.rate(manifest.step, accuracy)

@@ -1,6 +1,6 @@
-"""What a run's log already says when its trainer starts.
+"""Ledger of a run as a starting trainer reads it, and the groups of a recorded plan.
 
-The rule: the ledger decides; every counter of the schedule follows from it and from the groups, none from a checkpoint.
+Every counter of the schedule follows from the ledger and the groups, none from a checkpoint.
 """
 
 import json
@@ -23,19 +23,19 @@ READ_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
-    """The ledger's entries, in order, or those from a checkpoint on; and what they add up to with the published versions."""
+class LedgerHistory:
+    """The ledger's entries in order, all or from a checkpoint on, and the state they lead to with the published versions."""
 
     entries: Sequence[Entry]
     ledger_state: LedgerState
     first_step: int = 0
-    """The first step among the entries: those before are not here."""
+    """First step among the entries."""
 
     def __post_init__(self) -> None:
-        """Refuse a ledger in which a step is missing or stands twice."""
+        """Raise `Unrecoverable` if a step is missing or committed twice."""
         for expected, entry in enumerate(self.steps, start=self.first_step):
             if entry.step != expected:
-                raise Unrecoverable(f"entry {entry.seq} of the ledger commits step {entry.step} where step {expected} was expected")
+                raise Unrecoverable(f"entry {entry.seq} of the ledger commits step {entry.step}, expected step {expected}")
 
     @property
     def steps(self) -> list[Entry]:
@@ -49,7 +49,7 @@ class Past:
 
     @property
     def stale(self) -> list[int]:
-        """Groups that were found too old."""
+        """Groups that were stale."""
         return [group for entry in self.entries if entry.kind == "stale" for group in entry.groups]
 
     @property
@@ -59,18 +59,18 @@ class Past:
 
     @property
     def drops(self) -> int:
-        """Groups that had been dropped when the last step was committed."""
+        """Number of groups dropped up to the last committed step."""
         return sum(int(entry.metrics["dropped"]) for entry in self.steps)
 
     @property
     def ended(self) -> Status:
-        """How a closed run ended."""
+        """Final status of a closed run."""
         closed = self.ledger_state.closed
         status = json.loads((closed.details if closed else None) or "{}").get("status")
         return "failed" if status == "failed" else "finished"
 
     def recorded(self) -> Recorded:
-        """What a checkpoint has to agree with."""
+        """The facts that a checkpoint has to agree with."""
         digests: dict[int, set[str]] = {}
         for entry in self.entries:
             if entry.kind == "checkpoint" and entry.step is not None and entry.digest is not None:
@@ -84,20 +84,20 @@ class Past:
         )
 
 
-def read_past(log: Log, run: str) -> Past:
+def read_ledger_history(log: Log, run: str) -> LedgerHistory:
     """The ledger and the published versions so far. Raises `LogError`."""
-    return past_of(RunReader(log, run))
+    return ledger_history_of(RunReader(log, run))
 
 
-def past_of(reader: RunReader) -> Past:
-    """The same from a reader that reads more of the run. Raises `LogError`."""
+def ledger_history_of(reader: RunReader) -> LedgerHistory:
+    """The ledger and the published versions, from a reader that reads more of the run. Raises `LogError`."""
     ledger_state = LedgerState(reader.run)
-    entries = [said for said in reader.history(ledger_state) if isinstance(said, Entry)]
-    return Past(entries=entries, ledger_state=ledger_state)
+    entries = [item for item in reader.history(ledger_state) if isinstance(item, Entry)]
+    return LedgerHistory(entries=entries, ledger_state=ledger_state)
 
 
 def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
-    """The groups of a plan, in its order, from where it says they are. Raises `LogError`, `Unrecoverable` for other groups than planned."""
+    """Read the groups of a plan at their recorded offsets, in plan order. Raises `LogError`, `Unrecoverable` for other groups."""
     topic = f"{run}.groups"
     firsts = {}
     for partition in {planned.partition for planned in plan}:
@@ -105,23 +105,20 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
         firsts.update({(partition, record.offset): record for record in log.read(topic, partition, offsets, timeout_s=READ_LIMIT_S)})
     members = []
     for planned in plan:
-        place = f"{topic}/{planned.partition}/{planned.offset}"
+        source = f"{topic}/{planned.partition}/{planned.offset}"
         try:
             headers, group = groups.read(with_later_parts(log, run, firsts[planned.partition, planned.offset]), run=run)
         except Unusable as error:
-            raise Unrecoverable(f"group {planned.group}, which a step was trained on, cannot be read at {place}: {error}") from error
+            raise Unrecoverable(f"group {planned.group}, which a step was trained on, cannot be read at {source}: {error}") from error
         if (group.group, headers.sha256) != (planned.group, planned.sha256):
-            what = f"group {group.group} ({(headers.sha256 or '')[:16]}…)"
-            raise Unrecoverable(f"{what} stands at {place}, the ledger says group {planned.group} ({planned.sha256[:16]}…)")
+            actual = f"group {group.group} ({(headers.sha256 or '')[:16]}…)"
+            raise Unrecoverable(f"{source} holds {actual}, the ledger records group {planned.group} ({planned.sha256[:16]}…)")
         members.append(group)
     return members
 
 
 def with_later_parts(log: Log, run: str, first: Record) -> list[Record]:
-    """The records of all parts of the group whose first part this is: one transaction wrote them, so they follow each other.
-
-    Raises `Unusable`, `LogError`.
-    """
+    """The records of all parts of a group, which one transaction wrote next to each other. Raises `Unusable`, `LogError`."""
     parts = groups.check(first, run=run).parts or 1
     later = range(first.offset + 1, first.offset + parts)
     return [first, *(log.read(first.topic, first.partition, later, timeout_s=READ_LIMIT_S) if later else ())]

@@ -1,6 +1,6 @@
-"""The policy being trained, between two optimizer steps: the same for a live trainer, its recovery and a replay.
+"""The policy being trained, as a live trainer, its recovery and a replay use it.
 
-The rule: it needs no worker and writes nothing; what a step gives is a function of the model before it and the groups of its plan.
+It needs no worker and writes nothing: the result of a step is a function of the model before it and the groups of its plan.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,14 +36,14 @@ class Weights:
     _copy: Callable[[], Sequence[TensorBytes]]
     hash_name: Hash = HASH
     adapted: Adapted | None = None
-    """The same weights with their adapters apart, if they have some; `_copy` may then be called at any time."""
+    """The same weights as base and adapters, if the model has adapters; `_copy` may then be called at any time."""
     _tensors: Sequence[TensorBytes] | None = field(default=None, repr=False)
     _digest: str | None = None
     _invalid: bool = False
 
     @property
     def tensors(self) -> Sequence[TensorBytes]:
-        """The tensors themselves."""
+        """The tensors, copied on first use."""
         tensors = self._tensors
         if tensors is None:
             assert not self._invalid, "the model has taken another step: these weights were not copied in time"
@@ -52,17 +52,17 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Their digest, as the ledger has it."""
+        """Digest of the weights, as in the ledger."""
         self._digest = self._digest or digest(self.tensors, self.hash_name)
         return self._digest
 
     def invalidate(self) -> None:
-        """Refuse to copy from now on: the model is about to change. What has its adapters apart does not change with it."""
+        """Refuse to copy from now on, because the model changes; weights held as adapters stay valid."""
         self._invalid = self.adapted is None
 
     def forget(self) -> None:
-        """Drop the tensors; the digest stays."""
-        assert self.adapted is not None, "these weights cannot be made again"
+        """Release the tensors; the digest stays."""
+        assert self.adapted is not None, "weights without adapters cannot be copied again"
         self._tensors = None
 
 
@@ -72,20 +72,20 @@ class PolicyTrainer:
 
     config: Config
     steps: int
-    """Steps of the whole run: a falling learning rate reaches zero there."""
+    """Steps of the full run: a falling learning rate reaches zero there."""
     backend: Backend
     objective: Objective
     weights_of: WeightsOf | None = None
-    """Gives the recorded weights of a version; without it a snapshot is always taken of the current weights."""
+    """Reads the recorded weights of a version; without it a snapshot is always taken of the current weights."""
     processes: "ProcessSet | None" = None
     """The trainer's processes, led by this one, if it has several."""
     hash_name: Hash = HASH
-    """Of the digests in the run's ledger and manifests."""
+    """Hash function of the digests in the run's ledger and manifests."""
     steps_done: int = 0
     before_update: Callable[[], None] = lambda: None
-    """Called before the model changes: whoever reads it beside the training lets it wait."""
+    """Called before the model changes; waits for background readers of the model."""
     _proximal: int | None = None
-    """The version whose weights the backend keeps as its snapshot."""
+    """Version of the backend's snapshot."""
     _weights: Weights | None = field(default=None, repr=False)
 
     @classmethod
@@ -98,7 +98,7 @@ class PolicyTrainer:
         processes: "ProcessSet | None" = None,
         hash_name: Hash = HASH,
     ) -> "PolicyTrainer":
-        """Load the model that the run begins with, in each of the processes. Raises `BackendError`."""
+        """Load the run's initial model in each process. Raises `BackendError`."""
         return cls(
             config=config,
             steps=steps,
@@ -109,13 +109,16 @@ class PolicyTrainer:
             hash_name=hash_name,
         )
 
-    def step(self) -> Step:
-        """Begin an optimizer step, to be fed with groups. Raises `LogError` when a snapshot has to come from the log and cannot."""
+    def step(self, *, recorded_ends: Sequence[int] | None = None) -> Step:
+        """Start an optimizer step, to which groups are added; one that is repeated keeps the `recorded_ends` of its micro-batches.
+
+        Raises `LogError` when a snapshot has to be read from the log and cannot be.
+        """
         if self.objective.proximal == "snapshot":
             self._take_snapshot()
         self.release_weights()
         ranks = None if self.processes is None else Ranks(self.processes)
-        return Step(self.backend, self.objective, self.steps_done, ranks, before_update=self.before_update)
+        return Step(self.backend, self.objective, self.steps_done, ranks, before_update=self.before_update, recorded_ends=recorded_ends)
 
     def weights(self) -> Weights:
         """The current weights; all callers between two steps share one copy."""
@@ -125,34 +128,34 @@ class PolicyTrainer:
         return self._weights
 
     def sleep(self) -> None:
-        """Free the device's memory, once whoever reads the model beside the training has read it."""
+        """Free the device's memory, after background readers of the model have finished."""
         self.before_update()
         assert isinstance(self.backend, Sleepable)
         self.backend.sleep()
 
     def wake(self) -> None:
-        """Take the device's memory again."""
+        """Allocate the device's memory again."""
         assert isinstance(self.backend, Sleepable)
         self.backend.wake()
 
     def release_weights(self) -> None:
-        """Drop the copy of the weights: it is as large as the model."""
+        """Release the copy of the weights, which is as large as the model."""
         if self._weights is not None:
             self._weights.invalidate()
         self._weights = None
 
     @property
     def version(self) -> int:
-        """The newest version that is published after the steps done."""
+        """Newest version after the steps done."""
         count = rules.versions_of if self.steps_done == self.steps else rules.version_after
         return count(self.steps_done, steps_per_version=self.config.schedule.steps_per_version)
 
     def load_newest(
         self, store: CheckpointStore, recorded: Recorded, *, notify: Notify, doing: Notify, at_most: int | None = None
     ) -> State | None:
-        """Load the newest checkpoint (of at most so many steps) that is whole, agrees with the ledger and gives the recorded weights.
+        """Load the newest checkpoint of `at_most` so many steps that is complete, agrees with the ledger and has the recorded weights.
 
-        Without one the policy stays at the run's beginning, and None is returned.
+        Returns its state; without one, None, and the policy stays at the initial model.
         """
         touched = False
         for steps in store.steps():
@@ -173,7 +176,7 @@ class PolicyTrainer:
         return None
 
     def load(self, directory: Path, state: State) -> None:
-        """Go on from a verified checkpoint. Raises `BackendError`, `CheckpointError` when it gives other weights than it says."""
+        """Load a verified checkpoint. Raises `BackendError`, and `CheckpointError` if its weights have another digest than it records."""
         self.release_weights()
         self._proximal = None
         self.backend.load(directory)
@@ -181,29 +184,29 @@ class PolicyTrainer:
         loaded = self.weights().digest
         if loaded != state.digest or self.backend.steps != first + state.steps:
             steps = self.backend.steps - first
-            raise CheckpointError(f"it gives weights {loaded[:16]}… after {steps} steps, not {state.digest[:16]}…")
+            raise CheckpointError(f"its weights are {loaded[:16]}… after {steps} steps, expected {state.digest[:16]}…")
         self.steps_done = state.steps
 
     def _reopen(self) -> None:
-        """Load the initial model again, in the place of one that was half replaced."""
+        """Load the initial model again, because a failed load may have replaced half of it."""
         self.backend.close()
         self.backend = _initial_backend(self.config, steps=self.steps, processes=self.processes)
         self.release_weights()
         self.steps_done, self._proximal = 0, None
 
     def _take_snapshot(self) -> None:
-        """Keep the weights with which the current version began; within a version they are those that it was published with."""
+        """Take the weights of the current version as the proximal policy: at its first step the current ones, later the published ones."""
         per_version = self.config.schedule.steps_per_version
         version = rules.version_after(self.steps_done, steps_per_version=per_version)
         if version == self._proximal:
             return
-        begins = self.steps_done % per_version == 0 or self.weights_of is None
-        self.backend.take_snapshot(None if begins or self.weights_of is None else self.weights_of(version))
+        is_first_step = self.steps_done % per_version == 0
+        self.backend.take_snapshot(None if is_first_step or self.weights_of is None else self.weights_of(version))
         self._proximal = version
 
 
 def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | None") -> Backend:
-    """A backend with the run's initial model, and with the optimizer state of the run that this one goes on from, if any."""
+    """A backend with the run's initial model and, for a run that continues another one, that run's optimizer state."""
     if processes is None:
         backend = make_backend(config, steps=steps)
     else:
@@ -212,6 +215,6 @@ def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | Non
     if config.trainer.initial_state is not None:
         backend.load(config.trainer.initial_state)
         if backend.steps != config.trainer.initial_steps:
-            wanted = config.trainer.initial_steps
-            raise BackendError(f"the state in {config.trainer.initial_state} is of step {backend.steps}, trainer.initial_steps is {wanted}")
+            expected = config.trainer.initial_steps
+            raise BackendError(f"trainer.initial_state: {config.trainer.initial_state} is of step {backend.steps}, expected {expected}")
     return backend

@@ -1,7 +1,7 @@
-"""How a trainer comes back: the newest good checkpoint, then the committed plans after it once more from the log.
+"""Recovers a trainer's policy: loads the newest usable checkpoint and repeats the committed steps after it from the log.
 
-The rule: what is repeated gives the bits that the ledger holds, step by step; anything else stops the run with the numbers, or, where
-that is wanted, is recorded with both values, and the run goes on from what the repetition gave.
+A repeated step must give the bits of the ledger. Any difference stops the run, or under `trainer.on_mismatch = "rebase"` is recorded
+with both values, and the run continues from the repeated weights.
 """
 
 import time
@@ -10,7 +10,7 @@ from functools import partial
 from penstock.infra import faults
 from penstock.infra.errors import RecordMissing, Unrecoverable
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic, rebases
-from penstock.pipeline.learner.ledger_history import Past, read_planned
+from penstock.pipeline.learner.ledger_history import LedgerHistory, read_planned
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.repeat_step import Difference, Repetition, other_weights, repeat
 from penstock.pipeline.learner.run_writer import RunWriter
@@ -20,14 +20,14 @@ from penstock.topics.metrics import Activity
 
 
 class OlderNeeded(Exception):
-    """No checkpoint that the end of the ledger goes back to can be used: all of it has to be read."""
+    """No checkpoint within the ledger's read entries can be used: the full ledger has to be read."""
 
 
-def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
-    """Bring a policy that was just opened to where the ledger ends; returns early when the worker is asked to stop.
+def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> None:
+    """Bring a new policy to the last step of the ledger; returns early if the worker is stopped.
 
-    Raises `Unrecoverable` when a repetition differs and `trainer.on_mismatch` says so, `LogError` when the log does not answer,
-    `OlderNeeded` when `past` begins too late.
+    Raises `Unrecoverable` if a repeated step differs and the run does not rebase, `LogError` if the log cannot be read, and
+    `OlderNeeded` if `past` starts too late.
     """
     done, reporter, started = past.steps_done, writer.session.reporter, time.monotonic()
     if not done:
@@ -37,7 +37,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
         text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
         reporter.notify(f"the arithmetic is not the one the run was computed with: {text}")
     if (store := writer.checkpoints.store) is not None:
-        at_most = writer.lost.step if writer.lost is not None else None  # whoever has to send a version again has to pass it
+        at_most = writer.lost.step if writer.lost is not None else None  # a lost version is sent again at its own step
         doing = partial(reporter.doing, Activity.START, now=True)
         state = policy.load_newest(store, past.recorded(), notify=reporter.notify, doing=doing, at_most=at_most)
         if state is not None:
@@ -62,8 +62,8 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
 
 
 def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:
-    """Train these steps once more; returns what differs, or raises `Unrecoverable` at the first difference if told to stop there."""
-    reporter, found = writer.session.reporter, list[tuple[Entry, Difference]]()
+    """Repeat these steps; returns all differences, or with `stop` raises `Unrecoverable` at the first one."""
+    reporter, mismatches = writer.session.reporter, list[tuple[Entry, Difference]]()
     for entry in steps:
         if writer.session.stop.is_set():
             break
@@ -72,17 +72,17 @@ def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, sto
         repetition = repeat(policy, entry, _groups_of(entry, writer))
         differences = _all_differences(policy, writer, repetition)
         if differences and stop:
-            way_on = f"`penstock run --resume {writer.session.run} --set trainer.on_mismatch=rebase` goes on all the same"
+            command = f"penstock run --resume {writer.session.run} --set trainer.on_mismatch=rebase"
             raise Unrecoverable(
-                f"step {entry.step} repeated from the log gave {' and '.join(map(str, differences))}; "
-                f"is the arithmetic (versions, threads, device) the same? {way_on}"
+                f"step {entry.step} repeated from the log gave {' and '.join(map(str, differences))}. Restore the arithmetic "
+                f"(package versions, threads, device), or continue with the difference recorded: {command}"
             )
-        found += [(entry, difference) for difference in differences]
-        if not found:
+        mismatches += [(entry, difference) for difference in differences]
+        if not mismatches:
             writer.after_step(policy)
         policy.release_weights()
         faults.reach("recovery.repeated")
-    return found
+    return mismatches
 
 
 def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
@@ -91,15 +91,15 @@ def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
         return read_planned(session.log, session.run, entry.plan)
     except RecordMissing as error:
         raise Unrecoverable(
-            f"step {entry.step} has to be repeated, as no checkpoint behind it can be read here, and its groups are not in the log any "
-            f"more ({error}): bring the run's checkpoints back, or go on from a published version with `penstock fork {session.run}`"
+            f"step {entry.step} has to be repeated, as no checkpoint after it can be read here, and its groups are not in the log any "
+            f"more ({error}): restore the run's checkpoints, or continue from a published version: penstock fork {session.run}"
         ) from error
 
 
 def _all_differences(policy: PolicyTrainer, writer: RunWriter, repetition: Repetition) -> list[Difference]:
-    """What differs from the ledger, and for a model whose steps have no digest from the version published after the step."""
-    published, found, done = writer.state.manifests.get(policy.version), list(repetition.differences), policy.steps_done
+    """Differences from the ledger and, for a model whose steps have no digest, from the version published after the step."""
+    published, differences, done = writer.state.manifests.get(policy.version), list(repetition.differences), policy.steps_done
     unchecked = repetition.entry.digest is None and published is not None and published.step == done
     if unchecked and published is not None and (here := repetition.weights.digest) != published.digest:
-        found.append(other_weights(here, published.digest))
-    return found
+        differences.append(other_weights(here, published.digest))
+    return differences

@@ -1,4 +1,4 @@
-"""A recorded optimizer step trained again, and compared with the ledger bit for bit."""
+"""Repeats a recorded optimizer step and compares it with the ledger bit for bit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from penstock.topics.ledger import Entry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A number of a repeated step that is not the recorded one."""
+    """A number of a repeated step that differs from the recorded one."""
 
     name: str
     found: Any
@@ -25,18 +25,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """A recorded step trained again."""
+    """A repeated step."""
 
     entry: Entry
     outcome: StepOutcome
     weights: Weights
     differences: tuple[Difference, ...]
-    """Empty when it is the same bit for bit."""
+    """Empty if every number has the recorded bits."""
 
 
 def repeat(policy: PolicyTrainer, entry: Entry, groups: Iterable[Group]) -> Repetition:
-    """Train the groups of a recorded plan and compare every number that the ledger has of its step."""
-    step, planned = policy.step(), {one.group: one for one in entry.plan}
+    """Train the groups of a recorded plan in the recorded micro-batches and compare every number of the step with the ledger."""
+    step, planned = policy.step(recorded_ends=entry.boundaries), {member.group: member for member in entry.plan}
     for group in groups:
         step.add(group, planned.get(group.group))
     outcome = step.finish(learner_version=entry.version or 0)
@@ -48,22 +48,22 @@ def repeat(policy: PolicyTrainer, entry: Entry, groups: Iterable[Group]) -> Repe
 
 
 def compare(outcome: StepOutcome, entry: Entry) -> list[Difference]:
-    """In which numbers a repeated step differs from the recorded one; empty when it is the same bit for bit."""
+    """The numbers in which a repeated step differs from the recorded one; empty if all bits are equal."""
     pairs = {"loss": (outcome.loss, entry.loss_bits), "gradient norm": (outcome.grad_norm, entry.grad_norm_bits)}
     recorded = {"loss": entry.metrics.get("loss"), "gradient norm": entry.metrics.get("grad_norm")}
     differences = []
     for name, (number, bits) in pairs.items():
         if double_bits(number) != bits:
-            text = f"{name} {number!r} where the ledger says {recorded[name]!r} (bits {double_bits(number)} and {bits})"
+            text = f"{name} {number!r}, recorded {recorded[name]!r} (bits {double_bits(number)} and {bits})"
             differences.append(Difference(name=name, found=number, recorded=recorded[name], text=text))
     if outcome.boundaries != entry.boundaries:
         ends, expected = list(outcome.boundaries), list(entry.boundaries)
-        text = f"micro-batches that end at {ends} where the ledger says {expected}"
+        text = f"micro-batches that end at {ends}, recorded {expected}"
         differences.append(Difference(name="boundaries", found=ends, recorded=expected, text=text))
     return differences
 
 
 def other_weights(digest: str, recorded: str) -> Difference:
     """The difference between the digests of the weights after a step."""
-    text = f"weights {digest[:16]}… where the ledger says {recorded[:16]}…"
+    text = f"weights {digest[:16]}…, recorded {recorded[:16]}…"
     return Difference(name="weights digest", found=digest, recorded=recorded, text=text)

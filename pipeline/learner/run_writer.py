@@ -1,7 +1,7 @@
-"""The trainer's writer: ledger entries, policy versions and checkpoints, under one transactional id.
+"""Writes a trainer's ledger entries, policy versions and checkpoints under one transactional id.
 
-The rule: a step is committed by one ledger record, a version by its manifest together with its ledger record; after each step, live or
-repeated, the version it completes comes first, then the checkpoint.
+One ledger record commits a step; a manifest and its ledger record in one transaction commit a version. After each step, live or
+repeated, the version that it completes is published before the checkpoint is written.
 """
 
 import json
@@ -35,29 +35,29 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
 DIGEST_BELOW = 100_000_000
-"""Models with fewer parameters have the digest of their weights in every step of the ledger, others in every version."""
+"""Models with fewer parameters record a weights digest with each step, others with each version."""
 
 
 @dataclass(slots=True)
 class RunWriter:
-    """Writes what a `PolicyTrainer` has done."""
+    """Records the steps of a `PolicyTrainer`."""
 
     session: Session
     transactions: Transactions
     state: LedgerState
-    """The ledger and the versions as this writer has left them."""
+    """The ledger and the versions after this writer's last commit."""
     checkpoints: Checkpointer = field(init=False)
     newest_offset: int = -1
-    """Where the newest entry of this writer stands."""
+    """Ledger offset of this writer's newest entry."""
     lost: Manifest | None = None
     """The newest version, while its chunks cannot be read and have not been sent again."""
     _rebased_at: int | None = None
-    """Steps done where the weights ceased to be those of the version that was published there."""
+    """Steps done at which the current weights differ from the version published there."""
     _publisher: WeightPublisher = field(init=False)
     _publication: Publication | None = None
     """The version whose chunks are being sent."""
     _stalled_s: float = 0.0
-    """How long this version has held up its caller."""
+    """How long this version has delayed its caller."""
     _gaps: ChunkGaps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,8 +69,8 @@ class RunWriter:
         self._gaps = ChunkGaps(session)
         self._gaps.skip(self.state.manifests.values())
 
-    def begin(self, policy: PolicyTrainer) -> None:
-        """Open the run with version 0, or make sure that the model is the one it was opened with."""
+    def open_run(self, policy: PolicyTrainer) -> None:
+        """Open the run with version 0, or check that the model is the one it was opened with."""
         if self.state.opened is None:
             session = self.session
             fingerprint = arithmetic_of(policy.backend, session.config)
@@ -82,7 +82,7 @@ class RunWriter:
         policy.release_weights()
 
     def after_step(self, policy: PolicyTrainer) -> None:
-        """Publish the version that the newest step completes if it completes one, and write a checkpoint if one is due."""
+        """Publish the version that the newest step completes, if any, and start a checkpoint if one is due."""
         session, done = self.session, policy.steps_done
         session.reporter.values.update(step=done)
         if rules.publishes(done - 1, steps=session.steps, steps_per_version=session.schedule.steps_per_version):
@@ -101,17 +101,18 @@ class RunWriter:
         changed: Mapping[str, tuple[Any, Any]],
         fingerprint: Mapping[str, str | int],
     ) -> None:
-        """Record what repeated steps gave other than the ledger, and go on from there: the next version has the weights they gave.
+        """Record the differences of repeated steps from the ledger: the next version has the repeated weights.
 
-        A checkpoint is written at once, as it alone holds the new optimizer state. Where the last version is out, its weights stay.
+        A checkpoint is written at once, because it alone holds the new optimizer state. A last version that is published keeps its weights.
         """
-        self.finish_begun()
+        self.finish_pending()
         done, first = policy.steps_done, differences[0][0].step if differences else None
         details = {
             "fingerprint": fingerprint,
             "changed": changed,
             "differences": [
-                {"step": entry.step, "name": one.name, "recorded": one.recorded, "found": one.found} for entry, one in differences
+                {"step": entry.step, "name": difference.name, "recorded": difference.recorded, "found": difference.found}
+                for entry, difference in differences
             ],
         }
         measured = {"differing_steps": float(len({entry.step for entry, _ in differences}))}
@@ -119,7 +120,7 @@ class RunWriter:
             "rebased", step=done, version=policy.version, digest=policy.weights().digest, metrics=measured, details=json.dumps(details)
         )
         what = f"step {first} and {measured['differing_steps'] - 1:.0f} more gave other bits" if differences else "no repeated step differs"
-        self.session.reporter.notify(f"rebased after step {done - 1}: {what}; the run goes on from the weights that are here")
+        self.session.reporter.notify(f"rebased after step {done - 1}: {what}; the run continues from the repeated weights")
         if not differences:
             return
         self._rebased_at = done
@@ -131,11 +132,11 @@ class RunWriter:
             policy.backend.load_weights(policy.weights_of(policy.version))
             self._rebased_at = None
         self.checkpoint(policy)
-        self.finish_begun()
+        self.finish_pending()
         policy.release_weights()
 
     def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
-        """Commit one entry, and records that stand or fall with it."""
+        """Commit a ledger entry. Records in `also` are written in the same transaction."""
         session = self.session
         entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), **fields)
         with session.reporter.encoding:
@@ -149,9 +150,9 @@ class RunWriter:
         return entry
 
     def publish(self, content: Weights, *, version: int, step: int) -> None:
-        """Begin to send a version's chunks, after the version before it is out; a published one must have the same digest.
+        """Commit the version before, then start to send a version's chunks. A published version is not sent again.
 
-        Raises `Unrecoverable` where it has another.
+        Raises `Unrecoverable` if the version is published with another digest.
         """
         self.finish_publishing()
         published = self.state.manifests.get(version)
@@ -168,44 +169,44 @@ class RunWriter:
         started = time.monotonic()
         if content.adapted is None:
             assert content.tensors, "a model has parameters"  # a copy: the model may change from here on
-        self._publication = self._publisher.begin(content, version=version, step=step, manifests=self.state.manifests)
+        self._publication = self._publisher.start(content, version=version, step=step, manifests=self.state.manifests)
         self._stalled_s = time.monotonic() - started
 
     @property
     def publishing(self) -> bool:
-        """True while a version is on its way."""
+        """True while the chunks of a version are being sent."""
         return self._publication is not None
 
     def finish_publishing(self, *, wait: bool = True) -> None:
-        """Commit the version whose chunks were sent: its manifest with the ledger's entry; without `wait`, only if all of them are."""
+        """Commit the version being sent: its manifest with the ledger entry; without `wait`, only if all chunks are acknowledged."""
         publication = self._publication
         if publication is None or not (wait or publication.sent):
             return
-        began, manifest = time.monotonic(), self._publisher.finish(publication)
+        waiting, manifest = time.monotonic(), self._publisher.finish(publication)
         self._publication = None
         self._gaps.read_to(weights.chunk_places(manifest))
         origin = self.state.manifests.get(0, manifest)
-        whole = sum(expected_nbytes(dtype, shape) for _, dtype, shape in weights.layout(origin))
+        full_bytes = sum(expected_nbytes(dtype, shape) for _, dtype, shape in weights.layout(origin))
         now = time.monotonic()
         measured = {
             "bytes": float(manifest.nbytes),
-            "full_bytes": float(whole),
+            "full_bytes": float(full_bytes),
             "delta": float(manifest.encoding == "delta"),
             "adapter": float(manifest.encoding == "adapter"),
             "publish_s": now - publication.started,
-            "stall_s": self._stalled_s + now - began,
+            "stall_s": self._stalled_s + now - waiting,
         }
         record = manifest_record(manifest, run=self.session.run)
         self.write("version", record, version=manifest.version, step=manifest.step, digest=manifest.digest, metrics=measured)
         self.state.add(manifest)
         self._publisher.committed(publication)
         self.session.reporter.values.update(version=manifest.version)
-        chosen = self.session.config.weights
-        if chosen.keep == "chain" and is_anchor(manifest, every=chosen.anchor_every):
-            self._release()
+        config = self.session.config.weights
+        if config.keep == "chain" and is_anchor(manifest, every=config.anchor_every):
+            self._delete_old_chunks()
 
-    def _release(self) -> None:
-        """Delete the chunks of versions that nobody needs any more; where that is refused the run goes on."""
+    def _delete_old_chunks(self) -> None:
+        """Delete the chunks that no version in use needs; a refusal is logged only."""
         per_version = self.session.schedule.steps_per_version
         store = self.checkpoints.store
         steps = store.steps() if store is not None and per_version > 1 else []  # a snapshot within a version is read again
@@ -218,23 +219,23 @@ class RunWriter:
         except LogUnreachable:
             raise
         except LogError as error:
-            self.session.reporter.throttled.notify("weights that stay", f"old weights stay: {error}")
+            self.session.reporter.throttled.notify("weights that stay", f"old weights are not deleted: {error}")
 
     def repair_newest(self) -> None:
-        """Send the newest version again if its chunks cannot be read, as far as it is still in memory. Raises `LogError`."""
+        """Send the newest version again if its chunks cannot be read and its weights are in memory. Raises `LogError`."""
         newest = self.state.newest_version
         published = self.state.manifests.get(newest)
         content = None if published is None or self._publication is not None else self._publisher.newest(published)
         if published is None or content is None:
             return
-        if (problem := self._publisher.look_through(self.state.manifests, newest)) is not None:
+        if (problem := self._publisher.check_chunks(self.state.manifests, newest)) is not None:
             self.session.reporter.notify(f"version {newest} cannot be read any more ({problem}): it is sent again")
             self._publish_again(content, published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
-        """Send a published version whole; a manifest with the same digest says where its chunks are now."""
-        publication = self._publisher.begin(
-            content, version=published.version, step=published.step, manifests=self.state.manifests, whole=True
+        """Send a published version again as a full snapshot; a new manifest with the same digest has the new offsets."""
+        publication = self._publisher.start(
+            content, version=published.version, step=published.step, manifests=self.state.manifests, full=True
         )
         manifest = self._publisher.finish(publication)
         assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
@@ -246,34 +247,34 @@ class RunWriter:
         self.session.reporter.notify(f"version {manifest.version} is published again")
 
     def _read_newest(self) -> None:
-        """Read the newest version back, to go on with changes to it, or to find out that it has to be sent again."""
+        """Read the newest version as base of the next delta; if that fails, it has to be sent again."""
         newest = self.state.newest_version
         if newest < 0:
             return
         if (problem := self._publisher.read_back(self.state.manifests, newest)) is not None:
             self.lost = self.state.manifests[newest]
-            self.session.reporter.notify(f"version {newest} cannot be read ({problem}): it is sent again once its weights are here")
+            self.session.reporter.notify(f"version {newest} cannot be read ({problem}): it is sent again once its weights are restored")
 
     def step_digest(self, policy: PolicyTrainer) -> str | None:
-        """The digest of the weights for the ledger's entry of a step; None for a model too large to hash at each step."""
+        """Weights digest for the ledger entry of a step; None for a model too large to hash at each step."""
         return policy.weights().digest if self._parameters < DIGEST_BELOW else None
 
     def checkpoint(self, policy: PolicyTrainer) -> None:
-        """Begin a checkpoint of the steps done, unless there is one or the run wants none. Raises `CheckpointError`."""
+        """Start a checkpoint of the steps done, unless it exists or the run has none. Raises `CheckpointError`."""
         if self.checkpoints.store is None:
             return
         self.finish_publishing()
         published = self.state.manifests[policy.version]
-        known = published.step == policy.steps_done and self._rebased_at != policy.steps_done
-        self.checkpoints.begin(policy, published=published, known=known, parameters=self._parameters, seq=self.state.last_seq)
+        is_current = published.step == policy.steps_done and self._rebased_at != policy.steps_done
+        self.checkpoints.start(policy, published=published, is_current=is_current, parameters=self._parameters, seq=self.state.last_seq)
 
-    def finish_begun(self, *, wait: bool = True) -> None:
-        """Commit the version and the checkpoint that are on their way; without `wait`, only what is ready."""
+    def finish_pending(self, *, wait: bool = True) -> None:
+        """Commit the version and the checkpoint being written; without `wait`, only those that are ready."""
         self.finish_publishing(wait=wait)
         self.checkpoints.finish(wait=wait)
 
     def export(self, policy: PolicyTrainer) -> None:
-        """Write the model as a Hugging Face directory, if the run wants it."""
+        """Write the model as a Hugging Face directory, if `trainer.export` is set."""
         if self.session.config.trainer.export:
             target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing(Activity.SAVE, "writing the final model")
@@ -281,7 +282,7 @@ class RunWriter:
             self.session.reporter.notify(f"final model in {target}")
 
     def check_manifest(self, record: Record) -> None:
-        """Check a record of partition 0 of `weights`: our own, a repetition, or a dead letter."""
+        """Check a record of partition 0 of `weights`: a manifest of this trainer, a duplicate, or a dead letter."""
         dead_letters = self.session.dead_letters
         try:
             with dead_letters.decoding(record):
@@ -293,12 +294,12 @@ class RunWriter:
             self.session.require_lease()
             dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
         elif manifest.digest != self.state.manifests[manifest.version].digest:
-            place = f"{record.topic}/{record.partition}/{record.offset}"
-            self.session.reporter.duplicate(f"manifest of version {manifest.version} at {place}")
+            source = f"{record.topic}/{record.partition}/{record.offset}"
+            self.session.reporter.duplicate(f"manifest of version {manifest.version} at {source}")
 
     def close_run(self, *, steps: int, status: str, reason: str) -> None:
         """Commit the ledger's last entry."""
-        self.finish_begun()
+        self.finish_pending()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
         newest = self.state.manifests.get(self.state.newest_version)

@@ -1,13 +1,16 @@
-"""One optimizer step, fed group by group in plan order.
+"""One optimizer step, to which groups are added in plan order.
 
-The rule: what a step computes follows from its groups in plan order alone, never from when they came: the same call serves a live
-run, in which groups still arrive while the first micro-batches run backward, and a whole plan read back from the log.
+Its result depends only on the groups in plan order, not on their arrival times: a live run, in which groups still arrive while the first
+micro-batches run backward, and a plan read back from the log use the same code.
 """
 
+import json
+import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -21,39 +24,40 @@ from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
 from penstock.pipeline.learner.ranks.lead import Ranks
-from penstock.pipeline.learner.step_measures import group_measures
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, lowered_rewards, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 from penstock.topics.ledger import Planned
+from penstock.topics.samples import generated
 
 BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Loss and advantage of a run with their settings."""
+    """Loss and advantage function of a run with their settings."""
 
     batch_loss: BatchLoss
     advantages: Callable[[Group], Any]
     proximal: str
     truncated: str
     kl_coef: float
-    """Of the KL in the loss."""
+    """Coefficient of the KL in the loss."""
     kl_reward: float
-    """Of the KL in the reward."""
+    """Coefficient of the KL in the reward."""
     token_budget: int
+    """Padded tokens of a micro-batch."""
     most_groups: int | None
-    """The most groups of a micro-batch: a step's groups divided by the processes that train it."""
+    """Groups of a micro-batch at most: the step's groups divided by the trainer's processes; None for one process."""
     aggregate: str
     steps_per_version: int
     counts_untrained: bool
-    """Whether samples that are not trained count in the denominator of `sequence_mean` and `constant`."""
+    """True if untrained samples count in the denominator of `sequence_mean` and `constant`."""
 
     @classmethod
     def of(cls, config: Config) -> "Objective":
-        """What the configuration names; own functions are loaded here."""
+        """The objective of a configuration; loads the user's functions."""
         algorithm = config.algorithm
         settings: dict[str, Any] = {
             "clip_low": config.clip_low,
@@ -77,8 +81,8 @@ class Objective:
             settings["surrogate"] = LOSSES[algorithm.loss].surrogate
         function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
 
-        def batch_loss(logprobs: Any, batch: TokenBatch, **given: Any) -> tuple[Any, dict[str, float]]:
-            return function(logprobs, batch, **settings, **given)
+        def batch_loss(logprobs: Any, batch: TokenBatch, **inputs: Any) -> tuple[Any, dict[str, float]]:
+            return function(logprobs, batch, **settings, **inputs)
 
         return cls(
             batch_loss=batch_loss,
@@ -97,22 +101,22 @@ class Objective:
         )
 
     def sequences(self, group: Group) -> list[TokenSequence]:
-        """The samples of a group that are trained, in order of their numbers; aborted ones are not."""
+        """The trained sequences of a group, in sample order."""
         return training_samples.sequences(group, advantages=self.advantages, truncated=self.truncated)
 
     def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
         """Run one micro-batch backward; returns its statistics."""
-        given: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
+        inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
         if self.kl_coef:
-            given["reference"] = backend.reference_logprobs(batch)
+            inputs["reference"] = backend.reference_logprobs(batch)
 
         def loss(logprobs: Any, entropies: Any = None) -> tuple[Any, dict[str, float]]:
-            return self.batch_loss(logprobs, batch, **given, **({} if entropies is None else {"entropies": entropies}))
+            return self.batch_loss(logprobs, batch, **inputs, **({} if entropies is None else {"entropies": entropies}))
 
         return backend.backward(batch, loss, denominator=denominator)
 
     def _proximal(self, backend: Backend, batch: TokenBatch) -> npt.NDArray[np.float32] | None:
-        """[B, L-1] proximal logprobs of a micro-batch; None stands for the current policy's own."""
+        """[B, L-1] proximal logprobs of a micro-batch; None if the current policy is the proximal one."""
         if self.proximal == "snapshot":
             return backend.snapshot_logprobs(batch)
         return batch.behaviour_logprobs if self.proximal == "behaviour" else None
@@ -120,7 +124,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step did: exact bits to compare a repetition with, and its measurements."""
+    """Result of a step: the exact numbers that a repetition is compared with, and its metrics."""
 
     loss: float
     grad_norm: float
@@ -140,9 +144,9 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class Step:
-    """A step under way. `add` runs every micro-batch backward as soon as it is full, if the backend can divide late.
+    """A step in progress. `add` runs every micro-batch backward as soon as it is full, if the backend divides late.
 
-    A step without a trained token is empty: it counts as a step, and leaves the weights as they are.
+    A step without a trained token counts as a step and leaves the weights unchanged.
     """
 
     backend: Backend
@@ -150,62 +154,65 @@ class Step:
     number: int
     """Optimizer steps of the run before this one."""
     ranks: Ranks | None = None
-    """The other processes of the trainer, which train their share of the micro-batches."""
+    """The trainer's ranks, if it has several processes."""
     before_update: Callable[[], None] = lambda: None
     """Called before the model changes."""
     on_batch: Callable[[int, int | None], None] = lambda _number, _count: None
-    """Called before each micro-batch runs with its number, from 1, and how many there are once the plan is whole."""
+    """Called before each micro-batch runs, with its number from 1 and, once all groups are added, the number of micro-batches."""
+    recorded_ends: Sequence[int] | None = None
+    """Recorded boundaries of the step that this one repeats; None divides by token budget and groups."""
     first_backward_at: float | None = None
     compute_s: float = 0.0
-    _whole: bool = False
+    _complete: bool = False
     _batcher: MicroBatcher | None = None
-    _held: list[TokenBatch] = field(default_factory=list)
+    _batches: list[TokenBatch] = field(default_factory=list)
     _closed: list[tuple[TokenSequence, ...]] = field(default_factory=list)
     _stats: list[dict[str, float]] = field(default_factory=list)
     _groups: list[Group] = field(default_factory=list)
 
     def add(self, group: Group, planned: Planned | None = None) -> None:
-        """Take the next group of the plan; `planned` says to other processes where it is in the log."""
+        """Add the next group of the plan; `planned` is its location in the log, for the other ranks."""
         if self.ranks is not None and planned is not None:
             self.ranks.planned[group.group] = planned
-        self._batcher = self._batcher or MicroBatcher(self.objective.token_budget)
+        if self._batcher is None:
+            self._batcher = MicroBatcher(self.objective.token_budget, most_groups=self.objective.most_groups, ends=self.recorded_ends)
         self._groups.append(group)
-        judged = group
+        trained = group
         if self.objective.kl_reward:
-            judged, sums = lowered_rewards(
+            trained, sums = lowered_rewards(
                 group, coef=self.objective.kl_reward, reference=self.backend.reference_logprobs, token_budget=self.objective.token_budget
             )
             self._stats.append(sums)
-        for sequence in self.objective.sequences(judged):
+        for sequence in self.objective.sequences(trained):
             full = self._batcher.add(sequence)
             if full:
                 self._close(full)
 
     def finish(self, *, learner_version: int) -> StepOutcome:
-        """Run what is left backward, divide once, and update the weights."""
-        self._whole = True
+        """Run the last micro-batch backward, divide once, and update the weights."""
+        self._complete = True
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
-        if not self._held:
+        if not self._batches:
             self.before_update()
-            self.backend.steps += 1  # the learning rate's schedule goes on
+            self.backend.steps += 1  # the learning-rate schedule counts it
             return StepOutcome(
                 loss=0.0, grad_norm=0.0, boundaries=(), metrics={"loss": 0.0, "grad_norm": 0.0, **self._measures(learner_version)}
             )
         if self.ranks is not None:
             self._stats = self.ranks.finish(self.backend, self._stats, batches=len(self._closed))
-        tokens, masks = sum(batch.tokens for batch in self._held), [batch.completion_mask for batch in self._held]
+        tokens, masks = sum(batch.tokens for batch in self._batches), [batch.completion_mask for batch in self._batches]
         denominator = denominator_of(
             masks, self._groups, aggregate=self.objective.aggregate, counts_untrained=self.objective.counts_untrained
         )
         if not self.backend.divides_late:
-            for batch in self._held:
+            for batch in self._batches:
                 self._backward(batch, denominator=denominator)
         self.before_update()
         started = time.monotonic()
         result = self.backend.step(denominator=denominator)
         self.compute_s += time.monotonic() - started
-        counts = {"tokens": float(tokens), "denominator": denominator}  # the step's own, whatever a user's loss reports
+        counts = {"tokens": float(tokens), "denominator": denominator}  # override what a user's loss reports
         summary = losses.summarise(losses.add_stats(self._stats) | counts)
         loss = summary.pop("loss")
         metrics = {
@@ -221,13 +228,13 @@ class Step:
     def _close(self, sequences: tuple[TokenSequence, ...]) -> None:
         batch = pack(sequences)
         self._closed.append(sequences)
-        self._held.append(batch)
-        given_away = self.ranks is not None and self.ranks.gives_away(len(self._closed) - 1, sequences)
-        if self.backend.divides_late and not given_away:
+        self._batches.append(batch)
+        delegated = self.ranks is not None and self.ranks.delegates(len(self._closed) - 1, sequences)
+        if self.backend.divides_late and not delegated:
             self._backward(batch, denominator=None)
 
     def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:
-        self.on_batch(len(self._stats) + 1, len(self._closed) if self._whole else None)
+        self.on_batch(len(self._stats) + 1, len(self._closed) if self._complete else None)
         started = time.monotonic()
         if self.first_backward_at is None:
             self.first_backward_at = time.time()
@@ -236,7 +243,7 @@ class Step:
 
     def _measures(self, learner_version: int) -> dict[str, float]:
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
-        real_tokens = float(sum(batch.attention_mask.sum() for batch in self._held))
+        real_tokens = float(sum(batch.attention_mask.sum() for batch in self._batches))
         return {
             **group_measures(self._groups),
             "trained_samples": float(sum(len(batch) for batch in self._closed)),
@@ -244,8 +251,8 @@ class Step:
             "micro_batches": float(len(self._closed)),
             "real_tokens": real_tokens,
             **({"train_tokens_per_s": real_tokens / self.compute_s} if self.compute_s else {}),
-            "padded_tokens": float(sum(batch.attention_mask.size for batch in self._held)),
-            "computed_tokens": sum(one.get("computed_tokens", 0.0) for one in self._stats),
+            "padded_tokens": float(sum(batch.attention_mask.size for batch in self._batches)),
+            "computed_tokens": sum(stats.get("computed_tokens", 0.0) for stats in self._stats),
             "compute_s": self.compute_s,
             **({"first_backward_at": self.first_backward_at} if self.first_backward_at is not None else {}),
             "first_sample_at": min(rollout.started_ns for rollout in rollouts) / 1e9,
@@ -253,17 +260,17 @@ class Step:
         }
 
     def _lags(self, learner_version: int) -> dict[str, float]:
-        """How old what was trained is: each group by its oldest token, as freshness counts, and each trained token by its own.
+        """Staleness of the step: of each group by its oldest token, as freshness counts it, and of each trained token.
 
-        In versions, and for the groups also in the optimizer steps (`lag_steps_mean`, …) that the learner has taken since that version.
+        In versions, and for the groups also in optimizer steps (`lag_steps_mean`, …) since that version.
         """
         oldest = [version_min([sample.rollout for sample in group.samples]) or 0 for group in self._groups]
         groups = [learner_version - version for version in oldest]
         in_steps = lag_summary([self.number - self.objective.steps_per_version * version for version in oldest])
         by_group = lag_summary(groups) | {name.replace("lag", "lag_steps"): value for name, value in in_steps.items()}
-        taken = {(one.group, one.sample) for batch in self._closed for one in batch}
+        samples = {(sequence.group, sequence.sample) for batch in self._closed for sequence in batch}
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
-        trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in taken]
+        trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in samples]
         if not trained:
             return by_group
         tokens = learner_version - np.concatenate([rollout.token_versions[rollout.loss_mask] for rollout in trained])
@@ -275,12 +282,48 @@ class Step:
         }
 
 
+def group_measures(groups: Sequence[Group]) -> dict[str, float]:
+    """Lengths, truncation rate and rewards over all samples of these groups, trained or not; rewards over the samples that have one.
+
+    `no_reward` counts the samples without a reward, if any; `reward/NAME` is the mean of what reward functions logged as `NAME`.
+    `truncated_share` counts samples that reached `max_new_tokens`; `reward_std` is over all samples, `reward_group_std` the mean of the
+    groups' standard deviations, from which group advantages are computed.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.array([len(generated(sample.rollout)) for sample in samples], np.float64)
+    rewards = [np.array(group.rewards, np.float64) for group in groups]
+    unscored = len(samples) - sum(map(len, rewards))
+    return {
+        **_logged(groups),
+        **({"no_reward": float(unscored)} if unscored else {}),
+        "groups": float(len(groups)),
+        "samples": float(len(samples)),
+        "reward_trained": float(np.concatenate(rewards).mean()),
+        "reward_std": float(np.concatenate(rewards).std()),
+        "reward_group_std": float(np.mean([values.std() for values in rewards])),
+        "truncated_share": float(np.mean([sample.rollout.finish == "length" for sample in samples])),
+        "completion_tokens_mean": float(lengths.mean()),
+        "completion_tokens_p95": float(np.quantile(lengths, 0.95, method="inverted_cdf")),
+        "completion_tokens_max": float(lengths.max()),
+    }
+
+
+def _logged(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each logged metric over the groups that logged it, under a name that MLflow accepts."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for name, value in json.loads(group.metrics or "{}").items():
+            parts = [re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/") if part not in ("", ".", "..")]
+            values.setdefault("/".join(["reward", *parts]), []).append(value)
+    return {name: fmean(numbers) for name, numbers in values.items()}
+
+
 def _utilisation(measures: dict[str, float], *, seconds: float) -> dict[str, float]:
-    """A backend's measures, with its operations a second in the place of its operations, and the share that they are of the most (MFU)."""
-    kept = {name: value for name, value in measures.items() if name not in ("model_flops", "peak_flops")}
+    """A backend's measures with FLOP/s instead of FLOPs, and their share of the device's peak (MFU)."""
+    others = {name: value for name, value in measures.items() if name not in ("model_flops", "peak_flops")}
     rate = measures.get("model_flops", 0.0) / seconds if seconds else 0.0
     peak = measures.get("peak_flops")
-    return kept | ({"model_tflops_per_s": rate / 1e12} if rate else {}) | ({"mfu": rate / peak} if rate and peak else {})
+    return others | ({"model_tflops_per_s": rate / 1e12} if rate else {}) | ({"mfu": rate / peak} if rate and peak else {})
 
 
 def double_bits(value: float) -> int:

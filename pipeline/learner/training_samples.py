@@ -1,11 +1,11 @@
-"""From a step's scored groups to padded micro-batches: what of a group is trained, with which advantage, and beside which samples.
+"""Turns a step's scored groups into sequences with advantages, and those into padded micro-batches.
 
-The rule: pure functions of recorded groups in plan order and of a run's settings, the same ones for the trainer, for replay and for
-`explain`. A boundary depends on the sequences before it and the next one, never on what comes later or when, so a step cut while its
-groups still arrive is cut like the same step read back from the log.
+Pure functions of recorded groups in plan order and of a run's settings, shared by trainer, replay and `explain`. A boundary between
+micro-batches depends only on the sequences before it and the next one, so a step is divided equally while its groups still arrive and
+when it is read back from the log.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,27 +24,27 @@ from penstock.topics.samples import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """One sample as the trainer sees it: prompt and completion ids, and what belongs to each completion token."""
+    """One sample, or one segment of a trajectory, as it is trained: token ids, and logprob and mask of each completion token."""
 
     group: int
     sample: int
     prompt_ids: npt.NDArray[np.int32]
-    """[P], at least one token: the first completion token needs something before it."""
+    """[P], at least one token, which predicts the first completion token."""
     completion_ids: npt.NDArray[np.int32]
     """[T]"""
     behaviour_logprobs: npt.NDArray[np.float32]
-    """[T]; NaN where the model did not draw the token."""
+    """[T]; NaN for tokens that the policy did not generate."""
     loss_mask: npt.NDArray[np.bool_]
     """[T] True on tokens that are trained."""
     advantage: float
     temperature: float = 1.0
     sample_tokens: int | None = None
-    """Trained tokens of the whole sample, where this is one of several sequences of a trajectory."""
+    """Trained tokens of the full sample, if this is one of several sequences of a trajectory."""
     support: npt.NDArray[np.int32] | None = None
-    """[T, k] ids that each token was drawn from, -1 behind the last; None: the whole vocabulary."""
+    """[T, k] ids that each token was sampled from, padded with -1; None: the full vocabulary."""
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not belong together."""
+        """Raise `ValueError` for arrays of different lengths and values that cannot be trained."""
         tokens = len(self.completion_ids)
         if not tokens == len(self.behaviour_logprobs) == len(self.loss_mask) or not len(self.prompt_ids):
             raise ValueError(
@@ -52,7 +52,7 @@ class TokenSequence:
                 f"{len(self.behaviour_logprobs)} logprobs, {len(self.loss_mask)} mask entries do not fit together"
             )
         if not self.temperature > 0:
-            raise ValueError(f"group {self.group} sample {self.sample}: temperature {self.temperature} cannot be trained")
+            raise ValueError(f"group {self.group} sample {self.sample}: temperature {self.temperature} must be above 0")
         if not np.isfinite(self.behaviour_logprobs[self.loss_mask]).all():
             raise ValueError(f"group {self.group} sample {self.sample}: a trained token has no finite logprob")
 
@@ -63,7 +63,7 @@ class TokenSequence:
 
 
 def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
-    """Why a group would end the trainer that trains it, although its record is sound; None for any other."""
+    """Reason why a group with a valid record cannot be trained, or None; its payload would stop the trainer."""
     if not len(group.prompt_ids):
         return "its prompt has no token"
     rollouts = [sample.rollout for sample in group.samples]
@@ -78,31 +78,31 @@ def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
 
 
 def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
-    """The advantage of that name, or a user's own by `package:function` or `file.py:function`, with options after a question mark.
+    """The advantage of that name, or a user's function as `package:function` or `file.py:function`, with options after a question mark.
 
-    Raises `PluginError`, and `ValueError` for a user's own without `trust_code`: whoever only looks at a log runs nothing it names.
+    Raises `PluginError`, and `ValueError` for a user's function without `trust_code`: reading a log must not execute code that it names.
     """
-    plain, options = split_options(name)
-    if plain not in ADVANTAGES and not trust_code:
+    base_name, options = split_options(name)
+    if base_name not in ADVANTAGES and not trust_code:
         raise ValueError(f"{name} is the run's own function: --trust-code loads it")
-    function = ADVANTAGES[plain] if plain in ADVANTAGES else load(plain)
+    function = ADVANTAGES[base_name] if base_name in ADVANTAGES else load(base_name)
     return partial(function, **options) if options else function
 
 
 def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callable[[Group], Any]:
-    """From a group to one advantage a sample: the `function` of its rewards or, under `combine` = "advantages", for several rewards the
-    weighted sum of the `function` of each component (GDPO, arXiv 2601.05242, without its last normalisation over the batch).
+    """A function from a group to one advantage per sample: `function` of the rewards or, under `combine` = "advantages", the weighted
+    sum of `function` of each reward component (GDPO, arXiv 2601.05242, without its last normalisation over the batch).
 
-    A component that does not apply to a sample (None) adds nothing to it, and is not in the mean of the others. A sample without a reward
-    is not passed to the function; its advantage is 0.
+    A component that does not apply to a sample (None) adds nothing to it and does not count in the mean of the others. A sample without
+    a reward is not passed to the function; its advantage is 0.
     """
 
     def of_rewards(group: Group) -> Any:
-        given = np.asarray(function(np.array(group.rewards, np.float64)))
+        advantages = np.asarray(function(np.array(group.rewards, np.float64)))
         if len(group.rewards) == len(group.samples):
-            return given
-        total = np.zeros(len(group.samples), given.dtype)
-        total[[sample.reward is not None for sample in group.samples]] = given
+            return advantages
+        total = np.zeros(len(group.samples), advantages.dtype)
+        total[[sample.reward is not None for sample in group.samples]] = advantages
         return total
 
     def of_components(group: Group) -> Any:
@@ -118,10 +118,10 @@ def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callab
 
 
 def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: str) -> list[TokenSequence]:
-    """The samples of a group that are trained, in order of their numbers; those without a reward, aborted, empty and masked ones are not.
+    """The trained sequences of a group in sample order, without samples that have no reward or are aborted, empty or masked.
 
-    A trajectory is a sequence for each of its segments, all with the trajectory's advantage. `truncated` is `algorithm.truncated`: under
-    "mask" a sample that ran out of tokens is left out, its reward stays in the group's mean.
+    A trajectory has a sequence for each segment, all with the trajectory's advantage. `truncated` is `algorithm.truncated`: under "mask"
+    a truncated sample is not trained, but its reward counts in the group's mean.
     """
     return [
         sequence
@@ -132,15 +132,15 @@ def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: st
 
 
 def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float) -> Iterator[TokenSequence]:
-    """The sequences of one sample that have a trained token: a single one, or one for each segment of a trajectory."""
+    """The sequences of one sample that have a trained token: one, or one for each segment of a trajectory."""
     segments = rollout.segments or ((0, len(rollout.token_ids), 0),)
     if rollout.support is None and (rollout.top_k or rollout.top_p < 1.0):
         raise ValueError(
-            f"group {rollout.group} sample {rollout.sample}: top_p {rollout.top_p:g} and top_k {rollout.top_k} left tokens that are not "
-            "recorded: its logprobs cannot be computed again"
+            f"group {rollout.group} sample {rollout.sample}: sampled with top_p {rollout.top_p:g} and top_k {rollout.top_k}, but the ids "
+            "that each token was sampled from are not recorded: its logprobs cannot be computed again"
         )
     support = None if rollout.support is None else rollout.support.reshape(len(rollout.token_ids), -1)
-    whole = int(rollout.loss_mask.sum()) if len(segments) > 1 else None
+    sample_tokens = int(rollout.loss_mask.sum()) if len(segments) > 1 else None
     for start, end, prompt in segments:
         first = start + prompt
         if rollout.loss_mask[first:end].any():
@@ -153,7 +153,7 @@ def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float
                 loss_mask=rollout.loss_mask[first:end],
                 advantage=advantage,
                 temperature=rollout.temperature,
-                sample_tokens=whole,
+                sample_tokens=sample_tokens,
                 support=None if support is None else support[first:end],
             )
 
@@ -162,37 +162,43 @@ MicroBatch = tuple[TokenSequence, ...]
 
 
 class MicroBatcher:
-    """Fills one micro-batch after the other: rows times longest row stays within `token_budget`; a longer sequence goes alone."""
+    """Splits a step's sequences into micro-batches of at most `token_budget` padded tokens and `most_groups` groups.
 
-    def __init__(self, token_budget: int, *, most_groups: int | None = None) -> None:
-        """`token_budget` counts padded tokens; `most_groups` is the most groups of which a micro-batch has samples."""
+    A sequence longer than the budget is a micro-batch of its own. With `ends`, the recorded `boundaries` of a step, only they decide.
+    """
+
+    def __init__(self, token_budget: int, *, most_groups: int | None = None, ends: Collection[int] | None = None) -> None:
+        """Raises `ValueError` for a budget below 1."""
         if token_budget < 1:
             raise ValueError(f"a micro-batch needs a token budget above 0, not {token_budget}")
-        self.token_budget, self.most_groups = token_budget, most_groups
+        self.token_budget, self.most_groups, self.ends = token_budget, most_groups, ends
         self._open: list[TokenSequence] = []
-        self._longest = 0
+        self._added = 0
 
     def add(self, sequence: TokenSequence) -> MicroBatch | None:
-        """Take the next sequence; hands out the micro-batch that it did not fit into."""
-        closed = None
-        longest = max(self._longest, sequence.length)
-        groups = {one.group for one in self._open} | {sequence.group}
-        too_many = self.most_groups is not None and len(groups) > self.most_groups
-        if self._open and (too_many or (len(self._open) + 1) * longest > self.token_budget):
-            closed, longest = self.close(), sequence.length
+        """Add the next sequence; returns the micro-batch that ends before it, if one does."""
+        closed = self.close() if self._open and self._ends_before(sequence) else None
         self._open.append(sequence)
-        self._longest = longest
+        self._added += 1
         return closed
 
     def close(self) -> MicroBatch | None:
-        """Hand out what is left, when the step is whole."""
+        """Return the last micro-batch of a step, if it has any sequence."""
         closed = tuple(self._open) or None
-        self._open, self._longest = [], 0
+        self._open = []
         return closed
+
+    def _ends_before(self, sequence: TokenSequence) -> bool:
+        if self.ends is not None:
+            return self._added in self.ends
+        batch = [*self._open, sequence]
+        if self.most_groups is not None and len({row.group for row in batch}) > self.most_groups:
+            return True
+        return len(batch) * max(row.length for row in batch) > self.token_budget
 
 
 def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
-    """How many sequences of the step lie before the end of each micro-batch: what the ledger records.
+    """Number of the step's sequences up to the end of each micro-batch, as the ledger records it.
 
     Example:
         boundaries([(a, b, c), (d,)])  # -> (3, 4)
@@ -201,7 +207,7 @@ def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
 
 
 def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
-    """Right-padded arrays of one micro-batch, rows in the order given."""
+    """Right-padded arrays of one micro-batch, one row per sequence in order."""
     if not sequences:
         raise ValueError("a micro-batch needs at least one sequence")
     rows, width = len(sequences), max(2, *(sequence.length for sequence in sequences))
@@ -231,12 +237,12 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
 
 
 def _support(sequences: Sequence[TokenSequence], width: int) -> npt.NDArray[np.int32] | None:
-    """[B, width-1, k] with the most ids that any token has; None where all were drawn from the whole vocabulary."""
-    given = [sequence.support.shape[1] for sequence in sequences if sequence.support is not None]
-    if not given:
+    """[B, width-1, k] padded with -1; None if all tokens were sampled from the full vocabulary."""
+    sizes = [sequence.support.shape[1] for sequence in sequences if sequence.support is not None]
+    if not sizes:
         return None
-    assert len(given) == len(sequences), "a micro-batch has samples with and without a recorded support"
-    padded = np.full((len(sequences), width - 1, max(given)), -1, np.int32)
+    assert len(sizes) == len(sequences), "a micro-batch has samples with and without a recorded support"
+    padded = np.full((len(sequences), width - 1, max(sizes)), -1, np.int32)
     for row, sequence in enumerate(sequences):
         assert sequence.support is not None
         padded[row, len(sequence.prompt_ids) - 1 : sequence.length - 1, : sequence.support.shape[1]] = sequence.support
@@ -246,15 +252,14 @@ def _support(sequences: Sequence[TokenSequence], width: int) -> npt.NDArray[np.i
 def _sample_tokens(sequences: Sequence[TokenSequence]) -> npt.NDArray[np.int64] | None:
     if all(sequence.sample_tokens is None for sequence in sequences):
         return None
-    own = [int(sequence.loss_mask.sum()) for sequence in sequences]
-    return np.array([sequence.sample_tokens or mine for sequence, mine in zip(sequences, own, strict=True)], np.int64)
+    return np.array([sequence.sample_tokens or int(sequence.loss_mask.sum()) for sequence in sequences], np.int64)
 
 
 def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *, aggregate: str, counts_untrained: bool) -> float:
-    """What a step's loss sum is divided by, from the masks [B, L] of its trained tokens and the groups of its plan.
+    """Divisor of a step's loss sum, from the masks [B, L] of its trained tokens and the groups of its plan.
 
-    Trained tokens under `token_mean`; samples under `sequence_mean` and `constant`: all K of each group, so that a step does not weigh
-    more the more of it is masked, or without `counts_untrained` those with a trained token.
+    Under `token_mean` it counts trained tokens, under `sequence_mean` and `constant` samples: with `counts_untrained` all K of each group,
+    so that masked samples do not raise the weight of the others, else those with a trained token.
     """
     if aggregate == "token_mean":
         return float(sum(int(mask.sum()) for mask in masks))
@@ -265,7 +270,7 @@ def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *,
 
 
 def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
-    """What each of a sequence's `tokens` trained tokens counts in the step's sum, before its division: 1, 1/tokens or 1/max_tokens.
+    """Weight of each of a sequence's `tokens` trained tokens in the step's sum, before its division: 1, 1/tokens or 1/max_tokens.
 
     Example:
         token_share(4, aggregate="sequence_mean", max_tokens=16)  # -> 0.25
@@ -278,21 +283,22 @@ def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
 def lowered_rewards(
     group: Group, *, coef: float, reference: Callable[[TokenBatch], npt.NDArray[np.float32]], token_budget: int
 ) -> tuple[Group, dict[str, float]]:
-    """The group with `coef` times each sample's k1 taken off its reward, and the sum of all k1 as `kl_reference_k1_sum`.
+    """The group with `coef` times k1 subtracted from each sample's reward, and the sum of all k1 as `kl_reference_k1_sum`.
 
-    k1 is the sum over a sample's trained tokens of log behaviour - log reference: what the sample says of KL(behaviour || reference),
-    without bias as the behaviour policy drew it (Schulman 2020; the reward of RLHF, arXiv 2203.02155). `reference` gives [B, L-1]
-    logprobs of a micro-batch of at most `token_budget` padded tokens.
+    k1 is the sum of log behaviour - log reference over a sample's trained tokens: an unbiased estimate of KL(behaviour || reference)
+    (Schulman 2020; the reward of RLHF, arXiv 2203.02155). `reference` returns the [B, L-1] logprobs of a micro-batch of at most
+    `token_budget` padded tokens.
     """
-    found: dict[int, float] = {}
+    k1: dict[int, float] = {}
     batcher = MicroBatcher(token_budget)
     rows = sequences(group, advantages=lambda group: np.zeros(len(group.samples), np.float32), truncated="train")
     batches = [full for row in rows if (full := batcher.add(row))]
     for batch in map(pack, [*batches, *filter(None, [batcher.close()])]):
-        apart = np.where(batch.completion_mask, batch.behaviour_logprobs - reference(batch), 0.0).sum(1, dtype=np.float64)
-        for sample, value in zip(batch.samples.tolist(), apart.tolist(), strict=True):
-            found[sample] = found.get(sample, 0.0) + value
+        sums = np.where(batch.completion_mask, batch.behaviour_logprobs - reference(batch), 0.0).sum(1, dtype=np.float64)
+        for number, value in zip(batch.samples.tolist(), sums.tolist(), strict=True):
+            k1[number] = k1.get(number, 0.0) + value
     samples = tuple(
-        one if one.reward is None else replace(one, reward=one.reward - coef * found.get(one.rollout.sample, 0.0)) for one in group.samples
+        sample if sample.reward is None else replace(sample, reward=sample.reward - coef * k1.get(sample.rollout.sample, 0.0))
+        for sample in group.samples
     )
-    return replace(group, samples=samples), {"kl_reference_k1_sum": sum(found.values())}
+    return replace(group, samples=samples), {"kl_reference_k1_sum": sum(k1.values())}

@@ -1,6 +1,6 @@
-"""Publishes versions in the background: a thread compares, cuts and sends while the next step is computed.
+"""Sends policy versions in the background: a thread encodes and sends one version at a time while the next step is computed.
 
-The rule: one version at a time. Its chunks are sent by the thread; what commits it is done by whoever owns the ledger, who asks for it.
+The owner of the ledger commits the manifest once the chunks are acknowledged.
 """
 
 import threading
@@ -24,12 +24,12 @@ from penstock.topics import weights
 from penstock.topics.weights import Manifest
 
 IN_FLIGHT_BYTES = 32 << 20
-"""Sent chunks that are not acknowledged yet."""
+"""Largest size of sent chunks that are not acknowledged."""
 
 
 @dataclass(slots=True)
 class Publication:
-    """A version on its way."""
+    """A version being sent."""
 
     content: Weights
     version: int
@@ -37,11 +37,11 @@ class Publication:
     base: Base | None
     started: float = field(default_factory=time.monotonic)
     manifest: Manifest | None = None
-    """What is to be committed, once all chunks are acknowledged."""
+    """Set once all chunks are acknowledged."""
     adapted: Adapted | None = None
-    """The same weights apart, if only their adapters are sent."""
-    shown: Sequence[TensorBytes] | None = None
-    """The tensors where this machine's workers see them, if they do."""
+    """The weights as base and adapters, if only the adapters are sent."""
+    shared: Sequence[TensorBytes] | None = None
+    """The tensors in the memory that this machine's workers share, if they do."""
     failure: BaseException | None = None
     thread: threading.Thread | None = None
 
@@ -53,27 +53,27 @@ class Publication:
 
 @dataclass(slots=True)
 class WeightPublisher:
-    """Sends versions: whole, as changes to the last one, whose tensors it keeps for that, or as adapters on version 0."""
+    """Sends versions as full snapshots, as deltas to the newest version, whose tensors it keeps, or as adapters on version 0."""
 
     log: Log
     run: str
-    chosen: WeightsSection
+    config: WeightsSection
     count: int
     """Partitions of `weights`."""
     base: Base | None = None
-    """The newest version; without it the next one is sent whole, or as adapters."""
+    """The newest version, base of the next delta; None if the next version is a full snapshot or adapters."""
     notify: Callable[[str], None] = lambda _: None
-    """Gets a line where weights cannot be handed to this machine's workers."""
+    """Called with a line if weights cannot be shared with this machine's workers."""
     _producer: Producer | None = None
     _adapted: tuple[int, Adapted] | None = None
     """The newest version, if its adapters were sent."""
     _ipc_sender: IpcWeightSender | None = None
-    """Where this machine's workers see the newest version, under `transport = "ipc"`."""
+    """Shares the newest version with this machine's workers under `transport = "ipc"`."""
 
-    def begin(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], whole: bool = False) -> Publication:
-        """Start to send a version, whose tensors are copied already."""
-        adapted = None if whole else self._may_be_adapters(content, manifests)
-        base = None if whole or adapted is not None or not self._may_be_delta(manifests) else self.base
+    def start(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], full: bool = False) -> Publication:
+        """Start to send a version, whose tensors are copied already; `full` sends a full snapshot."""
+        adapted = None if full else self._adapters_to_send(content, manifests)
+        base = None if full or adapted is not None or not self._may_be_delta(manifests) else self.base
         publication = Publication(content, version, step, base, adapted=adapted)
         origin = manifests.get(0)
         publication.thread = threading.Thread(target=self._send, args=(publication, origin), daemon=True, name="publish")
@@ -81,7 +81,7 @@ class WeightPublisher:
         return publication
 
     def finish(self, publication: Publication) -> Manifest:
-        """Wait for the chunks of a version; returns the manifest to commit, or raises what has gone wrong."""
+        """Wait for the chunks of a version; returns the manifest to commit, or raises the thread's error."""
         assert publication.thread is not None
         publication.thread.join()
         if publication.failure is not None:
@@ -90,16 +90,16 @@ class WeightPublisher:
         return publication.manifest
 
     def committed(self, publication: Publication) -> None:
-        """Compare the next version with this one; where that will be adapters, only those of this one are kept."""
+        """Keep this version as base of the next delta, or only its adapters if adapters are sent."""
         adapted = publication.adapted if publication.version else publication.content.adapted
-        if adapted is not None and self.chosen.encoding != "merged":
+        if adapted is not None and self.config.encoding != "merged":
             self.base, self._adapted = None, (publication.version, adapted)
             return
-        tensors = publication.content.tensors if publication.shown is None else publication.shown
+        tensors = publication.content.tensors if publication.shared is None else publication.shared
         self.base, self._adapted = Base(version=publication.version, tensors=sorted(tensors, key=lambda tensor: tensor.name)), None
 
     def newest(self, published: Manifest) -> Weights | None:
-        """The weights of the newest version, if that is the one that this manifest describes and they are still in memory."""
+        """The weights of this manifest's version, if it is the newest and still in memory."""
         version, hash_name = published.version, hash_of(published.digest)
         if self._adapted is not None and self._adapted[0] == version:
             return Weights(self._adapted[1].merged, hash_name)
@@ -107,7 +107,7 @@ class WeightPublisher:
         return Weights(lambda: base.tensors, hash_name) if base is not None and base.version == version else None
 
     def read_back(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
-        """Read a published version, to compare the next one with it; returns why that is not possible. Raises `LogUnreachable`."""
+        """Read a published version as base of the next delta; returns the error if it cannot be read. Raises `LogUnreachable`."""
         copy = WeightCopy()
         try:
             bring(copy, self.log, manifests, version, run=self.run)
@@ -115,12 +115,12 @@ class WeightPublisher:
             raise
         except LogError as error:
             return error
-        shown = self._show(copy.tensors, manifests[version], manifests.get(0))
-        self.base = Base(version=version, tensors=copy.tensors() if shown is None else shown)
+        shared = self._share(copy.tensors, manifests[version], manifests.get(0))
+        self.base = Base(version=version, tensors=copy.tensors() if shared is None else shared)
         return None
 
-    def look_through(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
-        """Read all chunks that a published version is put together from, without keeping them; returns what is wrong with them."""
+    def check_chunks(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
+        """Read all chunks of a published version without keeping them; returns the error if one is missing or damaged."""
         reader = ChunkReader(self.log, self.run)
         try:
             for manifest in weights.chain(manifests, version):
@@ -135,16 +135,16 @@ class WeightPublisher:
         return None
 
     def close(self) -> None:
-        """Close the producer, and what this machine's workers see."""
+        """Close the producer and the memory shared with this machine's workers."""
         if self._producer is not None:
             self._producer.close()
         if self._ipc_sender is not None:
             self._ipc_sender.close()
 
-    def _may_be_adapters(self, content: Weights, manifests: Mapping[int, Manifest]) -> Adapted | None:
-        """The adapters to send, if readers have what is below them as version 0 and no version had to be sent in another way."""
+    def _adapters_to_send(self, content: Weights, manifests: Mapping[int, Manifest]) -> Adapted | None:
+        """The weights as adapters, if their base is version 0 and all versions after it were sent as adapters; else None."""
         adapted, origin = content.adapted, manifests.get(0)
-        if self.chosen.encoding == "merged" or adapted is None or origin is None:
+        if self.config.encoding == "merged" or adapted is None or origin is None:
             return None
         newest = manifests[max(manifests)]
         if newest.version and newest.encoding != "adapter":
@@ -152,17 +152,17 @@ class WeightPublisher:
         return adapted if adapted.below_digest(hash_of(origin.digest)) == origin.digest else None
 
     def _may_be_delta(self, manifests: Mapping[int, Manifest]) -> bool:
-        """Whether whoever joins after the next version has not too much to read, if that is a delta."""
+        """True if the chain of deltas stays short, so that a reader that joins after the next version reads little."""
         if self.base is None or self.base.version != max(manifests, default=-1):
             return False
         anchor, *deltas = weights.chain(manifests, self.base.version)
-        return len(deltas) + 1 < self.chosen.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
+        return len(deltas) + 1 < self.config.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
 
-    def _show(
+    def _share(
         self, tensors: Callable[[], Sequence[TensorBytes]], manifest: Manifest, origin: Manifest | None
     ) -> Sequence[TensorBytes] | None:
-        """Let this machine's workers see a version whose chunks are sent; returns its tensors where they lie then."""
-        if self.chosen.transport != "ipc" or origin is None:
+        """Copy a version whose chunks are sent to the memory of this machine's workers; returns its tensors there, None without it."""
+        if self.config.transport != "ipc" or origin is None:
             return None
         if self._ipc_sender is None:
             if not is_supported():
@@ -172,7 +172,7 @@ class WeightPublisher:
         try:
             return self._ipc_sender.put(tensors(), version=manifest.version, digest=manifest.digest)
         except LogError as error:
-            self.notify(f"version {manifest.version} is not handed to this machine's workers, who read the log: {error}")
+            self.notify(f"version {manifest.version} is not shared with this machine's workers, which read the log: {error}")
             return None
 
     def _send(self, publication: Publication, origin: Manifest | None) -> None:
@@ -190,14 +190,14 @@ class WeightPublisher:
                 version=publication.version,
                 step=publication.step,
                 partitions=chunk_partitions(publication.version, count=self.count),
-                max_bytes=self.chosen.chunk_mib * 2**20,
+                max_bytes=self.config.chunk_mib * 2**20,
                 digest=lambda: content.digest,
                 base=publication.base,
                 adapters=adapted.blocks(weights.layout(origin)) if adapted is not None and origin is not None else None,
             )
-            publication.shown = self._show(lambda: content.tensors, manifest, origin or (manifest if not manifest.version else None))
+            publication.shared = self._share(lambda: content.tensors, manifest, origin or (manifest if not manifest.version else None))
             if adapted is not None:
                 content.forget()
             publication.manifest = manifest
-        except BaseException as error:  # this thread's edge: its owner raises it again
+        except BaseException as error:  # `finish` raises it in the owner's thread
             publication.failure = error

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, from_json
-from penstock.pipeline.learner.ledger_history import Past, past_of
+from penstock.pipeline.learner.ledger_history import LedgerHistory, ledger_history_of
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.topics.dead_letters import DeadLetter
@@ -33,7 +33,7 @@ class RecordedRun:
     record: RunRecord | None
     """None where the register of runs has lost it."""
     config: Config
-    past: Past
+    past: LedgerHistory
     letters: tuple[Letter, ...]
 
     @property
@@ -82,7 +82,7 @@ def read_run(log: Log, run: str) -> RecordedRun:
     if lost := deleted(log, f"{run}.ledger"):  # without it every group would look as if it waited
         raise LogError(f"{'; '.join(lost)}: what became of the groups of {run} stands there")
     record, reader = find(log, run), RunReader(log, run)
-    past = past_of(reader)
+    past = ledger_history_of(reader)
     opened = past.ledger_state.opened
     if record is None and opened is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")

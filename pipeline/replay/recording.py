@@ -14,7 +14,7 @@ from typing import Any, Self
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.config.load import Config, from_json
-from penstock.pipeline.learner.ledger_history import Past
+from penstock.pipeline.learner.ledger_history import LedgerHistory
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
 from penstock.pipeline.runtime.topic_reader import drain
@@ -62,9 +62,9 @@ class Recording:
         return recording
 
     @property
-    def past(self) -> Past:
+    def past(self) -> LedgerHistory:
         """The same as a trainer sees it that comes back. Raises `Unrecoverable`."""
-        return Past(entries=self.entries, ledger_state=self.ledger_state)
+        return LedgerHistory(entries=self.entries, ledger_state=self.ledger_state)
 
     @property
     def over(self) -> bool:

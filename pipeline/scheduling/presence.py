@@ -24,23 +24,23 @@ class Presence:
     slots: list[int] = field(init=False)
     """How many unfinished groups each partition may have at once."""
     _owners: list[str | None] = field(init=False)
-    _heard_s: list[float] = field(init=False)
+    _seen_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots, self._owners, self._heard_s = [0] * self.partitions, [None] * self.partitions, [0.0] * self.partitions
+        self.slots, self._owners, self._seen_s = [0] * self.partitions, [None] * self.partitions, [0.0] * self.partitions
 
-    def heard(self, process: str, owned: Collection[int], *, slots: int) -> None:
+    def update(self, process: str, owned: Collection[int], *, slots: int) -> None:
         """Note a report: the process owns these partitions and no others, and has room for so many groups in all of them."""
         share = max(1, -(-slots // max(1, len(owned))))
         for partition in range(self.partitions):
             if partition in owned:
-                self._owners[partition], self.slots[partition], self._heard_s[partition] = process, share, self.now_s
+                self._owners[partition], self.slots[partition], self._seen_s[partition] = process, share, self.now_s
             elif self._owners[partition] == process:
                 self._owners[partition] = None
 
     def present(self, partition: int) -> bool:
         """Whether a partition's owner reports."""
-        return self._owners[partition] is not None and self.now_s - self._heard_s[partition] <= SILENT_S
+        return self._owners[partition] is not None and self.now_s - self._seen_s[partition] <= SILENT_S
 
     @property
     def owners(self) -> list[str | None]:
@@ -52,12 +52,12 @@ PROMPTS, CALLS = "partitions", "calls"
 """Labels of a worker's report: the partitions of `prompts`, and of `calls`, that it owns."""
 
 
-def hear(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> None:
+def update_presence(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> None:
     """Apply a worker's measurement, if it is one of a worker that owns such partitions or did."""
     if measured.role in _OWNERS[label] and label in measured.labels:
         owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
         # Two machines may start workers of one name: the reports of one do not change the partitions of the other.
-        presence.heard(f"{measured.worker}/{measured.incarnation}", owned, slots=int(measured.values.get("slots", 1)))
+        presence.update(f"{measured.worker}/{measured.incarnation}", owned, slots=int(measured.values.get("slots", 1)))
 
 
 _OWNERS = {PROMPTS: ("rollout", "environment"), CALLS: ("rollout",)}

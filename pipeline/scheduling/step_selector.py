@@ -46,7 +46,7 @@ class Selector:
     """The first outcome of every group that was seen, from `below` on."""
     settled: set[int] = field(default_factory=set)
     """Groups handed out, or stale, from `below` on."""
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    locations: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Partition and offset of the outcomes."""
     newly_stale: list[Candidate] = field(default_factory=list)
     _waiting: dict[int, Candidate] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Selector:
         if self.knows(candidate.group):
             return False
         self.outcomes[candidate.group] = candidate.outcome
-        self.places[candidate.group] = candidate.partition, candidate.offset
+        self.locations[candidate.group] = candidate.partition, candidate.offset
         if candidate.group not in self.settled:
             if candidate.outcome in DROPPED:
                 self.drops += 1
@@ -101,7 +101,7 @@ class Selector:
             self.newly_stale.append(candidate)
 
     @property
-    def known(self) -> int:
+    def finished_groups(self) -> int:
         """Distinct groups that have ended: all below `below`, and those from there on whose outcome was seen."""
         return self.below + sum(group >= self.below for group in self.outcomes.keys() | self.settled)
 
@@ -149,6 +149,6 @@ class Selector:
     def _forget(self) -> None:
         """Raise `below` over the groups that have ended and whose outcome was seen: a run has millions of them."""
         while self.below in self.outcomes and self._has_ended(self.below):
-            del self.outcomes[self.below], self.places[self.below]
+            del self.outcomes[self.below], self.locations[self.below]
             self.settled.discard(self.below)
             self.below += 1

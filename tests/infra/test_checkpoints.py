@@ -353,7 +353,7 @@ def test_a_checkpoint_is_written_beside_the_training_and_the_one_before_stays_un
         assert read.wait(30.0)
         save(directory)
 
-    saving = store.begin(state_of(20), save=slowly, beside=True)
+    saving = store.start(state_of(20), save=slowly, in_background=True)
     assert reading.wait(30.0)
     assert not saving.ended and store.steps() == [10]
     assert usable(CheckpointStore(store.directory, to_read=True), recorded_for(10))[0] == 10  # whoever looks now sees the former one
@@ -366,7 +366,7 @@ def test_a_checkpoint_is_written_beside_the_training_and_the_one_before_stays_un
 
 
 def test_what_fails_beside_the_training_is_raised_by_whoever_finishes_and_leaves_nothing(store: CheckpointStore) -> None:
-    saving = store.begin(state_of(20), save=lambda to: (to / "no such folder" / "big").touch(), beside=True)
+    saving = store.start(state_of(20), save=lambda to: (to / "no such folder" / "big").touch(), in_background=True)
     saving.wait_copied()  # nobody waits for what will not come
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 20 .*No such file or directory"):
         store.finish(saving, record=ignore)

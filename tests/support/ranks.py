@@ -114,11 +114,11 @@ def _work(
             found = measured({**settings, **own}, name, config, groups=groups, processes=processes)
             np.save(directory / f"case-{number}.npy", found, allow_pickle=True)  # type: ignore[arg-type]
             processes.broadcast(do="end")
-            processes.answers()
+            processes.replies()
         processes.broadcast(case=None)
-        processes.answers()
+        processes.replies()
         return
-    while (case := processes.hear()["case"]) is not None:
+    while (case := processes.receive()["case"]) is not None:
         name, own = cases[case]
         openings = iter([{}, GRADIENT])
         Follower(
@@ -127,4 +127,4 @@ def _work(
             open=lambda name=name, own=own, openings=openings: open_backend(name, **{**settings, **own, **next(openings)}),
             read=lambda plan: [group_in(planned.group // 10, planned.group % 10) for planned in plan],
         ).follow()
-    processes.answer("over")
+    processes.reply("over")

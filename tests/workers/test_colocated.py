@@ -39,12 +39,12 @@ def awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Intervals]:
         _began: float | None = None
 
         @property
-        def held(self) -> bool:
+        def owned(self) -> bool:
             return self._began is not None
 
-        @held.setter
-        def held(self, held: bool) -> None:
-            if held:
+        @owned.setter
+        def owned(self, owned: bool) -> None:
+            if owned:
                 self._began = time.monotonic()
             elif self._began is not None:
                 intervals[threading.current_thread().name].append((self._began, time.monotonic()))
@@ -117,14 +117,14 @@ def test_a_trainer_wants_the_device_for_whole_steps_alone_and_keeps_it_while_the
     with Crew(log, run_id) as crew:
         crew.start("trainer")
         crew.wait(lambda: any(record.partition == 0 for record in records_of(log, f"{run_id}.weights")))
-        crew.wait(drawing.take)  # half a step is there: the trainer has nothing to do
+        crew.wait(drawing.acquire)  # half a step is there: the trainer has nothing to do
         time.sleep(0.5)
-        assert not drawing.wanted
+        assert not drawing.contended
         write_groups(log, run_id, found[1:6], partitions=config.partitions)
-        crew.wait(lambda: drawing.wanted)
+        crew.wait(lambda: drawing.contended)
         assert crew.report()["steps"] == 0
-        drawing.give()
-        crew.wait(drawing.take)  # asked at once, and given once nothing is left to train
+        drawing.release()
+        crew.wait(drawing.acquire)  # asked at once, and given once nothing is left to train
         assert crew.report()["steps"] == 3
         write_groups(log, run_id, found[6:], partitions=config.partitions)
         drawing.close()
@@ -144,12 +144,12 @@ def test_a_worker_that_answers_turns_shares_its_device_too(run_id: str, tiny_mod
 
 def test_a_worker_that_is_stopped_while_it_waits_for_the_device_ends(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     other = SharedDevice(factories.run_directory(run_id) / "device")
-    assert other.take()
+    assert other.acquire()
     with Crew(MemoryLog(), run_id) as crew:
         create(config_for(tiny_model, tmp_path), log=crew.log, run_id=run_id, notify=lambda _: None)
         crew.start("rollout")
         crew.start("trainer")
-        crew.wait(lambda: other.wanted)
+        crew.wait(lambda: other.contended)
         crew.stop("rollout-0")
         crew.stop("trainer")
         assert not crew.failures

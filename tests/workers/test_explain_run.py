@@ -14,7 +14,7 @@ from penstock.infra.engines import toy
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
-from penstock.pipeline.learner.ledger_history import read_past, read_planned
+from penstock.pipeline.learner.ledger_history import read_ledger_history, read_planned
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import denominator, pack
 from penstock.pipeline.observe.explain import as_json, text
@@ -89,7 +89,7 @@ def test_a_trained_groups_figures_are_those_of_the_ledger_and_of_mlflow(
     members = {group: ask(group) for group in first["step"]["plan"]}
     samples = [sample for found in members.values() for sample in found["samples"]]
 
-    past = read_past(log, recorded.run)
+    past = read_ledger_history(log, recorded.run)
     entry = past.steps[step]
     assert [found["fate"] for found in members.values()] == ["trained"] * len(members)
     assert first["step"]["plan"] == [planned.group for planned in entry.plan]
@@ -120,7 +120,7 @@ def test_a_gradient_weight_is_minus_the_derivative_of_the_steps_loss_where_all_p
     import torch
 
     found = ask(one_of(fates, "trained"))
-    plan = read_planned(log, recorded.run, read_past(log, recorded.run).steps[found["step"]["step"]].plan)
+    plan = read_planned(log, recorded.run, read_ledger_history(log, recorded.run).steps[found["step"]["step"]].plan)
     objective = Objective.of(recorded.config)
     batch = pack([sequence for group in plan for sequence in objective.sequences(group)])
     logprobs = torch.tensor(batch.behaviour_logprobs, requires_grad=True)

@@ -20,7 +20,7 @@ from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, Tables, ask
 from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import audit
-from penstock.pipeline.learner.ledger_history import read_past, read_planned
+from penstock.pipeline.learner.ledger_history import read_ledger_history, read_planned
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables.timeline import timeline
 from penstock.pipeline.runtime.weights.read import fetch
@@ -111,7 +111,7 @@ def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
 ) -> None:
     import_run(log, find_archive(archive[0]), becomes=run_id)
     assert {**collect(log, run_id), "run": recorded.run} == collect(log, recorded.run)
-    there, here = read_past(log, recorded.run), read_past(log, run_id)
+    there, here = read_ledger_history(log, recorded.run), read_ledger_history(log, run_id)
     assert [replace(entry, plan=()) for entry in here.entries] == [replace(entry, plan=()) for entry in there.entries]
     for original, entry in zip(there.steps, here.steps, strict=True):
         assert [(planned.group, planned.sha256) for planned in entry.plan] == [(p.group, p.sha256) for p in original.plan]
@@ -132,7 +132,7 @@ def test_a_planted_token_is_read_and_differs_from_the_plan(
 
     shutil.copytree(archive[0], tmp_path / "planted")
     found = find_archive(tmp_path / "planted")
-    entry = read_past(log, recorded.run).steps[5]
+    entry = read_ledger_history(log, recorded.run).steps[5]
     planned = entry.plan[2]
     path = next(
         path
@@ -145,7 +145,7 @@ def test_a_planted_token_is_read_and_differs_from_the_plan(
     row["samples"][0]["token_ids"][0] ^= 1
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema).replace_schema_metadata(pq.read_metadata(path).metadata), path)
     import_run(log, found, becomes=run_id)
-    for step in read_past(log, run_id).steps:
+    for step in read_ledger_history(log, run_id).steps:
         if step.step == 5:
             with pytest.raises(
                 Unrecoverable, match=rf"group {planned.group} .* the ledger says group {planned.group} \({planned.sha256[:16]}"

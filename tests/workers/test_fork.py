@@ -12,7 +12,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch import broker_keeper
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.crew import Crew, complete, config_of
 
@@ -71,7 +71,7 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
     from mlflow import MlflowClient
 
     told = forked(capsys, "--from-step", str(AT), "--run-id", "kid")
-    steps = read_past(log, "parent").steps
+    steps = read_ledger_history(log, "parent").steps
     assert (told["run"], told["status"]) == ("kid", "created")
     assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= told["forked_from"].items()
     with Crew(log, "kid") as crew:  # what `penstock run --resume` starts
@@ -80,7 +80,7 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
         crew.wait()
         report = crew.report()
     assert report["weights"]["digest"] == parent["weights"]["digest"]
-    own = read_past(log, "kid")
+    own = read_ledger_history(log, "kid")
     assert own.ledger_state.manifests[0].digest == steps[AT - 1].digest
     assert [entry.digest for entry in own.steps] == [entry.digest for entry in steps[AT:]]
     assert [entry.loss_bits for entry in own.steps] == [entry.loss_bits for entry in steps[AT:]]
@@ -103,7 +103,7 @@ def test_a_fork_may_change_what_follows_and_says_where_it_begins(log: MemoryLog,
     assert record is not None
     config = from_json(record.config)
     before = from_json((find(log, "parent") or record).config)
-    planned = [one.group for entry in read_past(log, "parent").steps[:3] for one in entry.plan]
+    planned = [one.group for entry in read_ledger_history(log, "parent").steps[:3] for one in entry.plan]
     assert (config.run.steps, config.trainer.lr, config.trainer.initial_steps) == (9, 1e-4, 3)
     assert config.data.first_group == max(planned) + 1
     assert config.algorithm.reference == before.model.path
@@ -158,7 +158,9 @@ def test_a_fork_goes_on_with_its_parents_optimizer(
         for role in ROLES[:4]:
             crew.start(role)
         crew.wait()
-    assert [entry.digest for entry in read_past(log, kid).steps] == [entry.digest for entry in read_past(log, run_id).steps[AT:]]
+    assert [entry.digest for entry in read_ledger_history(log, kid).steps] == [
+        entry.digest for entry in read_ledger_history(log, run_id).steps[AT:]
+    ]
     capsys.readouterr()
     assert main(["replay", "train", kid, "--bootstrap", HERE, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["matching_steps"] == STEPS - AT

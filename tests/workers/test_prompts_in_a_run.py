@@ -9,7 +9,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import ConfigError, from_table
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.topics import groups, prompts
 from penstock.topics.groups import Group
 from tests.support.crew import audited, complete, config_of, records_of
@@ -48,7 +48,7 @@ def test_a_run_of_epochs_ends_when_every_prompt_was_asked_though_half_are_filter
     found = report["groups"]
     assert (report["status"], report["steps_planned"], found["admitted"]) == ("finished", 10, 40)
     assert found["filtered"] >= 20 and found["trained"] == 4 * report["steps"] <= 20 and found["unused"] < 4
-    closed = read_past(log, run_id).ledger_state.closed
+    closed = read_ledger_history(log, run_id).ledger_state.closed
     assert closed is not None and "every prompt of the run's epochs was asked" in (closed.details or "")
     left = found["unused"]
     assert ("scored groups are unused, as a step takes 4" in report["reason"]) == (left > 0)

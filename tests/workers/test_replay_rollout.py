@@ -6,7 +6,7 @@ import pytest
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.cli import main
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from tests.support.recorded_run import RecordedRun
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_recorded_is_said_in_one_line(
 def test_one_group_can_be_drawn_alone_with_other_settings(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     log = KafkaLog(recorded.bootstrap, client_id="test")
     try:
-        group = read_past(log, recorded.run).steps[3].plan[0].group
+        group = read_ledger_history(log, recorded.run).steps[3].plan[0].group
     finally:
         log.close()
     assert redraw(recorded, capsys, "--group", str(group))["same_samples"] == 4

@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps
 from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
@@ -164,9 +164,9 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
             assert row["reward"] == pytest.approx(sum(c.isdigit() for c in text) / 8 + 0.5 * (1 - len(text) / 16))
         texts = {(row["group"], row["sample"]): row["completion"] for row in samples}
         assert all(texts[row["group"], row["sample"]] in (None, row["completion"]) for row in rows)
-        past = read_past(log, run_id)
+        past = read_ledger_history(log, run_id)
         assert past.steps == []
-        original = read_past(log, recorded.run).ledger_state.manifests
+        original = read_ledger_history(log, recorded.run).ledger_state.manifests
         assert past.ledger_state.manifests[0].digest == original[0].digest
         assert fetch(log, past.ledger_state.manifests, 0, run=run_id) == fetch(log, original, 0, run=recorded.run)
         capsys.readouterr()

@@ -13,7 +13,7 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.cli import main
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import groups
@@ -114,7 +114,7 @@ def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
 
 
 def test_one_altered_token_is_reported_with_step_group_sample_and_place(log: KafkaLog, recorded: RecordedRun) -> None:
-    planned = read_past(log, recorded.run).steps[ALTERED_STEP].plan[2]
+    planned = read_ledger_history(log, recorded.run).steps[ALTERED_STEP].plan[2]
     other = copied(log, recorded.run, altered=planned.group)
     told = replayed(other, recorded.run)
     assert (told["steps"], told["matching_steps"]) == (ALTERED_STEP + 1, ALTERED_STEP)
@@ -141,7 +141,7 @@ def test_a_token_altered_in_an_export_is_found_after_the_import(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    planned = read_past(log, recorded.run).steps[ALTERED_STEP].plan[1]
+    planned = read_ledger_history(log, recorded.run).steps[ALTERED_STEP].plan[1]
     broker = ["--bootstrap", recorded.bootstrap]
     assert main(["topics", "export", recorded.run, str(tmp_path), *broker]) == 0
     assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-whole", *broker]) == 0
@@ -227,7 +227,7 @@ def test_a_what_if_is_a_child_run_in_mlflow_with_its_curves_beside_the_recorded_
     assert child.data.tags["penstock.changed"] == "algorithm.loss grpo -> dr_grpo"
     assert "penstock.off_policy" in child.data.tags
     assert child.data.params["algorithm.loss"] == "dr_grpo"
-    steps = read_past(log, recorded.run).steps
+    steps = read_ledger_history(log, recorded.run).steps
     curves = {name: client.get_metric_history(child.info.run_id, name) for name in ("train/loss", "recorded/loss", "train/ess")}
     assert [point.step for point in curves["train/loss"]] == list(range(8))
     assert [point.value for point in curves["recorded/loss"]] == [entry.metrics["loss"] for entry in steps]

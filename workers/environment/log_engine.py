@@ -65,7 +65,7 @@ class LogEngine:
         sampling = request.sampling
         call = Call(
             group=group, sample=sample, turn=turn, attempt=attempt, min_version=min_version,
-            token_ids=np.asarray(request.prompt_ids, np.int32), stream=request.drawn_as, max_new_tokens=sampling.max_new_tokens,
+            token_ids=np.asarray(request.prompt_ids, np.int32), stream=request.random_group, max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seeded=int(sampling.seeded),
             asked_ns=time.time_ns(), worker=self.worker,
         )  # fmt: skip

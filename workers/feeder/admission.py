@@ -13,7 +13,7 @@ from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.offset_metadata import FeederOffsetMetadata
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.presence import Presence, hear
+from penstock.pipeline.scheduling.presence import Presence, update_presence
 from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.wire.headers import Headers
@@ -110,7 +110,7 @@ class Admission:
             assert headers.group is not None
             self._end(headers.group, record, headers)
         elif topic == "metrics":
-            hear(self.presence, metrics.read(record, run=self.run)[1])
+            update_presence(self.presence, metrics.read(record, run=self.run)[1])
         else:
             self.ledger.apply(record)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from penstock.pipeline.runtime.roles import drawing
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling.presence import CALLS, PROMPTS, Presence, WorkingClock, hear
+from penstock.pipeline.scheduling.presence import CALLS, PROMPTS, Presence, WorkingClock, update_presence
 from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
 from penstock.workers.scorer.group_buffer import PartitionGroups
@@ -57,4 +57,4 @@ class RolloutReports:
                     with self._session.dead_letters.decoding(record):
                         measured = metrics.read(record, run=self._session.run)[1]
                     for label, presence in self._presences.items():
-                        hear(presence, measured, label=label)
+                        update_presence(presence, measured, label=label)

@@ -64,7 +64,7 @@ class Arrivals:
     @property
     def no_more(self) -> bool:
         """Whether no group will come any more: under `run.epochs` the prompts may end before the steps."""
-        return self._admitted is not None and self.inbox.selector.known >= self._admitted
+        return self._admitted is not None and self.inbox.selector.finished_groups >= self._admitted
 
     def settle(self, resumed: Resumed) -> None:
         """Count the groups that the ledger says have ended."""

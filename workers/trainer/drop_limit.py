@@ -92,7 +92,7 @@ class DropLimit:
 
     def _advice(self, equal: list[float], *, steps_done: int) -> str:
         scale, mean, selector = self.inbox.scale, fmean(equal), self.inbox.selector
-        if not steps_done and selector.known == selector.drops and zero_variance(equal):
+        if not steps_done and selector.finished_groups == selector.drops and zero_variance(equal):
             return f"; {CONSTANT.format(mean)}"
         span = f"{mean:.3g} on average in a range of {scale.low:.3g} to {scale.high:.3g}"
         return f"; nothing is learnt from groups of equal rewards ({span}): {scale.advice(mean)}"

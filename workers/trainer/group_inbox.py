@@ -114,7 +114,7 @@ class GroupInbox:
 
     def begins(self) -> dict[int, int]:
         """Partition -> offset of the first record that a trainer which starts where this one stands has to read; of those with any."""
-        held = [*self.selector.places.values(), *((part.partition, part.offset) for part in self._assembler.held())]
+        held = [*self.selector.locations.values(), *((part.partition, part.offset) for part in self._assembler.held())]
         return {partition: min(offset for at, offset in held if at == partition) for partition in {at for at, _ in held}}
 
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:

@@ -67,7 +67,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
         yield processes
         over.set()
         processes.broadcast(do="end")
-        processes.answers()  # the store ends with this process: the others have to have heard it
+        processes.replies()  # the store ends with this process: the others have to have heard it
         for child in children:
             child.wait(END_LIMIT_S)
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Log
-from penstock.pipeline.learner.ledger_history import Past, read_past
+from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import between
 from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
@@ -54,7 +54,7 @@ class Places:
 class Resumed:
     """What a trainer starts from."""
 
-    past: Past
+    past: LedgerHistory
     resume_point: ResumePoint | None = None
     """That of the newest step; None where everything was read."""
     later_stale: tuple[int, ...] = ()
@@ -72,18 +72,18 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     newest_at, newest = _newest_step(log, run, end) or (0, None)
     resume_point = resume_point_of(newest) if newest is not None else None
     if newest is None or newest.step is None or resume_point is None:
-        return Resumed(past=read_past(log, run))
+        return Resumed(past=read_ledger_history(log, run))
     # A checkpoint of the newest step itself, as an orderly stop leaves it, was written behind the mark.
     known = [place for place in ((newest.step + 1, newest_at), *resume_point.checkpoints) if place[0] in saved]
     if not known:
-        return Resumed(past=read_past(log, run))
+        return Resumed(past=read_ledger_history(log, run))
     first_step, begin = known[-1]
     ledger_state, places = LedgerState(run), Places(rebased=resume_point.rebased)
     entries = [*_before(log, run, resume_point, begin, ledger_state), *_from(log, run, begin, end, first_step, ledger_state, places)]
     _read_manifests(log, run, resume_point, ledger_state, places)
     later = [entry for entry in entries if entry.kind == "stale" and entry.seq > newest.seq]
     return Resumed(
-        past=Past(entries=entries, ledger_state=ledger_state, first_step=first_step),
+        past=LedgerHistory(entries=entries, ledger_state=ledger_state, first_step=first_step),
         resume_point=resume_point,
         later_stale=tuple(group for entry in later for group in entry.groups),
         places=places,

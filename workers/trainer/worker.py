@@ -17,7 +17,7 @@ from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import Diverged, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.tensors.stream import HASH, hash_of
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
@@ -82,8 +82,8 @@ def main(session: Session) -> None:
             trainer.end()
         except Diverged as error:
             raise Diverged(f"{error}: {trainer.way_back()}") from error
-        if device is not None and device.held:
-            device.give()  # the process may take a while to end, and a rollout worker has evaluations left
+        if device is not None and device.owned:
+            device.release()  # the process may take a while to end, and a rollout worker has evaluations left
 
 
 @dataclass(slots=True)
@@ -126,12 +126,12 @@ class Trainer:
     def begin(self, resumed: Resumed) -> None:
         """Open the run with version 0, or go back to where the ledger ends."""
         self._settle(resumed)
-        self.writer.begin(self.policy)
+        self.writer.open_run(self.policy)
         try:
             recover(self.policy, self.writer, resumed.past)
         except OlderNeeded as error:
             self.session.reporter.notify(f"{error}: the whole ledger is read")
-            resumed = Resumed(past=read_past(self.session.log, self.session.run))
+            resumed = Resumed(past=read_ledger_history(self.session.log, self.session.run))
             self.writer.state.manifests.update(resumed.past.ledger_state.manifests)
             self.arrivals.start_over()
             self._settle(resumed)
@@ -165,13 +165,13 @@ class Trainer:
             if selected is None:
                 if self.arrivals.no_more:
                     if not number:
-                        self._give_up(self.drops.without_a_step(asked=self.arrivals.inbox.selector.known))
+                        self._give_up(self.drops.without_a_step(asked=self.arrivals.inbox.selector.finished_groups))
                     self.arrivals.asked_to_end = "every prompt of the run's epochs was asked"
                     return False
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
                 continue
-            self.writer.finish_begun(wait=False)
+            self.writer.finish_pending(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
             held.append((group, plan[-1]))
@@ -186,7 +186,7 @@ class Trainer:
                 )
                 step.add(*held.popleft())
         assert step is not None
-        self.writer.finish_begun(wait=False)
+        self.writer.finish_pending(wait=False)
         outcome = step.finish(learner_version=version)
         self.writer.finish_publishing()  # a step is never committed before the version that the last one completed
         self._commit(outcome, plan, version=version, started=started)
@@ -203,9 +203,9 @@ class Trainer:
 
     def _has_device(self) -> bool:
         """Take the device, if it is shared; False when the worker is to stop before it is free."""
-        while self.device is not None and not self.device.take():
+        while self.device is not None and not self.device.acquire():
             if not self._wait("waiting for the device", Activity.NO_DEVICE):
-                self.device.leave()
+                self.device.leave_queue()
                 return False
         return True
 
@@ -222,15 +222,15 @@ class Trainer:
         if session.stop.is_set() and done < session.steps and self.arrivals.asked_to_end is None:
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
-            self.writer.finish_begun()
+            self.writer.finish_pending()
             session.reporter.notify(f"stopped after step {self.committed - 1}; the run can be resumed")
             return
-        self.writer.finish_begun()
+        self.writer.finish_pending()
         self.writer.export(self.policy)
         reason = self.arrivals.asked_to_end
         if reason is not None:
             selector = self.arrivals.inbox.selector
-            unused = selector.known - selector.drops - self.committed * session.schedule.prompts_per_step
+            unused = selector.finished_groups - selector.drops - self.committed * session.schedule.prompts_per_step
             reason += f"; {unused} scored groups are unused, as a step takes {session.schedule.prompts_per_step}" if unused > 0 else ""
             session.reporter.notify(f"the run ends after {done} of {session.steps} steps: {reason}")
         self._close_run(status="finished", reason=reason or ALL_DONE)
@@ -269,7 +269,7 @@ class Trainer:
         """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
         reporter = self.session.reporter
         reporter.doing(activity, why)
-        self.writer.finish_begun(wait=False)
+        self.writer.finish_pending(wait=False)
         soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
         anything = self.arrivals.take_in(soon)
         self._hand_over(idle=not anything)
@@ -283,9 +283,9 @@ class Trainer:
 
     def _hand_over(self, *, idle: bool) -> None:
         """Give the device to whoever wants it; not before what has arrived was looked at: a whole step goes first, it is what was drawn."""
-        if idle and self.device is not None and self.device.held and self.device.wanted:
+        if idle and self.device is not None and self.device.owned and self.device.contended:
             self.session.reporter.doing(Activity.NO_DEVICE, "handing the device over", now=True)
-            self.device.give()
+            self.device.release()
 
     def _record_stale(self) -> None:
         stale = self.arrivals.inbox.selector.newly_stale

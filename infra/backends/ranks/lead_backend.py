@@ -110,7 +110,7 @@ class LeadBackend:
             getattr(self.own, do)(directory)
         except (PenstockError, OSError) as error:
             mistake = error
-        others = [text for text in self.processes.answers() if text is not None]
+        others = [text for text in self.processes.replies() if text is not None]
         if mistake is not None:
             raise mistake
         if others:
@@ -121,7 +121,7 @@ class LeadBackend:
             self.processes.broadcast(do="weights")
 
 
-def obey(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> None:
+def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> None:
     """Do on another rank what rank 0's backend does."""
     match message["do"]:
         case "count":
@@ -135,7 +135,7 @@ def obey(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> 
         case "load_weights":
             backend.load_weights(processes.receive_tensors())
         case "save" | "load":
-            processes.answer(_mistake(backend, message["do"], message["directory"]))
+            processes.reply(_mistake(backend, message["do"], message["directory"]))
         case "close":
             backend.close()
         case other:

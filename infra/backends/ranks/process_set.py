@@ -59,24 +59,24 @@ class ProcessSet:
             raise BackendError(f"rank {rank} cannot join the trainer's {size} processes: {str(error).splitlines()[0]}") from error
         return cls(rank, size, torch.distributed.PrefixStore("messages", store), gloo)
 
-    def tell(self, rank: int, **message: Any) -> None:
+    def send(self, rank: int, **message: Any) -> None:
         """Send one rank a message; `do` says what it is about."""
         self.store.set(self._next(f"to-{rank}"), json.dumps(message))
 
     def broadcast(self, **message: Any) -> None:
         """Send every other rank the same message."""
         for rank in range(1, self.size):
-            self.tell(rank, **message)
+            self.send(rank, **message)
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Wait for rank 0's next message. Raises `BackendError` when rank 0 has ended."""
         return dict(self._take(f"to-{self.rank}"))
 
-    def answer(self, value: Any) -> None:
+    def reply(self, value: Any) -> None:
         """Answer rank 0."""
         self.store.set(self._next(f"from-{self.rank}"), json.dumps(value))
 
-    def answers(self) -> list[Any]:
+    def replies(self) -> list[Any]:
         """Wait for one answer of every other rank, in the order of ranks."""
         return [self._take(f"from-{rank}") for rank in range(1, self.size)]
 
@@ -90,7 +90,7 @@ class ProcessSet:
 
     def receive_tensors(self) -> Iterator[TensorBytes]:
         """The tensors that rank 0 sends."""
-        while (said := self.hear())["name"] is not None:
+        while (said := self.receive())["name"] is not None:
             tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
             self._broadcast(tensor)
             yield tensor_bytes(said["name"], tensor)

@@ -23,7 +23,7 @@ class Decoder(Protocol):
 
     traced: bool
 
-    def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+    def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
         """Read the prompt `int64[L]`; logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
 
     def next(self, ids: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class PlainDecoder:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._cache: Any = None
 
-    def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+    def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
         self._cache = DynamicCache(config=self._model.config)
         once = all(isinstance(layer, DynamicLayer) for layer in self._cache.layers)
         logits = self._forward(prompt.unsqueeze(0).expand(1 if once else rows, -1))
@@ -85,7 +85,7 @@ class TracedDecoder(PlainDecoder):
         self._steps: dict[tuple[int, int], _Step] = {}
         self._step: _Step | None = None
 
-    def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+    def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
         self._cache = DynamicCache(config=self._model.config)
         logits = self._forward(prompt.unsqueeze(0))
         layers = self._cache.layers
@@ -181,7 +181,7 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
     ids = torch.arange(18, device=parameter.device).reshape(2, 9) * 7919 % vocabulary
     ids[1, :5] = ids[0, :5]
     with torch.inference_mode():
-        logits = [decoder.begin(ids[0, :5], rows=2, room=4)]
+        logits = [decoder.prefill(ids[0, :5], rows=2, room=4)]
         logits += [decoder.next(ids[:, position]) for position in range(5, 9)]
         expected = model(input_ids=ids).logits[:, 4:].float()
     difference = (torch.stack(logits, 1).float() - expected).abs().max()

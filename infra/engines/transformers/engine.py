@@ -79,7 +79,7 @@ class TransformersEngine:
         with torch.inference_mode():
             if self._work is None:
                 work = self._work = self._work_of(heapq.heappop(self._waiting)[2])
-                logits = self._decoder.begin(work.prompt, rows=work.request.rows, room=work.request.sampling.max_new_tokens)
+                logits = self._decoder.prefill(work.prompt, rows=work.request.rows, room=work.request.sampling.max_new_tokens)
                 self._stats["prefill_s"] += time.perf_counter() - began
             else:
                 work = self._work
@@ -177,7 +177,7 @@ class _Work:
     @classmethod
     def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Work":
         rows, longest = request.rows, request.sampling.max_new_tokens
-        drawn = [uniforms(seed=request.seed, group=request.drawn_as, sample=sample, count=longest) for sample in range(rows)]
+        drawn = [uniforms(seed=request.seed, group=request.random_group, sample=sample, count=longest) for sample in range(rows)]
         return cls(
             request=request,
             prompt=torch.as_tensor(np.asarray(request.prompt_ids, dtype=np.int64), device=device),

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry
-from penstock.infra.engines.vllm.rows import asked_logprobs
+from penstock.infra.engines.vllm.rows import requested_logprobs
 from penstock.infra.errors import EngineRefused
 
 EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
@@ -56,7 +56,7 @@ def unknown_argument(names: Iterable[str]) -> str | None:
         unknown_argument(["tensor_paralel_size"])
         # -> "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
     """
-    known = known_arguments()
+    known = valid_arguments()
     for name in names:
         if name in SET_BY_PENSTOCK:
             return f"rollout.vllm.{name}: {SET_BY_PENSTOCK[name]}"
@@ -68,7 +68,7 @@ def unknown_argument(names: Iterable[str]) -> str | None:
 
 
 @cache
-def known_arguments() -> frozenset[str]:
+def valid_arguments() -> frozenset[str]:
     """Names of the fields of vLLM's `EngineArgs`, read from its source; empty when vLLM is not installed."""
     spec = find_spec("vllm")
     for place in (spec and spec.submodule_search_locations) or ():
@@ -161,7 +161,7 @@ def engine_arguments(
     if sleeps:
         chosen["enable_sleep_mode"] = True
     if top_k:
-        chosen["max_logprobs"] = asked_logprobs(top_k)
+        chosen["max_logprobs"] = requested_logprobs(top_k)
     if not engine_process:
         chosen["async_scheduling"] = False
     length = _model_length(given, geometry, longest)

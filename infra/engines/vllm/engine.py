@@ -23,7 +23,7 @@ from penstock.infra.engines.vllm.rows import Group, Row, logprobs_and_support, p
 from penstock.infra.engines.vllm.start import one_line, start_vllm
 from penstock.infra.engines.vllm.stats import Counts
 from penstock.infra.engines.vllm.swap import swap
-from penstock.infra.engines.vllm.watch import tell_of_death
+from penstock.infra.engines.vllm.watch import watch_processes
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 
@@ -80,7 +80,7 @@ class VllmEngine:
             self._shared = engine_process or config.parallel_config.world_size > 1
             if engine_process:
                 self._processes = list(self._llm.engine_core.resources.engine_manager.processes)  # vLLM forgets those that have died
-                tell_of_death(self._llm.engine_core, self._dead)
+                watch_processes(self._llm.engine_core, self._dead)
             else:
                 shutil.rmtree(self._scratch, ignore_errors=True)  # nothing is looked up in it any more
             self._llm.set_weight_version(str(DIRECTORY_VERSION))
@@ -229,7 +229,7 @@ class VllmEngine:
                 heapq.heappop(self._waiting)
             parameters = SamplingParams(
                 **sampling_arguments(request.sampling),
-                seed=sample_seed(request.seed, request.drawn_as, sample) if request.sampling.seeded else None,
+                seed=sample_seed(request.seed, request.random_group, sample) if request.sampling.seeded else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt: dict[str, Any] = {"prompt_token_ids": group.prompt}

@@ -52,7 +52,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,  # the ids that end a sample are given, all of them
-        "logprobs": asked_logprobs(sampling.top_k) if sampling.limited else 0,  # of the drawn token alone
+        "logprobs": requested_logprobs(sampling.top_k) if sampling.limited else 0,  # of the drawn token alone
         "flat_logprobs": True,
         "detokenize": bool(sampling.stop),
         "stop": list(sampling.stop) or None,
@@ -60,7 +60,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def asked_logprobs(top_k: int) -> int:
+def requested_logprobs(top_k: int) -> int:
     """How many of the likeliest tokens vLLM reports: more than k, as its top-k keeps every token that ties with the k-th."""
     return 2 * top_k + 16
 

@@ -81,7 +81,7 @@ def _shared_segments() -> set[str]:
 _AGAIN_S = 0.2
 
 
-def tell_of_death(client: Any, dead: threading.Event) -> None:
+def watch_processes(client: Any, dead: threading.Event) -> None:
     """In the worker: when one of the engine's processes ends, set `dead` and fail every call that waits for an answer.
 
     vLLM's own watch only marks the client; whoever waits for an output or an answer of a killed engine would wait for ever.

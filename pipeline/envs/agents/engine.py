@@ -257,7 +257,7 @@ class _TurnGenerator:
             rows=1,
             seed=request.seed,
             sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
-            stream=turn_number(request.drawn_as, sample, turn),
+            stream=turn_number(request.random_group, sample, turn),
         )
         self.engine.enqueue(_TurnRequest(self.key, turn_request, generation))
         return await generation

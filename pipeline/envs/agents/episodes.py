@@ -49,7 +49,7 @@ class EnvironmentEpisodes:
     on_loss: Callable[[str], None]
 
     def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> Episode:
-        seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
+        seed = seed_of(request.row, seed=request.seed, group=request.random_group)
         return Episode(
             request=request, sample=sample, seed=seed, template=self.template, sessions=self.sessions, limits=self.limits,
             generate=generate, on_loss=self.on_loss, version=version,

@@ -1,1 +1,1 @@
-"""One optimizer step on several processes: rank 0 hands out micro-batches, the others train them."""
+"""One optimizer step on several processes: rank 0 assigns micro-batches to the ranks."""

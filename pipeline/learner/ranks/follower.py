@@ -1,6 +1,6 @@
-"""A process of the trainer beside the first: trains the micro-batches that rank 0 gives it.
+"""A trainer process other than rank 0: trains the micro-batches that rank 0 assigns.
 
-The rule: it decides nothing and writes nothing; what it trains it reads from the log itself, and verifies by digest.
+It decides nothing and writes nothing. It reads its groups from the log and verifies their digests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.infra import faults
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.ranks.lead_backend import obey
-from penstock.pipeline.learner.ranks.lead import train_nothing
+from penstock.infra.backends.ranks.lead_backend import run_command
+from penstock.pipeline.learner.ranks.lead import train_empty_batch
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import pack
 from penstock.topics.groups import Group
@@ -23,44 +23,44 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Follower:
-    """Any other rank: it does what rank 0 says until that says that it is over."""
+    """A rank above 0, which executes rank 0's messages until the message `end`."""
 
     processes: "ProcessSet"
     objective: Objective
     open: Callable[[], Backend]
     read: Callable[[Sequence[Planned]], Sequence[Group]]
-    """Reads and verifies groups by their places in the log."""
+    """Reads and verifies planned groups."""
     backend: Backend | None = None
     _stats: list[dict[str, float]] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Raises `BackendError` when rank 0 has ended without a word, `PenstockError` when this rank cannot do what it is told."""
-        while (message := self.processes.hear())["do"] != "end":
+        """Execute messages until `end`. Raises `BackendError` if rank 0 has exited, `PenstockError` if a message cannot be executed."""
+        while (message := self.processes.receive())["do"] != "end":
             self._do(message)
-        self.processes.answer("ended")
+        self.processes.reply("ended")
 
     def _do(self, message: Mapping[str, Any]) -> None:
         if message["do"] == "open":
             self.backend = self.open()
             return
-        assert self.backend is not None, "rank 0 gives orders before it has the model opened"
+        assert self.backend is not None, "rank 0 sends `open` first"
         match message["do"]:
             case "train":
-                batch = self._batch(_places(message["plan"]), message["rows"])
+                batch = self._batch(_plan_of(message["plan"]), message["rows"])
                 self._stats.append(self.objective.backward(self.backend, batch))
                 faults.reach("rank.trained")
             case "nothing":
-                train_nothing(self.backend)
+                train_empty_batch(self.backend)
             case "report":
-                self.processes.answer(self._stats)
+                self.processes.reply(self._stats)
                 self._stats = []
             case _:
-                obey(self.backend, dict(message), self.processes)
+                run_command(self.backend, dict(message), self.processes)
 
     def _batch(self, plan: Sequence[Planned], rows: Sequence[Sequence[int]]) -> TokenBatch:
         sequences = {group.group: self.objective.sequences(group) for group in self.read(plan)}
         return pack([sequences[group][number] for group, number in rows])
 
 
-def _places(plan: Sequence[Sequence[Any]]) -> list[Planned]:
+def _plan_of(plan: Sequence[Sequence[Any]]) -> list[Planned]:
     return [Planned(group=group, sha256=sha256, partition=partition, offset=offset) for group, sha256, partition, offset in plan]

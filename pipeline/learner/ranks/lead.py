@@ -1,7 +1,7 @@
-"""One optimizer step on several processes: which of them trains which micro-batch, and what the others do.
+"""Assigns the micro-batches of one optimizer step to the ranks of a trainer.
 
-The rule: rank 0 cuts the step and says by place and digest what each rank trains; a rank reads and verifies only those groups. Every
-rank runs as many micro-batches as any other, and statistics are added up in plan order, whoever measured them.
+Rank 0 divides the step and sends each rank the offsets and digests of its groups; a rank reads and verifies only those. All ranks run
+equally many micro-batches, and statistics are added up in plan order.
 """
 
 from collections import Counter
@@ -23,46 +23,46 @@ Stats = dict[str, float]
 
 @dataclass(slots=True)
 class Ranks:
-    """The processes of a trainer, as rank 0 leads them through one step."""
+    """The ranks of a trainer during one step, as rank 0 sees them."""
 
     processes: "ProcessSet"
     planned: dict[int, Planned] = field(default_factory=dict)
-    """Group -> its place in the log."""
-    _taken: Counter[int] = field(default_factory=Counter)
-    """Group -> how many of its sequences are in micro-batches already: a trajectory may be several sequences of one sample."""
+    """Group -> its partition, offset and digest."""
+    _assigned: Counter[int] = field(default_factory=Counter)
+    """Group -> number of its sequences that are in micro-batches; a trajectory may be several sequences of one sample."""
 
-    def whose(self, number: int) -> int:
-        """The rank that trains micro-batch `number` of a step: rank 0 the last of each round, so that it never keeps another waiting."""
+    def rank_of(self, number: int) -> int:
+        """Rank that trains micro-batch `number` of a step. Rank 0 trains the last of each round, so that no other rank waits for it."""
         return (number + 1) % self.processes.size
 
-    def gives_away(self, number: int, sequences: Sequence[TokenSequence]) -> bool:
-        """Let the rank whose micro-batch this is train it; False where that is this one."""
-        rank, rows = self.whose(number), []
-        for one in sequences:
-            rows.append([one.group, self._taken[one.group]])
-            self._taken[one.group] += 1
+    def delegates(self, number: int, sequences: Sequence[TokenSequence]) -> bool:
+        """Send micro-batch `number` to its rank; False if that is rank 0, which trains it itself."""
+        rank, rows = self.rank_of(number), []
+        for sequence in sequences:
+            rows.append([sequence.group, self._assigned[sequence.group]])
+            self._assigned[sequence.group] += 1
         if rank:
-            plan = [self.planned[group] for group in dict.fromkeys(one.group for one in sequences)]
-            places = [[one.group, one.sha256, one.partition, one.offset] for one in plan]
-            self.processes.tell(rank, do="train", plan=places, rows=rows)
+            plan = [self.planned[group] for group in dict.fromkeys(sequence.group for sequence in sequences)]
+            fields = [[member.group, member.sha256, member.partition, member.offset] for member in plan]
+            self.processes.send(rank, do="train", plan=fields, rows=rows)
         return bool(rank)
 
     def finish(self, backend: Backend, own: Sequence[Stats], *, batches: int) -> list[Stats]:
-        """Give ranks that have one micro-batch less an empty one; returns the statistics of all, in plan order."""
+        """Let ranks with one micro-batch less run an empty one; returns the statistics of all micro-batches in plan order."""
         for number in range(batches, batches + -batches % self.processes.size):
-            if rank := self.whose(number):
-                self.processes.tell(rank, do="nothing")
+            if rank := self.rank_of(number):
+                self.processes.send(rank, do="nothing")
             else:
-                train_nothing(backend)
+                train_empty_batch(backend)
         self.processes.broadcast(do="report")
-        by_rank = [iter(stats) for stats in (own, *self.processes.answers())]
-        return [next(by_rank[self.whose(number)]) for number in range(batches)]
+        by_rank = [iter(stats) for stats in (own, *self.processes.replies())]
+        return [next(by_rank[self.rank_of(number)]) for number in range(batches)]
 
 
-def train_nothing(backend: Backend) -> None:
-    """Run a micro-batch of one untrained token backward, of weight zero: the collectives of a backward pass need every rank."""
-    one = TokenSequence(
+def train_empty_batch(backend: Backend) -> None:
+    """Run a micro-batch of one untrained token backward with weight zero: the collectives of a backward pass need every rank."""
+    empty = TokenSequence(
         group=0, sample=0, prompt_ids=np.zeros(1, np.int32), completion_ids=np.zeros(1, np.int32),
         behaviour_logprobs=np.zeros(1, np.float32), loss_mask=np.zeros(1, np.bool_), advantage=0.0,
     )  # fmt: skip
-    backend.backward(pack([one]), lambda logprobs, *_: (0.0 * logprobs.sum(), {}))
+    backend.backward(pack([empty]), lambda logprobs, *_: (0.0 * logprobs.sum(), {}))

@@ -12,7 +12,7 @@ from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, override
-from penstock.pipeline.learner.ledger_history import Past
+from penstock.pipeline.learner.ledger_history import LedgerHistory
 from penstock.pipeline.observe.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.replay.resample.compare import ResampledCompletion, compare
 from penstock.pipeline.replay.rescore.cases import read_prompts
@@ -91,7 +91,7 @@ def changed(config: Config, overrides: Sequence[str]) -> Config:
     return override(config, overrides) if overrides else config
 
 
-def groups_of(past: Past, request: ResampleRequest) -> list[int]:
+def groups_of(past: LedgerHistory, request: ResampleRequest) -> list[int]:
     """The numbers of the wished groups. Raises `ConfigError`."""
     if (request.step is None) == (request.group is None):
         raise ConfigError("give either --step or --group")

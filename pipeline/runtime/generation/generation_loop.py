@@ -90,17 +90,17 @@ class GenerationLoop(ABC):
         device = self.device
         if device is None:
             return "begin"
-        if device.held and device.wanted:
+        if device.owned and device.contended:
             if not self.engine.idle:
                 return "end"
             self.session.reporter.doing(Activity.NO_DEVICE, "handing the device over", now=True)
-            device.give()
-        if device.held:
+            device.release()
+        if device.owned:
             return "begin"
         if self._evaluates(idle=False) or self._has_work():
             self.session.reporter.doing(Activity.NO_DEVICE, "waiting for the device")
-            return "begin" if device.take() else "none"
-        device.leave()
+            return "begin" if device.acquire() else "none"
+        device.leave_queue()
         return "none"
 
     def _evaluates(self, *, idle: bool) -> bool:

@@ -158,7 +158,7 @@ class WeightPrefetch:
 
     def _attach(self, memory: MachineMemory) -> None:
         """See what the reading process has. Raises `OSError`."""
-        if (file := memory.ask()) is not None:
+        if (file := memory.request_file()) is not None:
             layout = self.state.manifests[0]
             self._copy.lay_out(names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes)
             with self._copy.lock:

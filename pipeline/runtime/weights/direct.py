@@ -39,7 +39,7 @@ class IpcWeightSender:
         if not self._copy.holds(version, digest):
             ordered = sorted(tensors, key=lambda tensor: tensor.name)
             names, dtypes, shapes = zip(*((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), strict=True)
-            self._copy.begin(names=names, dtypes=dtypes, shapes=shapes)
+            self._copy.allocate(names=names, dtypes=dtypes, shapes=shapes)
             for source, target in zip(ordered, self._copy.tensors(), strict=True):
                 memoryview(target.data)[:] = memoryview(source.data).cast("B")
             self._copy.hold(version, digest)
@@ -80,11 +80,11 @@ class IpcWeightReceiver:
             self._serves = False
         else:
             ahead = not 0 <= self.copy.version <= newest.version or self.copy.holds(newest.version, newest.digest)
-            self._serves = not self._memory.deserted and ahead and now - self._absent_since < WAIT_S
+            self._serves = not self._memory.no_writer and ahead and now - self._absent_since < WAIT_S
         return self._serves
 
     def _attach(self) -> None:
-        if (file := self._memory.ask()) is not None:
+        if (file := self._memory.request_file()) is not None:
             self.copy.lay_out(names=self._origin.names, dtypes=self._origin.dtypes, shapes=self._origin.shapes)
             with self.copy.lock:
                 self._memory.map(file)

@@ -94,7 +94,7 @@ def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reade
 def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
     """Read a whole version chunk by chunk into the copy."""
     try:
-        copy.begin(names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
+        copy.allocate(names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
     except ValueError as error:
         raise LogError(f"weights of version {manifest.version}: {error}") from error
     if manifest.nbytes != len(copy.data):

@@ -92,7 +92,7 @@ def test_both_decoders_give_the_same_logits() -> None:
     found = []
     for decoder in (PlainDecoder(model), TracedDecoder(model)):
         with torch.inference_mode():
-            logits = [decoder.begin(torch.arange(7), rows=3, room=6)]
+            logits = [decoder.prefill(torch.arange(7), rows=3, room=6)]
             logits += [decoder.next(ids[:, position]) for position in range(6)]
         found.append(torch.stack(logits))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)

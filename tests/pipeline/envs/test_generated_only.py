@@ -10,7 +10,7 @@ import pytest
 
 from penstock.pipeline.envs.reward_child import payload_of
 from penstock.pipeline.envs.rewards import resolve
-from penstock.pipeline.learner.step_measures import group_measures
+from penstock.pipeline.learner.train_step import group_measures
 from penstock.topics import rollouts
 from penstock.topics.samples import GENERATED, Rollout, Turn, generated
 

@@ -10,7 +10,7 @@ from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.envs.group_outcome import group_of, group_outcome
 from penstock.pipeline.envs.rewards import Score
-from penstock.pipeline.learner.step_measures import group_measures
+from penstock.pipeline.learner.train_step import group_measures
 from penstock.pipeline.learner.training_samples import combined_advantages, sequences
 from penstock.topics import groups, prompts, rollouts
 from tests.support.a_run import Teller

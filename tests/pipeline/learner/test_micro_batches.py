@@ -34,9 +34,9 @@ def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0,
     )
 
 
-def micro_batches(sequences, *, token_budget) -> list[MicroBatch]:
+def micro_batches(sequences, *, token_budget, **limits) -> list[MicroBatch]:
     """The micro-batches of a whole step."""
-    batcher = MicroBatcher(token_budget)
+    batcher = MicroBatcher(token_budget, **limits)
     batches = [batcher.add(sequence) for sequence in sequences]
     return [batch for batch in (*batches, batcher.close()) if batch]
 
@@ -81,6 +81,14 @@ def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
     last = batcher.close()
     assert early + late + ([last] if last else []) == whole
     assert batcher.close() is None
+
+
+@settings(deadline=None)
+@given(LENGTHS, BUDGETS, BUDGETS)
+def test_recorded_boundaries_give_the_recorded_micro_batches_under_any_budget(lengths, budget, other):
+    sequences = made(lengths)
+    recorded = micro_batches(sequences, token_budget=budget)
+    assert micro_batches(sequences, token_budget=other, most_groups=1, ends=boundaries(recorded)) == recorded
 
 
 def test_a_sequence_longer_than_the_budget_goes_alone():

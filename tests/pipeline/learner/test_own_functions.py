@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import Config, ConfigError, from_json, from_t
 from penstock.pipeline.launch.check import preflight
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages
-from penstock.pipeline.learner.try_functions import try_own_functions
+from penstock.pipeline.learner.user_functions import check_user_functions
 from penstock.topics.groups import Group
 from tests.support.light_model import light_model
 from tests.support.trainer_alone import group_of
@@ -67,8 +67,8 @@ def config_of(**algorithm: Any) -> Config:
 
 @pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "proximal": "behaviour"}])
 def test_functions_that_work_pass_the_trial(mine: Path, settings: dict[str, Any]) -> None:
-    try_own_functions(config_of(loss=f"{mine}:plain", aggregate="token_mean", advantage=f"{mine}:ranks", **settings))
-    try_own_functions(config_of(loss="gspo", advantage="rloo"))
+    check_user_functions(config_of(loss=f"{mine}:plain", aggregate="token_mean", advantage=f"{mine}:ranks", **settings))
+    check_user_functions(config_of(loss="gspo", advantage="rloo"))
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_functions_that_work_pass_the_trial(mine: Path, settings: dict[str, Any]
         ({"loss": "cut_off"}, "returned no loss to differentiate"),
         ({"loss": "everywhere"}, "has a gradient outside of batch.completion_mask"),
         ({"loss": "not_finite"}, "missing or not finite"),
-        ({"loss": "told_tensors"}, "expected a dict from names to plain numbers"),
-        ({"loss": "strict"}, "fails on made samples: TypeError: strict\\(\\) got an unexpected keyword argument"),
+        ({"loss": "told_tensors"}, "expected a dict of name to number"),
+        ({"loss": "strict"}, "fails on synthetic samples: TypeError: strict\\(\\) got an unexpected keyword argument"),
         ({"loss": "plian"}, "has no function 'plian'; did you mean 'plain'"),
         ({"advantage": "ranks?by=2"}, "algorithm.advantage: .*unexpected keyword argument 'by'"),
         ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
@@ -89,7 +89,7 @@ def test_functions_that_work_pass_the_trial(mine: Path, settings: dict[str, Any]
 def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mine: Path, algorithm: dict[str, str], said: str) -> None:
     named = {key: f"{mine}:{name}" for key, name in algorithm.items()}
     with pytest.raises(ConfigError, match=said) as refused:
-        try_own_functions(config_of(aggregate="token_mean", **named))
+        check_user_functions(config_of(aggregate="token_mean", **named))
     assert "\n" not in str(refused.value)
 
 
@@ -97,7 +97,7 @@ def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mi
     ("algorithm", "said"),
     [
         ({"loss": "not_finite", "aggregate": "token_mean"}, "algorithm.loss: .*:not_finite gave the loss .* missing or not finite"),
-        ({"loss": "strict", "aggregate": "token_mean"}, "algorithm.loss: .*:strict fails on made samples: TypeError: "),
+        ({"loss": "strict", "aggregate": "token_mean"}, "algorithm.loss: .*:strict fails on synthetic samples: TypeError: "),
         ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
     ],
 )
@@ -125,13 +125,13 @@ def test_a_run_with_a_broken_function_is_neither_created_nor_passes_the_check(
 
 def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_run_is_created() -> None:
     with pytest.raises(ConfigError, match=r"algorithm.advantage: pass_at_k\?k=8 .*k = 8 has to lie between 1 and 7"):
-        try_own_functions(config_of(advantage="pass_at_k?k=8"))
-    try_own_functions(config_of(advantage="pass_at_k?k=2"))
+        check_user_functions(config_of(advantage="pass_at_k?k=8"))
+    check_user_functions(config_of(advantage="pass_at_k?k=2"))
 
 
 def test_groups_of_one_sample_need_an_advantage_that_is_not_relative_to_the_group(mine: Path) -> None:
     table = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "/d.jsonl"}, "schedule": {"samples_per_prompt": 1}}
-    try_own_functions(from_table({**table, "algorithm": {"advantage": f"{mine}:ranks"}}))
+    check_user_functions(from_table({**table, "algorithm": {"advantage": f"{mine}:ranks"}}))
     with pytest.raises(ConfigError, match="1 leaves every group advantage at zero; use at least 2, or an "):
         from_table(table)
 

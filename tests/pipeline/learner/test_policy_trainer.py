@@ -132,6 +132,20 @@ def test_a_model_that_was_half_replaced_is_loaded_anew(
     assert sum(backend.closed for backend in backends) == 1
 
 
+def test_a_repeated_step_keeps_the_micro_batches_of_the_ledger() -> None:
+    policy, groups = PolicyTrainer.open(config_of(), steps=STEPS), scored(2)
+    step = policy.step(recorded_ends=(3, 8))
+    for group in groups:
+        step.add(group)
+    outcome = step.finish(learner_version=0)
+    entry = Entry(
+        seq=3, kind="step", time_ns=0, step=0, version=0, boundaries=outcome.boundaries, loss_bits=outcome.loss_bits,
+        grad_norm_bits=outcome.grad_norm_bits, digest=policy.weights().digest, metrics=outcome.metrics,
+    )  # fmt: skip
+    assert outcome.boundaries == (3, 8)
+    assert repeat(PolicyTrainer.open(config_of(), steps=STEPS), entry, groups).differences == ()
+
+
 def test_a_repeated_step_names_each_number_that_differs() -> None:
     found = scored(2)
     policy = PolicyTrainer.open(config_of(), steps=STEPS)

@@ -9,7 +9,7 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner import policy_trainer
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, scored, session_of
@@ -28,7 +28,7 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True, **chosen: Any) -> Trainer:
-    past = read_past(log, RUN)
+    past = read_ledger_history(log, RUN)
     session = session_of(log, config_of(checkpoints, trainer=chosen))
     trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
     if begin:
@@ -53,7 +53,7 @@ def test_a_trainer_comes_back_to_the_same_bits_from_its_checkpoint_or_from_the_l
     assert (values["recovered_from_step"], values["repeated_steps"]) == ((2, 1) if kept else (0, 3))
     assert second.train_step()
     second.end()
-    past = read_past(log, RUN)
+    past = read_ledger_history(log, RUN)
     assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
     assert past.trained == list(range(8))
     assert past.ledger_state.closed is not None
@@ -64,7 +64,7 @@ def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[
     first = trainer_of(log, None)
     assert first.train_step()
     arithmetic["drift"] = 1e-9
-    with pytest.raises(Unrecoverable, match=r"step 0 repeated from the log gave weights blake3:[0-9a-f]{9}… where the ledger says"):
+    with pytest.raises(Unrecoverable, match=r"step 0 repeated from the log gave weights blake3:[0-9a-f]{9}…, recorded"):
         trainer_of(log, None, on_mismatch="stop")
     assert "the arithmetic is not the one the run was computed with: drift 0.0 -> 1e-09" in capsys.readouterr().out
     arithmetic |= {"drift": 1e-9, "told": 0.0}
@@ -85,7 +85,7 @@ def test_another_arithmetic_is_recorded_and_the_run_goes_on_from_its_weights(
         assert first.train_step()
     arithmetic["drift"] = 1e-9
     second = trainer_of(log, tmp_path if kept else None)
-    (entry,) = [entry for entry in read_past(log, RUN).entries if entry.kind == "rebased"]
+    (entry,) = [entry for entry in read_ledger_history(log, RUN).entries if entry.kind == "rebased"]
     details = json.loads(entry.details or "")
     assert (entry.step, entry.digest) == (3, digest_of(second))
     assert details["changed"] == {"drift": ["0.0", "1e-09"]}
@@ -96,7 +96,7 @@ def test_another_arithmetic_is_recorded_and_the_run_goes_on_from_its_weights(
     assert digest_of(third) == newest  # the checkpoint made at the rebase is where it begins
     assert third.session.reporter.values["repeated_steps"] == (0 if kept else 4)
     third.end()
-    past = read_past(log, RUN)
+    past = read_ledger_history(log, RUN)
     assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
     assert past.ledger_state.manifests[4].digest == newest == past.ledger_state.closed.digest
 
@@ -111,7 +111,7 @@ def test_where_the_fingerprint_is_the_same_a_gpu_may_give_other_bits_and_a_cpu_m
         return log, trainer_of(log, None, **chosen)
 
     log, second = again("NVIDIA H100 80GB HBM3")
-    (entry,) = [entry for entry in read_past(log, RUN).entries if entry.kind == "rebased"]
+    (entry,) = [entry for entry in read_ledger_history(log, RUN).entries if entry.kind == "rebased"]
     details = json.loads(entry.details or "")
     assert (details["changed"], entry.step, entry.digest) == ({}, 1, digest_of(second))
     assert [(one["step"], one["name"]) for one in details["differences"]] == [(0, "weights digest")]
@@ -127,10 +127,10 @@ def test_a_request_to_stop_ends_the_repetition() -> None:
         assert first.train_step()
     second = trainer_of(log, None, begin=False)
     second.session.stop.set()
-    second.begin(Resumed(past=read_past(log, RUN)))
+    second.begin(Resumed(past=read_ledger_history(log, RUN)))
     second.end()
     assert second.policy.steps_done == 0
-    assert len(read_past(log, RUN).steps) == 2
+    assert len(read_ledger_history(log, RUN).steps) == 2
 
 
 def test_a_trainer_that_is_asked_to_stop_says_what_it_still_finishes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from penstock.infra.errors import Fenced, RecordMissing, Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner import policy_trainer, weight_publisher
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.weights.read import fetch
@@ -36,7 +36,7 @@ def log() -> MemoryLog:
 
 def writer_of(log: MemoryLog, checkpoints: Path | None = None, **sections: dict[str, Any]) -> tuple[PolicyTrainer, RunWriter]:
     config = config_of(checkpoints, **sections)
-    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).ledger_state)
+    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_ledger_history(log, RUN).ledger_state)
     return PolicyTrainer.open(config, steps=STEPS), writer
 
 
@@ -48,16 +48,16 @@ def step(policy: PolicyTrainer, writer: RunWriter) -> None:
     writer.write("step", step=policy.steps_done, digest=writer.step_digest(policy), metrics={"dropped": 0.0})
     policy.steps_done += 1
     writer.after_step(policy)
-    writer.finish_begun()
+    writer.finish_pending()
 
 
 def kinds(log: MemoryLog) -> list[str]:
-    return [entry.kind for entry in read_past(log, RUN).entries]
+    return [entry.kind for entry in read_ledger_history(log, RUN).entries]
 
 
 def test_a_run_is_opened_with_version_0_and_each_step_is_followed_by_its_version_and_checkpoint(log: MemoryLog, tmp_path: Path) -> None:
     policy, writer = writer_of(log, tmp_path)
-    writer.begin(policy)
+    writer.open_run(policy)
     for _ in range(STEPS):
         step(policy, writer)
     writer.close_run(steps=STEPS, status="finished", reason="all steps done")
@@ -65,7 +65,7 @@ def test_a_run_is_opened_with_version_0_and_each_step_is_followed_by_its_version
         "run-opened", "version", "step", "version", "step", "version", "checkpoint", "step", "version", "step", "version", "checkpoint",
         "run-closed",
     ]  # fmt: skip
-    past = read_past(log, RUN)
+    past = read_ledger_history(log, RUN)
     assert [entry.seq for entry in past.entries] == list(range(13))
     assert past.ledger_state.newest_version == STEPS
     assert past.entries[-1].digest == past.steps[-1].digest == past.ledger_state.manifests[STEPS].digest
@@ -74,19 +74,19 @@ def test_a_run_is_opened_with_version_0_and_each_step_is_followed_by_its_version
 
 def test_a_version_that_is_published_is_not_sent_again_and_must_be_the_same(log: MemoryLog) -> None:
     policy, writer = writer_of(log)
-    writer.begin(policy)
+    writer.open_run(policy)
     again, later = writer_of(log)
-    later.begin(again)
+    later.open_run(again)
     assert kinds(log) == ["run-opened", "version"]
     again.backend.value = 7.0  # type: ignore[attr-defined]
     again.release_weights()
     with pytest.raises(Unrecoverable, match=r"version 0: the recorded weights digest is .* the model directory holds"):
-        later.begin(again)
+        later.open_run(again)
 
 
 def test_a_writer_that_was_replaced_commits_nothing_more(log: MemoryLog) -> None:
     policy, writer = writer_of(log)
-    writer.begin(policy)
+    writer.open_run(policy)
     writer_of(log)
     with pytest.raises(Fenced):
         step(policy, writer)
@@ -95,7 +95,7 @@ def test_a_writer_that_was_replaced_commits_nothing_more(log: MemoryLog) -> None
 
 def test_what_others_wrote_among_the_chunks_is_set_aside_once_or_counted_as_a_duplicate(log: MemoryLog) -> None:
     policy, writer = writer_of(log)
-    writer.begin(policy)
+    writer.open_run(policy)
     chunk = log.read(f"{RUN}.weights", 1, [0])[0]
     producer = log.producer()
     step(policy, writer)
@@ -110,7 +110,7 @@ def test_what_others_wrote_among_the_chunks_is_set_aside_once_or_counted_as_a_du
 
 def test_a_manifest_of_a_version_that_was_not_published_is_a_dead_letter(log: MemoryLog) -> None:
     policy, writer = writer_of(log)
-    writer.begin(policy)
+    writer.open_run(policy)
     own = log.tail({(f"{RUN}.weights", 0): "earliest"}).read_to_end()
     writer.check_manifest(own[0])
     assert "dead_letters" not in writer.session.reporter.values
@@ -121,7 +121,7 @@ def test_a_manifest_of_a_version_that_was_not_published_is_a_dead_letter(log: Me
 
 def test_there_is_one_checkpoint_of_a_step(log: MemoryLog, tmp_path: Path) -> None:
     policy, writer = writer_of(log, tmp_path)
-    writer.begin(policy)
+    writer.open_run(policy)
     for _ in range(2):
         step(policy, writer)
     assert writer.checkpoints.saved_steps == 2
@@ -131,13 +131,13 @@ def test_there_is_one_checkpoint_of_a_step(log: MemoryLog, tmp_path: Path) -> No
 
 def test_old_versions_are_deleted_except_the_first_and_the_newest_two_whole_ones_with_what_follows(log: MemoryLog) -> None:
     policy, writer = writer_of(log, weights={"keep": "chain"}, run={"steps": 200})
-    writer.begin(policy)
+    writer.open_run(policy)
     kept: list[int] = []
     for _ in range(60):
         step(policy, writer)
         kept.append(sum(len(log.tail({(f"{RUN}.weights", p): "earliest"}).read_to_end()) for p in (1, 2)))
     assert max(kept[20:]) == max(kept[40:]) <= 5
-    manifests = read_past(log, RUN).ledger_state.manifests
+    manifests = read_ledger_history(log, RUN).ledger_state.manifests
     assert fetch(log, manifests, 60, run=RUN) == policy.backend.weights()
     assert fetch(log, manifests, 0, run=RUN)
     with pytest.raises(RecordMissing, match=r"weights of version \d+: no chunk at numbers.weights/2 offset 0"):
@@ -152,7 +152,7 @@ def test_the_chunks_of_a_version_are_spread_evenly_over_the_partitions_of_the_we
     monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: send(*given, **{**named, "max_bytes": 8}))
     config, log = config_of(weights={"partitions": partitions, "anchor_every": 1}), MemoryLog()
     log.create_topics(topics_of(RUN, partitions=1, weight_partitions=config.weight_partitions))
-    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).ledger_state)
+    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_ledger_history(log, RUN).ledger_state)
     tensor = TensorBytes(name="number", dtype="int8", shape=(8 * chunks,), data=bytes(8 * chunks))
     writer.write("run-opened", details="{}")
     for version in range(partitions + 1):
@@ -175,20 +175,20 @@ def test_the_chunks_of_a_version_are_spread_evenly_over_the_partitions_of_the_we
 
 def test_a_restarted_trainer_sends_a_newest_version_that_is_lost_again_with_the_same_digest(log: MemoryLog) -> None:
     policy, writer = writer_of(log)
-    writer.begin(policy)
+    writer.open_run(policy)
     step(policy, writer)
     lost = writer.state.manifests[1]
     log.truncate((f"{RUN}.weights", 2), 0)
-    past = read_past(log, RUN)
+    past = read_ledger_history(log, RUN)
     with pytest.raises(RecordMissing):
         fetch(log, past.ledger_state.manifests, 1, run=RUN)
     again, later = writer_of(log)
-    later.begin(again)
+    later.open_run(again)
     assert later.lost == lost
     again.backend.value, again.steps_done = policy.backend.value, 1  # type: ignore[attr-defined]
     again.release_weights()
     later.publish(again.weights(), version=1, step=1)
-    found = read_past(log, RUN)
+    found = read_ledger_history(log, RUN)
     assert (later.lost, found.ledger_state.manifests[1].digest) == (None, lost.digest)
     assert fetch(log, found.ledger_state.manifests, 1, run=RUN) == policy.backend.weights()
     assert [entry.seq for entry in found.entries] == [entry.seq for entry in past.entries]
@@ -198,7 +198,7 @@ def test_the_next_step_goes_on_while_a_version_is_sent_and_the_ledger_keeps_thei
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, writer = writer_of(log)
-    writer.begin(policy)
+    writer.open_run(policy)
     gate, send = threading.Event(), weight_publisher.send_version
     monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: gate.wait(60.0) and send(*given, **named))
     writer.write("step", step=0, digest=None, metrics={"dropped": 0.0})
@@ -211,5 +211,5 @@ def test_the_next_step_goes_on_while_a_version_is_sent_and_the_ledger_keeps_thei
     gate.set()
     writer.finish_publishing()
     assert kinds(log)[-2:] == ["step", "version"]
-    (number,) = fetch(log, read_past(log, RUN).ledger_state.manifests, 1, run=RUN)
+    (number,) = fetch(log, read_ledger_history(log, RUN).ledger_state.manifests, 1, run=RUN)
     assert struct.unpack("<d", bytes(number.data)) == (before,)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.step_measures import group_measures
-from penstock.pipeline.learner.train_step import Objective
+from penstock.pipeline.learner.train_step import Objective, group_measures
 from penstock.topics.groups import Group
 from tests.support.number_run import STEPS, NumberBackend, config_of, scored
 

@@ -11,7 +11,7 @@ from penstock.infra.log import Records
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import presence, rules
-from penstock.pipeline.scheduling.presence import SILENT_S, Presence, WorkingClock, hear
+from penstock.pipeline.scheduling.presence import SILENT_S, Presence, WorkingClock, update_presence
 from penstock.topics import groups, metrics
 from penstock.workers.feeder.admission import Admission
 from penstock.workers.scorer.worker import Scorer
@@ -88,22 +88,22 @@ def test_the_clock_of_a_group_runs_while_its_partitions_owner_reports(monkeypatc
 
 def test_an_owner_lasts_as_long_as_its_reports_and_a_final_one_ends_it_at_once() -> None:
     known = Presence(3)
-    known.heard("a", [0, 1], slots=4)
-    known.heard("b", [2], slots=4)
+    known.update("a", [0, 1], slots=4)
+    known.update("b", [2], slots=4)
     assert (known.owners, known.slots) == (["a", "a", "b"], [2, 2, 4])
     known.now_s += SILENT_S
-    known.heard("b", [1], slots=4)
+    known.update("b", [1], slots=4)
     assert known.owners == ["a", "b", None]
     known.now_s += 1
     assert known.owners == [None, "b", None]
-    known.heard("b", [], slots=4)
+    known.update("b", [], slots=4)
     assert known.owners == [None, None, None]
 
 
 def says(known: Presence, incarnation: str, owned: str, kind: Any = "status") -> None:
     """A report of one of the processes named rollout-0."""
     report = Teller(RUN).measured_by("rollout-0", kind, incarnation=incarnation, labels={"partitions": owned})
-    hear(known, metrics.decode(report.value))
+    update_presence(known, metrics.decode(report.value))
 
 
 def test_two_workers_of_one_name_keep_their_partitions_and_each_is_forgotten_when_it_ends() -> None:

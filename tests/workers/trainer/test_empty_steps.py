@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.report.text import as_text
@@ -35,7 +35,7 @@ def test_a_run_without_a_trained_token_ends_with_the_weights_it_began_with(maske
     assert outcome["status"] == "finished"
     assert outcome["kinds"] == {"run-opened": 1, "step": 6, "version": 7, "run-closed": 1}
     assert len({digest for _, digest in outcome["versions"]}) == 1
-    for entry in read_past(log, run).steps:
+    for entry in read_ledger_history(log, run).steps:
         assert (entry.boundaries, entry.metrics["trained_samples"], entry.metrics["samples"]) == ((), 0.0, 4.0)
         assert (entry.metrics["loss"], entry.metrics["grad_norm"]) == (0.0, 0.0)
     violated = {result.check.name for result in audited(log, run).results if result.violations}
@@ -77,7 +77,7 @@ def test_masked_samples_count_in_what_a_step_is_divided_by_unless_the_run_is_of_
         log, run = MemoryLog(), f"{run_id}-{edition}"
         written(log, run, config, [half_masked(number) for number in range(2)])
         trained(log, run)
-        (entry,) = read_past(log, run).steps
+        (entry,) = read_ledger_history(log, run).steps
         assert (entry.metrics["trained_samples"], entry.metrics["samples"]) == (2.0, 4.0)
         found[edition] = (entry.metrics["grad_norm"], entry.metrics["loss"])
     assert found[2][0] > 0.0

@@ -11,7 +11,7 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.session import Session
@@ -58,7 +58,7 @@ def opened(log: MemoryLog) -> Trainer:
         run=RUN, role="trainer", worker="trainer", log=log, record=record, config=from_json(record.config), info=json.loads(record.info),
         stop=threading.Event(),
     )  # fmt: skip
-    past = read_past(session.log, session.run)
+    past = read_ledger_history(session.log, session.run)
     trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
     trainer.begin(Resumed(past=past))
     return trainer

@@ -13,7 +13,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.audit import report as audit_report
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner import policy_trainer, recovery
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.replay.recording import Recording
@@ -89,7 +89,7 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
         crew.wait()
         report = crew.report()
     assert (report["status"], report["steps"], report["groups"]["trained"]) == ("finished", 7, 14)
-    rebased = [entry for entry in read_past(log, run_id).entries if entry.kind == "rebased"]
+    rebased = [entry for entry in read_ledger_history(log, run_id).entries if entry.kind == "rebased"]
     assert len(rebased) == len(report["rebased"]) == 3
     assert all(one["recorded"] != one["found"] for found in report["rebased"] for one in found["differences"])
     assert as_text(report).count("rebased after") == 3
@@ -103,7 +103,9 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     assert audit_report.as_text(audit).count("note: rebased after") == 3
 
     last = report["groups"]["admitted"] - 1
-    life = as_json.explain(log, run_id, next(n for n in range(last, 0, -1) if n in read_past(log, run_id).trained), notify=lambda _: None)
+    life = as_json.explain(
+        log, run_id, next(n for n in range(last, 0, -1) if n in read_ledger_history(log, run_id).trained), notify=lambda _: None
+    )
     assert [found["entry"] for found in life["step"]["rebased"]] == [entry.seq for entry in rebased]
     assert text.as_page(life).count("rebased after") == 3
 

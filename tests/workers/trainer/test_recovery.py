@@ -14,7 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import to_bytes
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
@@ -155,7 +155,7 @@ def session_of(log: MemoryLog, run: str, role: str) -> Session:
 
 def opened(session: Session) -> tuple[Trainer, Any]:
     transactions = session.log.transactions(f"{session.run}.trainer")
-    past = read_past(session.log, session.run)
+    past = read_ledger_history(session.log, session.run)
     return Trainer.open(session, transactions, Resumed(past=past)), past
 
 
@@ -170,11 +170,11 @@ def three_steps(run_id, log, tiny_model, tmp_path: Path) -> Callable[[], tuple[T
 
 
 def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_steps: Callable[[], tuple[Trainer, Any]]):
-    bits = r".* where the ledger says .* \(bits -?\d+ and -?\d+\)"
+    bits = r".*, recorded .* \(bits -?\d+ and -?\d+\)"
     for field, told in (
         ("loss_bits", f"loss {bits}"),
         ("grad_norm_bits", f"gradient norm {bits}"),
-        ("digest", r"weights blake3:[0-9a-f]{9}… where the ledger says e{16}…"),
+        ("digest", r"weights blake3:[0-9a-f]{9}…, recorded e{16}…"),
     ):
         trainer, past = three_steps()
         changed = [
@@ -191,9 +191,9 @@ def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: 
     trainer, past = three_steps()
     plan = [replace(planned, sha256="0" * 64) for planned in past.steps[2].plan]
     changed = [replace(entry, plan=tuple(plan)) if entry.kind == "step" and entry.step == 2 else entry for entry in past.entries]
-    with pytest.raises(Unrecoverable, match=r"group 4 .* stands at .*groups/0/\d+, the ledger says group 4 \(0000"):
+    with pytest.raises(Unrecoverable, match=r"groups/0/\d+ holds group 4 .*, the ledger records group 4 \(0000"):
         trainer.begin(Resumed(past=replace(past, entries=changed)))
-    with pytest.raises(Unrecoverable, match="commits step 2 where step 1 was expected"):
+    with pytest.raises(Unrecoverable, match="commits step 2, expected step 1"):
         replace(past, entries=[entry for entry in past.entries if entry.kind != "step" or entry.step != 1])
 
 

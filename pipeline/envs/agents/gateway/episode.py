@@ -231,7 +231,7 @@ class AgentEpisodes:
 
     def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> AgentEpisode:
         """A trajectory whose turns come from `generate`; `version` is the newest policy version."""
-        seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
+        seed = seed_of(request.row, seed=request.seed, group=request.random_group)
         return AgentEpisode(
             request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
             programs=self.programs, limits=self.limits, rules=self.rules, generate=generate, on_loss=self.on_loss, version=version,
