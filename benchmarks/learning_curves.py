@@ -36,7 +36,7 @@ from penstock.pipeline.envs.group_outcome import group_of, group_outcome  # noqa
 from penstock.pipeline.envs.rewards import resolve  # noqa: E402
 from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests  # noqa: E402
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer  # noqa: E402
-from penstock.pipeline.observe.report.text import sparkline  # noqa: E402
+from penstock.pipeline.observe.report.formats import sparkline  # noqa: E402
 from penstock.pipeline.runtime.factories import make_engine  # noqa: E402
 from penstock.pipeline.runtime.generation.sampling import request_of, rollout_of  # noqa: E402
 from penstock.pipeline.scheduling import rules  # noqa: E402

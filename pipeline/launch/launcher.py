@@ -217,28 +217,23 @@ class Watching:
 
 
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
-    """Print the report that the tracker wrote, or one made from the log if the tracker was given up before it wrote any.
-
-    On a terminal it is as wide as that.
-    """
+    """Print the report that the tracker wrote, or one made from the log if the tracker exited before it wrote any."""
     from penstock.pipeline.observe.live.terminal import Terminal
     from penstock.pipeline.observe.report.progress import Progress
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
     directory = run_directory(run)
-    as_lines, as_data = (directory / name for name in REPORTS)
-    on_terminal = sys.stdout.isatty() and not json_out
-    written = as_data if json_out or on_terminal else as_lines
-    if written.exists() and not on_terminal:
-        print(written.read_text(encoding="utf-8"), file=exact_output() if json_out else None)
+    written = directory / REPORTS[1]
+    if written.exists() and json_out:
+        print(written.read_text(encoding="utf-8"), file=exact_output())
         return
     report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else collect(log, run, alive=Progress(notify))
-    if on_terminal:
-        Terminal().print(render(report, directory=directory))
-    elif json_out:
+    if json_out:
         print_json(json.dumps(report, indent=2))
+    elif sys.stdout.isatty():
+        Terminal().print(render(report, directory=directory))
     else:
-        print(as_text(report, directory=directory))
+        print(as_text(report, directory=directory), end="")
 
 
 def _given_up(failure: Failure, run: str, *, notify: Notify) -> str:

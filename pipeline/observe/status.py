@@ -45,10 +45,10 @@ ADVICE = {
     "scorer": "raise scorer.workers or scorer.processes, or make the reward faster",
     "rollout": "start more rollout workers or raise rollout.concurrency",
     "feeder": "look at what the feeder does with `penstock status`",
-    "turns": "let them overlap: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
+    "turns": "overlap them: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
 }
 """What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
-OVERLAPPING = "have more on its way: raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"
+OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"
 """What to change where rollout and training overlap already, and yet neither is busy."""
 
 

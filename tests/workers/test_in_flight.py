@@ -58,7 +58,7 @@ def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str
     assert all(rows[group] == rows[first] for group, first in again.items())
     fresh = [rows[group] for group in sorted(rows) if group not in again]
     assert fresh == [order(config.run.seed, place, ROWS) for place in range(len(fresh))]  # no row lost its turn
-    assert f"{len(again)} asked again after they were abandoned" in " ".join(as_text(report).split())
+    assert f"{len(again)} prompts sent again after their groups were abandoned" in " ".join(as_text(report, full=True).split())
     assert report["lag"]["max"] <= 1
 
 

@@ -54,7 +54,7 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     )
     report = complete(log, run_id, config)
     assert report["status"] == "finished" and report["no_reward"] > 0
-    assert f"; {report['no_reward']} without a reward" in as_text(report)
+    assert f", {report['no_reward']} without a reward" in as_text(report)
     assert audited(log, run_id).clean
     tables = LiveTables(log, run_id)
     scored = "from samples s join groups g on s.group_id = g.group_id where g.outcome in ('scored', 'filtered')"

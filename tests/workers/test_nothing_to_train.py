@@ -84,7 +84,7 @@ def test_completions_that_are_all_truncated_and_trained_are_a_run_that_says_so(r
     log, config = created(run_id, endless(tiny_model, tmp_path), tmp_path)
     report = attended(log, run_id, config)
     assert (report["status"], report["steps"], report["practice"]["truncated_share"]) == ("finished", 2, 1.0)
-    assert "100% truncated" in " ".join(as_text(report).split())
+    assert "100 % truncated" in " ".join(as_text(report).split())
 
 
 def endless(model: Path, directory: Path) -> Path:

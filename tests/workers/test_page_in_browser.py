@@ -16,7 +16,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.observe.html.build import build, write
-from penstock.pipeline.observe.report.verdict import verdict
+from penstock.pipeline.observe.report.headline import headline
 from penstock.pipeline.observe.tables import samples_groups_steps
 from tests.support.a_run import RUN, Teller
 from tests.support.page_records import EVIL, log_with, rewritten
@@ -100,7 +100,7 @@ def test_a_recorded_run_loads_and_its_head_says_what_the_report_says(page: Any, 
     report = recorded.report
     assert page.text_content("#run") == recorded.run
     assert page.text_content("#status") == "finished"
-    assert page.locator("#verdict p").all_text_contents() == verdict(report)
+    assert page.locator("#verdict p").all_text_contents() == headline(report)
     figures = page.text_content("#figures")
     assert f"{report['reward']['first']:.3f} → {report['reward']['last']:.3f}" in figures
     assert f"{report['samples']} samples" in figures

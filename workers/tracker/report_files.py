@@ -30,7 +30,7 @@ def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -
     contents = {
         "config.json": json.dumps(config, indent=2),
         as_data: json.dumps(report, indent=2),
-        as_lines: as_text(report, directory=directory),
+        as_lines: as_text(report, directory=directory, full=True),
     }
     for name, text in contents.items():
         unfinished = directory / f".{name}.tmp"

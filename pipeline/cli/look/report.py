@@ -1,4 +1,4 @@
-"""`penstock report`: what a run did, as text or as a page. The rule: the run's topics are only read."""
+"""`penstock report`: a run's figures as text, JSON or a page. Read-only."""
 
 import sys
 from pathlib import Path
@@ -12,14 +12,15 @@ from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security
 def report(
     run: RunOrFolder,
     *,
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples instead.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print all figures.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples.")] = None,
     tokens: Annotated[int | None, typer.Option(min=0, help="With --html: how many completion tokens it shows one by one.")] = None,
     trust_code: TrustCode = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """What a run did: reward, groups by fate, times, lag, weights; with --html, as a page for a browser."""
+    """Report on a run: reward, evaluation, groups, staleness, time and the next step; --full prints all figures, --html writes a page."""
     from penstock.pipeline.observe.report.progress import Progress
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
@@ -27,21 +28,21 @@ def report(
         _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
         return
     with reading(run, bootstrap, security) as (log, run_id):
-        found = collect(log, run_id, alive=Progress(notify))
+        figures = collect(log, run_id, alive=Progress(notify))
     if json:
-        emit(found)
+        emit(figures)
         return
     from penstock.infra.paths import run_directory
 
-    directory: Path | None = run_directory(str(found["run"]))
+    directory: Path | None = run_directory(str(figures["run"]))
     if directory is not None and not directory.is_dir():
         directory = None
     if sys.stdout.isatty():
         from penstock.pipeline.observe.live.terminal import Terminal
 
-        Terminal().print(render(found, directory=directory))
+        Terminal().print(render(figures, directory=directory, full=full))
     else:
-        print(as_text(found, directory=directory), end="")
+        print(as_text(figures, directory=directory, full=full), end="")
 
 
 def _page(

@@ -22,9 +22,9 @@ from penstock.pipeline.observe.live.frame import doing, ordered
 from penstock.pipeline.observe.records import browse, format
 from penstock.pipeline.observe.records.picked import newest_samples
 from penstock.pipeline.observe.records.runs import list_runs, size
+from penstock.pipeline.observe.report.formats import duration
+from penstock.pipeline.observe.report.headline import headline
 from penstock.pipeline.observe.report.summary import summarise
-from penstock.pipeline.observe.report.text import duration
-from penstock.pipeline.observe.report.verdict import verdict
 from penstock.pipeline.observe.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import elapsed_s
@@ -99,7 +99,7 @@ def run(runs: Watching, query: Query) -> bytes:
     body = [
         navigation(name),
         Html(f"<h1>{text(name)}</h1>"),
-        *(Html(f"<p>{text(line)}</p>") for line in verdict(report)),
+        *(Html(f"<p>{text(line)}</p>") for line in headline(report)),
         pairs(facts),
         Html("<h2>Reward</h2>"),
         chart([Curve("all scored samples, by version", curve_of(runs, name))]),

@@ -27,7 +27,7 @@ from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.records.runs import size
 from penstock.pipeline.observe.report.evaluations import one_line
-from penstock.pipeline.observe.report.text import duration
+from penstock.pipeline.observe.report.formats import duration
 from penstock.pipeline.runtime.factories import check_engine
 
 SHOWN_GROUPS = 2

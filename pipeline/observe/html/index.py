@@ -18,7 +18,7 @@ from penstock.pipeline.observe.html.pack import LOGPROB_STEP, Column, smallest
 from penstock.pipeline.observe.html.run_history import MAX_TEXT, RunHistory
 from penstock.pipeline.observe.html.shares import component_means, fate_shares
 from penstock.pipeline.observe.html.timeline import KINDS, Clock, activity_columns, interval_columns, scoring_columns, time_spent, timeline
-from penstock.pipeline.observe.report.verdict import verdict
+from penstock.pipeline.observe.report.headline import headline
 from penstock.pipeline.observe.run_status import config_of, fates, steps_per_version
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Interval
@@ -60,7 +60,7 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
     facts = {
         **_about_run(view),
         "report": report,
-        "verdict": verdict(report),
+        "verdict": headline(report),
         "penstock": _version(),
         "made_ms": int(time.time() * 1000),
         "zero_ms": clock.zero_ns // 1_000_000,

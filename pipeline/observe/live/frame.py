@@ -15,7 +15,8 @@ from penstock.pipeline.observe.live.completions import Completion
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.evaluations import held_out
-from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
+from penstock.pipeline.observe.report.formats import duration, sparkline
+from penstock.pipeline.observe.report.text import STATUS_STYLES
 from penstock.pipeline.observe.run_status import (
     closing,
     config_of,

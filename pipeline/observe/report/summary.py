@@ -12,11 +12,9 @@ from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.live.saved_view import newest
 from penstock.pipeline.observe.report import staleness, time_spent
-from penstock.pipeline.observe.report.changes import changes
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.evaluations import evaluations, examples
 from penstock.pipeline.observe.report.rebases import rebased_fields
-from penstock.pipeline.observe.report.scoring import scoring
 from penstock.pipeline.observe.report.staleness import practice, weighted
 from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_status import (
@@ -35,7 +33,7 @@ from penstock.pipeline.observe.run_status import (
 )
 from penstock.pipeline.observe.run_view import RunView, read_view
 from penstock.pipeline.observe.run_view_types import StepFacts, together
-from penstock.pipeline.observe.status import bottleneck, bottleneck_as_json
+from penstock.pipeline.observe.status import bottleneck, bottleneck_as_json, busy
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
@@ -92,7 +90,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "schedule": _schedule(view),
         "steps": len(steps),
         "steps_planned": steps_planned(view),
-        "changed": changes(info_of(view), steps),
+        "changed": _changes(info_of(view), steps),
         "rebased": [rebased_fields(entry) for entry in view.rebased],
         "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
         "versions": view.version or 0,
@@ -111,7 +109,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "ess": staleness.ess(steps),
         "engines": staleness.engines(view),
         "episodes": episodes(view),
-        "scoring": scoring(view),
+        "scoring": _scoring(view),
         **_lengths(view),
         **time_spent.as_json(view, steps, per_version=steps_per_version(view)),
         "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),
@@ -132,6 +130,31 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
     report["throughput"] = {name + "_per_s": report[name] / wall if wall else None for name in ("samples", "tokens")}
     strict: dict[str, Any] = finite(report)
     return strict
+
+
+def _changes(info: Mapping[str, Any], steps: Sequence[StepFacts]) -> list[dict[str, Any]]:
+    """Changes of data and code while the run was stopped, each with the number of steps that were done before it."""
+    return [{**change, "steps": sum(step.time_s <= change["time_ns"] / 1e9 for step in steps)} for change in info.get("changes", ())]
+
+
+def _scoring(view: RunView) -> dict[str, Any] | None:
+    """Load of the reward functions, from the scorers' figures; None if no group was scored.
+
+    `utilisation`: share of the time in which the slots for groups at the reward functions were taken; a child process has one slot,
+    or `reward.concurrency` if a function is async or a service. `wait_s_mean`: from a group's call to its rewards, in the attempt that
+    succeeded. `groups_per_s`: over the scorers' time.
+    """
+    scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
+    groups = sum(worker.total("groups") for worker in scorers)
+    at_work = sum(worker.total("uptime_s") - worker.total("time_start_s") for worker in scorers)
+    if not groups or at_work <= 0:
+        return None
+    return {
+        "groups": int(groups),
+        "utilisation": busy(view, "scorer", "reward_busy_s", whole=True),
+        "wait_s_mean": sum(worker.total("reward_s") for worker in scorers) / groups,
+        "groups_per_s": groups / at_work,
+    }
 
 
 def _schedule(view: RunView) -> dict[str, Any]:

@@ -1,314 +1,214 @@
-"""A report as a person reads it: a dozen lines, with the way on from here at the end.
+"""Text of a report: one table of rows, of which `penstock report` prints the first ones and `--full` prints all.
 
-The rule: it shows what the report holds and computes nothing of its own; a figure that is not known is left out.
+A row without lines is left out, and so is a figure that is unknown. Rows compute nothing: their figures are those of `report --json`.
 """
 
-import contextlib
 import io
-import itertools
-import statistics
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.observe.report.changes import change_line
-from penstock.pipeline.observe.report.episodes import episodes_line
-from penstock.pipeline.observe.report.evaluations import held_out, one_line
+from penstock.pipeline.observe.report.details import DETAILS, mlflow_commands
+from penstock.pipeline.observe.report.evaluations import SAME
+from penstock.pipeline.observe.report.formats import Figure, Report, Row, change, duration, figures, joined, percent, sparkline, use_text
+from penstock.pipeline.observe.report.headline import learned, next_steps, warnings
 from penstock.pipeline.observe.report.rebases import rebased_line
-from penstock.pipeline.observe.report.scoring import scoring_line
-from penstock.pipeline.observe.report.time_spent import as_line
-from penstock.pipeline.observe.report.verdict import verdict
+from penstock.pipeline.observe.report.time_spent import SHOWN, shares
 from penstock.pipeline.observe.run_status import end_reason
 
-BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopping": "yellow", "stopped": "yellow", "failed": "red", "running": "cyan"}
-CURVE_WIDTH = 32
 TEXT_WIDTH = 110
-EXAMPLE_WIDTH = 72
-SHOWN_GONE = 3
-"""Partitions without their beginning that are named; `report --json` has all."""
+SHOWN_LINES, SHOWN_GONE = 2, 3
+"""Lines of a row in the short form, and partitions with deleted records that the full form names."""
+FILES = ("report.html", "model", "metrics.jsonl", "logs")
 
 
-def render(report: Mapping[str, Any], *, directory: Path | None = None) -> RenderableType:
-    """The report for a rich console; `directory` is where the run's files lie on this machine."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, line in [*_learning(report), *_counts(report), *_costs(report)]:
-        table.add_row(name, line)
-    status = str(report["status"])
-    title = Text.assemble((f"run {report['run']}", "bold"), " ", (status, STATUS_STYLES.get(status, "")))
-    parts: list[RenderableType] = [Rule(title, style="dim"), table]
+def render(report: Report, *, directory: Path | None = None, full: bool = False) -> RenderableType:
+    """The report for a rich console; `directory` is the run's folder on this machine."""
+    status, wall_s = str(report["status"]), report["time"]["wall_s"]
+    ended = status in ("finished", "failed")
+    lasted = "" if wall_s is None else f" {'in' if ended else 'after'} {duration(wall_s)}"
+    style = STATUS_STYLES.get(status, "")
+    title = Text.assemble(f"Run {report['run']} ", "" if ended else "is ", (status, style), f"{lasted}. ", (learned(report), "bold"))
+    parts: list[RenderableType] = [title]
     if reason := end_reason(report.get("reason")):
-        parts.insert(1, Text(f"{status}: {reason}", style=STATUS_STYLES.get(status, "")))
-    first, *others = verdict(report)
-    said = [Text(first, style="bold"), *(Text(line, style="yellow") for line in others)]
-    return Group(parts[0], *said, *parts[1:], _next(report, directory), Rule(style="dim"))
+        parts.append(Text(f"{status}: {reason}", style=style))
+    parts += [Text(line, style="yellow") for line in warnings(report)]
+    parts += ["", _table(report, SHORT, limit=None if full else SHOWN_LINES), ""]
+    if full:
+        parts += [_table(report, DETAILS, limit=None), "", *mlflow_commands(report)]
+    return Group(*parts, *_links(report, directory, full=full))
 
 
-def as_text(report: Mapping[str, Any], *, directory: Path | None = None) -> str:
+def as_text(report: Report, *, directory: Path | None = None, full: bool = False) -> str:
     """The same without colours, for a file or a pipe."""
-    return printed(render(report, directory=directory), width=TEXT_WIDTH)
+    return printed(render(report, directory=directory, full=full), width=TEXT_WIDTH)
 
 
-def printed(picture: RenderableType, *, width: int) -> str:
-    """A picture as lines of plain text."""
+def printed(view: RenderableType, *, width: int) -> str:
+    """A rich renderable as lines of plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    console.print(picture)
+    console.print(view)
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
 
-def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> str:
-    """A curve in one line of at most `width` characters, from the smallest to the largest value.
+def change_line(change: Mapping[str, Any]) -> str:
+    """One change of data or code while the run was stopped.
 
     Example:
-        sparkline([0.0, 0.5, 1.0])  # -> "▁▅█"
+        change_line({"what": "reward a.py:f", "steps": 3, "before": "1f…", "after": "9c…"})  # -> "reward a.py:f after 3 steps: 1f… -> 9c…"
     """
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    count = min(width, len(known))
-    bounds = [place * len(known) // count for place in range(count + 1)]
-    means = [statistics.fmean(known[low:high]) for low, high in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
-    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] if high > low else BARS[0] for value in means)
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people.
-
-    Example:
-        duration(3725)  # -> "1:02:05"
-    """
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    return f"{change['what']} after {change['steps']:,} steps: {change['before'][:12]} -> {change['after'][:12]}"
 
 
 def some_of(gone: Sequence[str]) -> list[str]:
-    """Of the lines about deleted records those that are shown."""
+    """The first lines about deleted records, and the number of the others."""
     more = [f"and so in {len(gone) - SHOWN_GONE} partitions more"] if len(gone) > SHOWN_GONE else []
     return [*gone[:SHOWN_GONE], *more]
 
 
-def _learning(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    reward, trained, lines = report["reward"], report["reward_trained"], []
-    schedule, planned = report["schedule"], report["steps_planned"]
-    steps = f"{report['steps']:,} steps" if planned in (None, report["steps"]) else f"{report['steps']:,} of {planned:,} steps"
-    lines.append(("schedule", Text(f"{schedule['mode']}, order {schedule['order']}: {steps}, {report['versions']:,} versions")))
-    if reward["first"] is not None:
-        line = Text.assemble((f"{reward['first']:.3f} → {_number(reward['last'])}", "bold"), "   ", (sparkline(reward["curve"]), "green"))
-        lines.append(("reward", line.append("   all scored samples, first → last tenth", style="dim")))
-    if trained["first"] is not None:
-        lines.append(("", Text(f"{trained['first']:.3f} → {_number(trained['last'])}   of the samples that were trained", style="dim")))
-    if report["eval"]:
-        lines.append(("eval", _evals(report["eval"])))
-    return lines + _examples(report.get("examples", ()))
-
-
-def _examples(examples: Sequence[Mapping[str, Any]]) -> list[tuple[str, Text]]:
-    """Held-out prompts, each with the answer before training and the newest one."""
-    lines = []
-    for number, one in enumerate(examples):
-        answers = [
-            Text.assemble(
-                (f"\n  {when:<7}", "dim"),
-                one_line(one[when]["completion"], EXAMPLE_WIDTH),
-                (f"   reward {_number(one[when]['reward'])}", "dim"),
-            )
-            for when in ("before", "after")
-        ]
-        lines.append(("examples" if number == 0 else "", Text.assemble(" ".join(one["prompt"].split()), *answers)))
-    return lines
-
-
-def _evals(evals: Sequence[Mapping[str, Any]]) -> Text:
-    first, last = evals[0], evals[-1]
-    found = []
-    for name in ("greedy", "sampled"):
-        ends = [score for one in ([first] if last is first else [first, last]) if (score := held_out(one, name)) is not None]
-        if ends:
-            found.append(" → ".join([ends[0], *(score.removeprefix(f"{name} ") for score in ends[1:])]))
-    prompts = f", {int(last['n'])} held-out prompts" if last.get("n") else ""
-    if failed := sum(int(one.get("n_failed") or 0) for one in evals):
-        prompts += f", {failed} completions without a reward"
-    span = f"version {first['version']} → {last['version']}" if last is not first else f"version {first['version']}"
-    return Text.assemble((" · ".join(found), "bold"), (f"   {span}{prompts}", "dim"))
-
-
-def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    groups, length, speed = report["groups"], report["length"], report["throughput"]
-    ends = [f"{count:,} {name}" for name, count in groups.items() if name != "admitted" and (count or name == "trained")]
-    samples = f"{report['samples']:,} samples, {report['tokens']:,} tokens"
-    if length["admitted"] is not None:
-        samples += f", {length['admitted']:.1f} a sample"
-    if speed["samples_per_s"]:
-        samples += f"; {speed['samples_per_s']:,.1f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s"
-    if without := report.get("no_reward"):
-        samples += f"; {without:,} without a reward"
-    causes = {"solved_all": "solved by every sample", "solved_none": "by none", "between": "rewarded alike between"}
-    filtered = [f"{report['filtered'][name]:,} {text}" for name, text in causes.items() if report["filtered"][name]]
-    ends += [f"of the filtered {', '.join(filtered)}"] if filtered else []
-    if again := report["repeated"]:
-        ends.append(f"{again:,} asked again after they were abandoned ({again / groups['admitted']:.1%})")
-    letters = report["dead_letters"]
-    kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
-    count = f"{letters['total']} dead letter{'s' if letters['total'] != 1 else ''}"
-    refused = count + (f" ({kinds})" if kinds else "") + f", {report['duplicates']} duplicates ignored"
-    lines = [
-        ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
-        ("drawn", Text(samples)),
-        *([("episodes", Text(episodes_line(report["episodes"])))] if report.get("episodes") else []),
-        *([("rewards", Text(scoring_line(report["scoring"])))] if report.get("scoring") else []),
-        ("refused", Text(refused, style="yellow" if letters["total"] else "")),
-        *[("", Text(f"{count:,} x {error}", style="yellow")) for error, count in letters.get("reward_errors", {}).items()],
-    ]
-    if gone := report.get("gone"):
-        said = "the figures are of what is kept; groups that seem open or unused may have ended"
-        lines.append(("deleted", Text("\n".join([said, *some_of(gone)]), style="yellow")))
-    if changed := report.get("changed"):
-        lines.append(("changed", Text("\n".join(map(change_line, changed)), style="yellow")))
-    if rebased := report["rebased"]:
-        lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))
-    if empty := report["empty_steps"]:
-        text = f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"
-        lines.append(("empty", Text(text, style="yellow")))
-    restarts = [f"{role} {count}" for role, count in report["restarts"].items()]
-    restarts += [f"the whole run was resumed {again} time{'s' if again > 1 else ''}"] if (again := report.get("resumed")) else []
-    if restarts:
-        lines.append(("restarts", Text(" · ".join(restarts))))
-    return lines
-
-
-def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    time, lag, weights, lines = report["time"], report["lag"], report["weights"], list[tuple[str, Text]]()
-    phases = [(name, time.get(f"{name}_s")) for name in ("install", "start", "train", "end", "wall")]
-    known = [f"{name} {seconds:.1f} s" for name, seconds in phases if seconds is not None]
-    if known:
-        paused = time.get("paused_s") or 0.0
-        lines.append(("time", Text(" · ".join([*known, *([f"paused for {duration(paused)} besides"] if paused >= 1.0 else [])]))))
-    spans = [seconds for seconds in time["rollout_to_train_end_s"] if seconds is not None]
-    if time["trainer_waiting_ratio"] is not None:
-        seconds = [f"{name} {time[f'trainer_{key}_s']:.1f} s" for name, key in (("computed", "compute"), ("other work", "other"))]
-        waited = f"waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
-        lines.append(("trainer", Text(", ".join([*seconds, waited]))))
-    tokens = report["trainer_tokens"]
-    if tokens["computed"]:
-        saved = f"{tokens['real']:,} real tokens, {tokens['padded']:,} with padding, {tokens['computed']:,} computed"
-        lines.append(("", Text(saved, style="dim")))
-    for place, (role, seconds) in enumerate(report["time_spent"].items()):
-        lines.append(("time of" if place == 0 else "", Text(f"{role}: {as_line(seconds)}")))
-    if (slowest := report["bottleneck"]) is not None:
-        lines.append(("bottleneck", Text(f"{slowest['who']}: {slowest['why']}; {slowest['advice']}")))
-    if spans:
-        overlap = report["overlap"]
-        line = f"{statistics.median(spans):.2f} s from first sample to last step (median of {len(spans)})"
-        if overlap["share"] is not None:
-            line += f"; training began before the last sample was drawn in {overlap['share']:.0%}"
-        lines.append(("rounds", Text(line)))
-    if time["topics_overhead_ms_per_sample"] is not None:
-        share = f", {time['topics_overhead_ratio']:.1%} of the workers' CPU time" if time["topics_overhead_ratio"] is not None else ""
-        lines.append(("topics", Text(f"{time['topics_overhead_ms_per_sample']:.3f} ms a sample{share}")))
-    if lag["mean"] is not None:
-        lines += _freshness(report)
-    if practice := _practice(report["practice"]):
-        lines.append(("practice", Text(practice)))
-    digest = str(weights["digest"] or "none")
-    sent = f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB"
-    lines.append(("weights", Text(f"{sent}{_changes(weights)}; digest {digest[:16]}")))
-    return lines
-
-
-def _changes(weights: Mapping[str, Any]) -> str:
-    """How large versions are that were not sent whole."""
-    sizes = {"a delta": weights["delta_bytes_median"], "adapters": weights["adapter_bytes_median"]}
-    return "".join(f" ({what} {size / weights['full_bytes']:.1%} of a full version)" for what, size in sizes.items() if size is not None)
-
-
-def _practice(measured: Mapping[str, float | None]) -> str:
-    """Entropy, spread of rewards, truncation, size of updates, speed and memory, as far as the steps have them."""
-    first, last = measured["entropy_first"], measured["entropy_last"]
-    parts = [f"entropy {first:.3f} → {last:.3f} nats a token"] if first is not None and last is not None else []
-    for name, form in (
-        ("truncated_share", "{:.0%} truncated"),
-        ("reward_std", "reward std {:.3f}"),
-        ("reward_group_std", "within a group {:.3f}"),
-        ("update_norm", "update norm {:.2g}"),
-        ("train_tokens_per_s", "{:,.0f} tokens/s trained"),
-    ):
-        if (value := measured[name]) is not None:
-            parts.append(form.format(value))
-    peaks = {"trainer": measured["peak_rss_bytes"], "GPU": measured["peak_gpu_bytes"]}
-    parts += [f"{where} memory at most {size / 2**30:.1f} GiB" for where, size in peaks.items() if size is not None]
-    return " · ".join(parts)
-
-
-def _freshness(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """How old what was trained was, and what the engines did while it was drawn."""
-    lag, limit, ess, engines = report["lag"], report["schedule"]["max_lag"], report["ess"], report["engines"]
-    line = f"mean {lag['mean']:.2f}, at most {lag['max']:.0f} versions" + (f" (limit {limit})" if limit is not None else "")
-    if lag["steps"]["mean"] is not None and lag["steps"]["max"] != lag["max"]:
-        line += f", in optimizer steps mean {lag['steps']['mean']:.2f}, at most {lag['steps']['max']:.0f}"
-    if ess["mean"] is not None:
-        line += f"; effective sample size {ess['mean']:.3f}, at least {ess['min']:.3f}"
-    lines = [("lag", Text(line))]
-    if len(shares := lag["tokens"]["shares"]) > 1:
-        by_lag = " · ".join(f"{share:.0%} at {number}" for number, share in shares.items())
-        lines.append(("", Text(f"trained tokens by lag: {by_lag}; {lag['spans']:.2f} versions in a sample", style="dim")))
-    if engines["swaps"]:
-        stall = f"{engines['swap_stall_ms_mean']:.0f} ms each, {engines['swap_stall_ms_max']:.0f} at most"
-        parts = [f"{engines['swaps']:,.0f} times new weights in flight ({stall})"] if engines["swap_stall_ms_max"] else []
-        if engines["occupancy"]:
-            parts.append(f"batch {engines['occupancy']:.0%} full")
-        if engines["prefix_cache_hits"] is not None:
-            parts.append(f"{engines['prefix_cache_hits']:.0%} of prompt tokens from the prefix cache")
-        if engines["aborted_groups"]:
-            parts.append(f"{engines['aborted_groups']:.0f} groups aborted")
-        lines.append(("engines", Text(" · ".join(parts))))
-    return lines
-
-
-def _next(report: Mapping[str, Any], directory: Path | None) -> Table:
-    """Where to look next."""
+def _table(report: Report, rows: Iterable[Row], *, limit: int | None) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    rows = [("a group", f"penstock explain {report['run']} 0"), ("browser", "penstock ui")]
-    if directory is not None:
-        wanted = (("page", "report.html"), ("model", "model"), ("points", "metrics.jsonl"), ("logs", "logs"))
-        rows += [(name, str(directory / file)) for name, file in wanted if (directory / file).exists()]
-    uri, number = report.get("mlflow_uri"), report.get("mlflow_run_id")
-    if uri and number:
-        remote = str(uri).startswith(("http:", "https:", "databricks"))
-        rows.append(("mlflow", f"{uri}, run {number}" if remote else f"mlflow ui --backend-store-uri {uri}"))
-        if not remote and (experiment := experiment_of(str(uri), str(number))) is not None:
-            rows.append(("", f"then http://127.0.0.1:5000/#/experiments/{experiment}?workflowType=machine_learning"))
-    for place, (name, line) in enumerate(rows):
-        table.add_row("look next" if place == 0 else "", Text(name, style="dim"), Text(line, style="cyan"))
+    for row in rows:
+        lines = list(row.lines(report))
+        shown = lines if limit is None or len(lines) <= limit + 1 else [*lines[:limit], f"and {len(lines) - limit} more (--full)"]
+        for number, line in enumerate(shown):
+            table.add_row("" if number else row.label, Text(line, style=row.style) if isinstance(line, str) else line)
     return table
 
 
-def experiment_of(uri: str, run: str) -> str | None:
-    """The experiment of an MLflow run in a local database, None where that does not say."""
-    path = Path(uri.removeprefix("sqlite:///"))
-    if not uri.startswith("sqlite:///") or not path.is_file():
+SIZES = (Figure("prompts_per_step", "U {}", 1), Figure("samples_per_prompt", "K {}", 1), Figure("max_lag", "max lag {}", 1))
+
+
+def _reward(report: Report) -> list[Text]:
+    reward, schedule, planned = report["reward"], report["schedule"], report["steps_planned"]
+    text = Text("no sample has a reward" if reward["first"] is None else change(reward["first"], reward["last"]), style="bold")
+    curve = Text(sparkline(reward["curve"]), style="green")
+    steps = f"{report['steps']:,} steps" if planned in (None, report["steps"]) else f"{report['steps']:,} of {planned:,} steps"
+    sizes = figures(schedule, SIZES)
+    return [Text("  ").join([text, *([curve] if curve else []), Text(", ".join([steps, str(schedule["mode"]), *sizes]), style="dim")])]
+
+
+def _held_out(report: Report) -> list[str]:
+    evals = report["eval"]
+    if not evals:
+        return ["not evaluated; eval.source names held-out prompts"]
+    first, last = evals[0], evals[-1]
+    parts = [text for name in ("greedy", "sampled") if (text := _score(name, [first] if last is first else [first, last]))]
+    prompts = f" ({int(last['n'])} prompts)" if last.get("n") else ""
+    failed = sum(int(entry.get("n_failed") or 0) for entry in evals)
+    return [", ".join(parts) + prompts + (f"; {failed} completions without a reward" if failed else "")]
+
+
+def _score(name: str, evals: Sequence[Mapping[str, Any]]) -> str | None:
+    """Accuracy of greedy or sampled completions in the first and last evaluation, and their mean reward if it is another number."""
+    solved, rewards = ([float(entry.get(f"{name}_{key}", math.nan)) for entry in evals] for key in ("accuracy", "reward"))
+    if any(map(math.isnan, solved)):
         return None
-    import sqlite3
-
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-            row = database.execute("select experiment_id from runs where run_uuid = ?", (run,)).fetchone()
-    except sqlite3.Error:
-        return None
-    return None if row is None else str(row[0])
+    accuracy = " -> ".join(map(percent, solved))
+    if any(map(math.isnan, rewards)) or all(abs(reward - share) < SAME for reward, share in zip(rewards, solved, strict=True)):
+        return f"{name} {accuracy}"
+    return f"{name} reward {' -> '.join(f'{reward:.2f}' for reward in rewards)} ({accuracy} solved)"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _samples(report: Report) -> list[str]:
+    speed, without = report["throughput"], report.get("no_reward")
+    rate = f" ({speed['samples_per_s']:,.0f}/s)" if speed["samples_per_s"] else ""
+    parts = [f"{report['samples']:,} generated{rate}", *figures(speed, [Figure("tokens_per_s", "{:,.0f} tokens/s")])]
+    parts += figures(report["practice"], [Figure("truncated_share", "{:.0f} % truncated", 100)])
+    return [", ".join([*parts, *([f"{without:,} without a reward"] if without else [])])]
+
+
+def _groups(report: Report) -> list[str]:
+    groups = report["groups"]
+    truncated = any(waste["fate"] == "truncated" for waste in report.get("waste", ()))
+    equal = groups["filtered"] and sum(report["filtered"].values()) == groups["filtered"] and not truncated
+    notes = {"filtered": " (all rewards equal)" if equal else ""}
+    always = ("trained", "filtered", "stale", "failed")
+    ends = [f"{count:,} {name}{notes.get(name, '')}" for name, count in groups.items() if name != "admitted" and (count or name in always)]
+    return [f"{groups['admitted']:,}: {', '.join(ends)}"]
+
+
+def _staleness(report: Report) -> list[str]:
+    if report["lag"]["mean"] is None:
+        return []
+    ess = report["ess"]["mean"]
+    size = "" if ess is None else f"; effective sample size {ess:.2f}"
+    return [f"mean {report['lag']['mean']:.1f} versions, at most {report['lag']['max']:.0f}{size}"]
+
+
+def _time(report: Report) -> list[str]:
+    """Busy time and the largest other use of the stages that matter for the speed."""
+    bottleneck = (report["bottleneck"] or {}).get("who")
+    parts = []
+    for role, seconds in report["time_spent"].items():
+        if role not in ("rollout", "environment", "trainer", bottleneck):
+            continue
+        spent = shares(seconds)
+        others = [f"{percent(share)} {use_text(use)}" for use, share in spent.items() if use != "busy" and share >= SHOWN][:1]
+        parts.append(f"{role} {percent(spent.get('busy', 0.0))} busy" + (f" ({others[0]})" if others else ""))
+    return joined(parts)
+
+
+def _dead_letters(report: Report) -> list[str]:
+    letters = report["dead_letters"]
+    if not letters["total"]:
+        return []
+    kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
+    return [f"{letters['total']} ({kinds})", *(f"{count:,} x {error}" for error, count in letters.get("reward_errors", {}).items())]
+
+
+def _restarts(report: Report) -> list[str]:
+    restarts, resumed = [f"{role} {count}" for role, count in report["restarts"].items()], report.get("resumed")
+    return joined([*restarts, *([f"the whole run was resumed {resumed} time{'s' if resumed > 1 else ''}"] if resumed else [])])
+
+
+def _deleted(report: Report) -> list[str]:
+    gone = report.get("gone")
+    return ["the figures are of what is kept; groups that seem open or unused may have ended", *some_of(gone)] if gone else []
+
+
+def _empty(report: Report) -> list[str]:
+    empty = report["empty_steps"]
+    return [f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"] if empty else []
+
+
+def _next_steps(report: Report) -> list[str]:
+    resume = [f"penstock run --resume {report['run']}"] if report["status"] == "stopped" else []
+    return [*resume, *next_steps(report)]
+
+
+SHORT = (
+    Row("reward", _reward),
+    Row("held out", _held_out),
+    Row("samples", _samples),
+    Row("groups", _groups),
+    Row("staleness", _staleness),
+    Row("time", _time),
+    Row("dead letters", _dead_letters, "yellow"),
+    Row("restarts", _restarts, "yellow"),
+    Row("deleted", _deleted, "yellow"),
+    Row("changed", lambda report: map(change_line, report.get("changed") or ()), "yellow"),
+    Row("rebased", lambda report: map(rebased_line, report["rebased"]), "yellow"),
+    Row("empty", _empty, "yellow"),
+    Row("next step", _next_steps),
+)
+"""Rows of both forms."""
+
+
+def _links(report: Report, directory: Path | None, *, full: bool) -> list[Text]:
+    run = report["run"]
+    commands = [f"penstock explain {run} 0", *([] if full else [f"penstock report {run} --full"]), "penstock ui"]
+    lines = ["    ".join(commands)]
+    if directory is not None:
+        names = [f"{name}/" if (directory / name).is_dir() else name for name in FILES if (directory / name).exists()]
+        lines += [f"{directory}: {'  '.join(names)}"] if names else []
+    return [Text(line, style="cyan") for line in lines]

@@ -54,15 +54,6 @@ def trainer_time(view: RunView) -> tuple[float, float]:
     return lasted, waited
 
 
-def as_line(seconds: Mapping[str, float]) -> str:
-    """A role's shares in words.
-
-    Example:
-        as_line({"total_s": 10.0, "busy_s": 4.0, "no_prompts_s": 6.0})  # -> "60% no prompts, 40% busy"
-    """
-    return ", ".join(f"{share:.0%} {use.replace('_', ' ')}" for use, share in shares(seconds).items() if share >= SHOWN)
-
-
 def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, float | None]]:
     """Of each round: its times in seconds by the definitions of arXiv 2606.26997, and the trainer's time by use.
 

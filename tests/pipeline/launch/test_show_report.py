@@ -31,9 +31,11 @@ def test_a_run_without_the_trackers_report_is_reported_from_its_log(log: MemoryL
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     directory = run_directory(RUN)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.txt").write_text("the tracker's")
+    (directory / "report.json").write_text(json.dumps(collect(log, RUN) | {"reason": "the tracker wrote this"}))
     show_report(log, RUN, json_out=False, notify=print)
-    assert capsys.readouterr().out == "the tracker's\n"
+    shown = capsys.readouterr().out
+    assert "finished: the tracker wrote this" in shown
+    assert len(shown.splitlines()) <= 30
 
 
 def test_on_a_terminal_the_trackers_report_is_as_wide_as_that(
@@ -46,4 +48,4 @@ def test_on_a_terminal_the_trackers_report_is_as_wide_as_that(
     for width in (60, 100):
         monkeypatch.setenv("COLUMNS", str(width))
         show_report(log, RUN, json_out=False, notify=print)
-        assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in capsys.readouterr().out.splitlines()) == width
+        assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in capsys.readouterr().out.splitlines()) <= width

@@ -26,8 +26,8 @@ from penstock.pipeline.observe.html.shares import fate_shares
 from penstock.pipeline.observe.html.timeline import NEVER, Clock
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.live.completions import shared
+from penstock.pipeline.observe.report.headline import headline
 from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.report.verdict import verdict
 from penstock.pipeline.observe.run_view import RunView
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
@@ -73,7 +73,7 @@ def page(log: MemoryLog) -> Page:
 def test_the_page_holds_the_report_and_every_group_and_sample(log: MemoryLog, page: Page) -> None:
     index, report = unpacked(blocks(page)["index"]), collect(log, RUN)
     assert index["report"] == report
-    assert index["verdict"] == verdict(report)
+    assert index["verdict"] == headline(report)
     assert index["g_number"].tolist() == list(range(8))
     assert [index["fates"][fate] for fate in index["g_fate"]] == ["filtered", *["trained"] * 6, "unused"]
     assert index["g_step"].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]

@@ -147,10 +147,10 @@ def test_a_feeder_that_waits_is_not_the_bottleneck(activity: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "advice"),
     [
-        ({"mode": "synchronous"}, "let them overlap"),
-        ({"mode": "pipelined", "max_lag": None}, "let them overlap"),
-        ({"mode": "in_flight"}, "have more on its way"),
-        ({"mode": "bounded", "max_lag": 0}, "let them overlap"),
+        ({"mode": "synchronous"}, "overlap them"),
+        ({"mode": "pipelined", "max_lag": None}, "overlap them"),
+        ({"mode": "in_flight"}, "raise rollout.slots"),
+        ({"mode": "bounded", "max_lag": 0}, "overlap them"),
     ],
 )
 def test_nobody_is_told_to_let_overlap_what_overlaps_already(schedule: dict[str, object], advice: str) -> None:

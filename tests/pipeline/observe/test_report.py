@@ -1,6 +1,7 @@
 """The report: every figure against a run whose numbers are known, and its text."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.observe.report.episodes import episodes_line
+from penstock.pipeline.observe.report.formats import BARS, duration, sparkline
 from penstock.pipeline.observe.report.summary import as_text, summarise
-from penstock.pipeline.observe.report.text import BARS, duration, sparkline
 from penstock.pipeline.observe.run_status import tenth
 from penstock.pipeline.observe.run_view import REWARD_ERRORS, RunView
 from penstock.topics.wire.record import Outgoing
@@ -35,7 +36,8 @@ def test_a_report_of_a_run_whose_first_records_were_deleted_says_so_and_names_th
     gone = [f"{RUN}.groups/{partition}: the records at offsets 0 to 41 were deleted" for partition in range(5)]
     found = summarise(view, gone=gone)
     assert found["gone"] == gone
-    lines = " ".join(as_text(found).split())
+    lines = " ".join(as_text(found, full=True).split())
+    assert "and 3 more (--full)" in as_text(found)
     assert "deleted the figures are of what is kept; groups that seem open or unused may have ended" in lines
     assert gone[2] in lines and gone[3] not in lines and "and so in 2 partitions more" in lines
     assert "deleted" not in as_text(summarise(view))
@@ -173,7 +175,7 @@ def test_filtered_groups_are_told_apart_by_whether_all_samples_or_none_solved_th
         told += teller.group(rewards, version=0, outcome="filtered")
     report = report_of(told)
     assert report["filtered"] == {"solved_all": 2, "solved_none": 1, "between": 1}
-    assert "of the filtered 2 solved by every sample, 1 by none, 1 rewarded alike between" in " ".join(as_text(report).split())
+    assert "2 solved by every sample, 1 by none, 1 rewarded alike between" in " ".join(as_text(report, full=True).split())
 
 
 def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> None:
@@ -221,7 +223,7 @@ def test_a_run_that_has_hardly_begun_has_a_report_of_what_is_known() -> None:
     assert found["status"] == "created"
     assert found["reward"] == {"first": None, "last": None, "curve": []}
     assert found["time"]["trainer_waiting_ratio"] is None
-    assert "0 of 10 steps" in as_text(found)
+    assert "no sample has a reward  0 of 10 steps" in as_text(found)
 
 
 def test_the_report_is_strict_json_even_when_a_loss_was_not_a_number() -> None:
@@ -233,13 +235,47 @@ def test_the_report_is_strict_json_even_when_a_loss_was_not_a_number() -> None:
 def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str, Any]) -> None:
     report = {**report, "mlflow_uri": "sqlite:////state/mlflow.db", "mlflow_run_id": "abc"}
     text = as_text(report)
-    assert "reward" in text
-    assert "0.000 → 1.000" in text
-    assert "greedy 0.000 → 0.900" in text
-    assert "22 admitted: 20 trained · 1 filtered · 1 unused" in text
-    assert "mlflow ui --backend-store-uri sqlite:////state/mlflow.db" in text
+    assert text.splitlines()[0] == f"Run {RUN} finished in 0:12. It learned: reward 0.00 -> 1.00, held-out accuracy 0 % -> 90 %."
+    assert "10 steps, pipelined, U 2, K 4" in text
+    assert "greedy 0 % -> 90 %" in text
+    assert "22: 20 trained, 1 filtered (all rewards equal), 0 stale, 0 failed, 1 unused" in text
+    assert "mlflow ui --backend-store-uri sqlite:////state/mlflow.db" in as_text(report, full=True)
     assert f"penstock explain {RUN} 0" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_run_with_every_kind_of_trouble_is_told_on_one_screen_with_each_of_them(report: dict[str, Any]) -> None:
+    errors = {f"ZeroDivisionError: division by zero (rew.py line {line})": 9 - line for line in range(6)}
+    change = {"what": "reward rew.py:score", "steps": 3, "before": "1" * 64, "after": "2" * 64}
+    rebase = {"steps": 4, "entry": 9, "changed": {"torch": ("2.8", "2.9")}, "differences": []}
+    troubled = report | {
+        "status": "failed",
+        "reason": "the loss of step 7 is not finite",
+        "groups": report["groups"] | {"failed": 17},
+        "dead_letters": {"total": 30, "by_kind": {"reward-failed": 27, "undecodable": 3}, "by_topic": {}, "reward_errors": errors},
+        "restarts": {"rollout": 2, "trainer": 1},
+        "resumed": 2,
+        "gone": [f"{RUN}.groups/{partition}: the records at offsets 0 to 41 were deleted" for partition in range(8)],
+        "changed": [change] * 5,
+        "rebased": [rebase] * 6,
+        "empty_steps": 2,
+        "no_reward": 11,
+        "eval": [],
+        "waste": [{"fate": "stale", "share": 0.4, "why": "40% of the groups are stale", "advice": "raise schedule.max_lag"}],
+    }
+    text = as_text(troubled, directory=Path("/state/runs") / RUN)
+    assert len(text.splitlines()) <= 30
+    for piece in (
+        "failed: the loss of step 7 is not finite", "17 groups failed", "Changed while the run was stopped: reward rew.py:score",
+        "30 (27 reward-failed, 3 undecodable)", "9 x ZeroDivisionError", "rollout 2 · trainer 1 · the whole run was resumed 2 times",
+        "were deleted", "rebased after 4 steps", "2 of 10 steps had no trained token", "11 without a reward", "not evaluated",
+        "raise schedule.max_lag",
+    ):  # fmt: skip
+        assert piece in text, piece
+
+
+def test_a_stopped_run_says_how_to_resume_it(report: dict[str, Any]) -> None:
+    assert f"penstock run --resume {RUN}" in as_text(report | {"status": "stopped"})
 
 
 def test_the_cause_of_a_failed_run_stands_in_its_text() -> None:

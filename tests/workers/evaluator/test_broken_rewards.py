@@ -52,7 +52,7 @@ def test_a_run_whose_evaluation_reward_breaks_ends_with_the_failures_counted_and
     assert [one["prompt"] for one in report["examples"]] == [f"{i}+{i + 1}=" for i in range(3)]
     assert [(one["before"]["version"], one["after"]["version"]) for one in report["examples"]] == [(0, 2)] * 3
     assert {one[when]["reward"] for one in report["examples"] for when in ("before", "after")} == {0.5}
-    text = as_text(report)
+    text = as_text(report, full=True)
     assert all(one["after"]["completion"] in text and one["prompt"] in text for one in report["examples"])
     for found in report["eval"]:
         assert (found["n"], found["n_failed"], found["greedy_accuracy"]) == (7.0, 3.0, 1.0)
