@@ -111,7 +111,7 @@ def verdict(judge: Judge, pair: dict[str, Any]) -> str:
         signal.alarm(0)
     if given is None:
         return "none"
-    return "right" if bool(given) == pair["right"] else "right judged wrong" if pair["right"] else "wrong judged right"
+    return "right" if bool(given) == pair["right"] else "correct scored 0" if pair["right"] else "wrong scored 1"
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
     judges += list(verl(options.verl)) if options.verl else []
     sizes = Counter(pair["style"] for pair in pairs)
     columns = " | ".join(f"{style} ({sizes[style]})" for style in STYLES)
-    print(f"| reward | wrong of {len(pairs)} | right judged wrong | wrong judged right | None, error, late | {columns} | s |")
+    print(f"| reward | errors of {len(pairs)} | correct scored 0 | wrong scored 1 | None, error, late | {columns} | s |")
     print("|---|" + "---|" * (len(STYLES) + 5))
     for name, judge in judges:
         begin = time.perf_counter()
@@ -137,7 +137,7 @@ def main() -> None:
         counts = Counter(verdicts)
         by_style = Counter(pair["style"] for pair, given in zip(pairs, verdicts, strict=True) if given != "right")
         others = ", ".join(str(counts[kind]) for kind in ("none", "error", "late"))
-        kinds = f"{counts['right judged wrong']} | {counts['wrong judged right']} | {others}"
+        kinds = f"{counts['correct scored 0']} | {counts['wrong scored 1']} | {others}"
         styles = " | ".join(str(by_style[style]) for style in STYLES)
         print(f"| {name} | {len(pairs) - counts['right']} | {kinds} | {styles} | {seconds:.1f} |", flush=True)
         if options.list == name:
