@@ -1,1 +1,1 @@
-"""What a person may set: schema, loading, defaults and plug-ins."""
+"""Configuration of a run: schema, loading, validation, defaults and plug-ins."""

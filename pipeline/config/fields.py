@@ -1,4 +1,4 @@
-"""What the keys of a configuration are made of: bounded numbers, names with a hint, paths relative to the file that names them."""
+"""Types of configuration values: bounded numbers, names with a suggestion, paths relative to the configuration file."""
 
 import json
 import os
@@ -20,15 +20,15 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""JSON has no infinity: the log would hold `null`, which means absent."""
+"""Finite, because JSON has no infinity: the record would have `null`, which means absent."""
 LONGEST_NAME = 255
-"""Bytes of a file's name."""
+"""Longest name of a file, in bytes."""
 
 
 def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:
-    """A validator that refuses other names and says which is nearest.
+    """A validator that refuses other names and suggests the nearest one.
 
-    `or_none` lets "none" pass, `or_function` package:function, `options` what follows a question mark.
+    `or_none` accepts "none", `or_function` accepts package:function, `options` accepts options after a question mark.
     """
 
     def check(name: str) -> str:
@@ -44,13 +44,13 @@ def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool =
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Marks a text in which a relative path may stand; `function(text, base)` makes it absolute, or reads what is there."""
+    """Marks a text with a relative path; `function(text, base)` makes it absolute, or reads the file."""
 
     function: Callable[[str, Path], Any]
 
 
 def absolute(text: str, base: Path) -> str:
-    """A path. Raises `ValueError` for one that no file system has."""
+    """An absolute path. Raises `ValueError` if a name in it is too long for a file system."""
     path = (base / Path(text).expanduser()).resolve()
     if long := next((part for part in path.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
         raise ValueError(f"{long[:40]}… has {len(os.fsencode(long))} bytes, a file's name at most {LONGEST_NAME}")
@@ -58,7 +58,7 @@ def absolute(text: str, base: Path) -> str:
 
 
 def absolute_source(text: str, base: Path) -> str:
-    """The path in a data source or in file.py:function; names of packages, hubs and tasks stay."""
+    """Make the path in a data source or in file.py:function absolute; names of packages, hubs and tasks stay."""
     scheme, colon, rest = text.partition(":")
     if scheme == "hf" and colon and rest.startswith((".", "~")):
         return f"hf:{absolute(rest, base)}"
@@ -68,28 +68,28 @@ def absolute_source(text: str, base: Path) -> str:
 
 
 def absolute_model(text: str, base: Path) -> str:
-    """The path of a model; a name of the hub stays."""
+    """Make the path of a model absolute; a name on the hub stays."""
     return text if is_hub_name(text) else absolute(text, base)
 
 
 def absolute_template(text: str, base: Path) -> str:
-    """The path of a chat template; the words that choose none stay."""
+    """Make the path of a chat template absolute; auto, on and off stay."""
     return text if text in ("auto", "on", "off") else absolute(text, base)
 
 
 def absolute_environment(text: str, base: Path) -> str:
-    """The files in the command of `agent:COMMAND`, the path in file.py:Class; other names stay."""
+    """Make the files in `agent:COMMAND` and the path in file.py:Class absolute; other names stay."""
     if not text.startswith("agent:"):
         return absolute_source(text, base)
     try:
         words = shlex.split(text.removeprefix("agent:"))
     except ValueError as error:
-        raise ValueError(f"{text!r} is no command: {error}") from error
+        raise ValueError(f"{text!r} is not a command: {error}") from error
     return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
 
 
 def contents(text: str, base: Path) -> Any:
-    """What a JSON file holds: read once, so that the run's record does not depend on somebody's disk. Raises `ConfigError`."""
+    """The value in a JSON file, read once so that the run's record is self-contained. Raises `ConfigError`."""
     file = Path(absolute(text, base))
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -104,6 +104,6 @@ PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve
 
 
 class Section(BaseModel):
-    """A table of the TOML file; unknown keys are errors and values are never changed after loading."""
+    """A table of the TOML file; unknown keys are errors, and values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

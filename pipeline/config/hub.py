@@ -1,6 +1,6 @@
-"""Models by their name on the Hugging Face hub: `hf:ORG/NAME`, with a branch, tag or commit behind an `@`.
+"""Models on the Hugging Face hub: `hf:ORG/NAME`, optionally with `@` and a branch, tag or commit.
 
-The rule: a name is resolved to a commit once, when a run is created; from then on every process asks for that commit.
+A name is resolved to a commit once, when a run is created; all processes use that commit.
 """
 
 from functools import cache
@@ -9,22 +9,22 @@ from pathlib import Path
 from penstock.infra.errors import BackendError
 
 SCHEME = "hf:"
-WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Files of a model; not the same weights in other formats."""
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""Files of a model, without copies of the weights in other formats."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model is named as on the hub."""
+    """True for the name of a model on the hub."""
     return path.startswith(SCHEME)
 
 
 def local_model(path: str) -> Path:
-    """The directory of a model: a path as it is, a name of the hub in the cache, fetched if need be. Raises `BackendError`."""
+    """The directory of a model; a model on the hub is downloaded to the cache if it is missing. Raises `BackendError`."""
     return _snapshot(path) if is_hub_name(path) else Path(path).expanduser()
 
 
 def pinned(path: str) -> str:
-    """A name of the hub by its commit; anything else as it is. Raises `BackendError`.
+    """A name on the hub with its commit; other paths unchanged. Raises `BackendError`.
 
     Example:
         pinned("hf:org/model@main")  # -> "hf:org/model@9c1f0a…"
@@ -42,7 +42,7 @@ def _snapshot(name: str) -> Path:
     except ImportError as error:
         raise BackendError(f"model.path: {name} needs the package huggingface_hub: pip install '.[trainer]' in the checkout") from error
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=WANTED))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     # The boundary to a library that reads the network and a cache: its errors have no common type.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -1,6 +1,6 @@
-"""Reads a configuration: TOML plus dotted overrides, checked as a whole before anything starts.
+"""Reads and validates a configuration: a TOML file and dotted overrides.
 
-The rule: a mistake is one line with the key, the value and, for an unknown key, the nearest valid one (`ConfigError`, exit status 2).
+An error is one line with the key, the value and, for an unknown key, the nearest valid one (`ConfigError`, exit status 2).
 """
 
 import difflib
@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from penstock.infra.backends.processor import Cpu
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config import synonyms
-from penstock.pipeline.config.cpu_defaults import with_cpu_defaults
-from penstock.pipeline.config.device_defaults import on_gpu, with_device_defaults
+from penstock.pipeline.config.defaults import on_gpu, with_cpu_defaults, with_device_defaults
 from penstock.pipeline.config.fields import Resolve, Section
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.security import refuse_secrets
@@ -29,16 +28,16 @@ __all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override
 def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu: Cpu | None = None) -> Config:
     """Read a TOML file and apply `a.b=c` overrides; relative paths are relative to the file (overrides: to the working directory).
 
-    `gpus` is how many this machine has, `cpu` its processor: absent keys stand for what fits them.
+    `gpus` and `cpu` are this machine's number of GPUs and its processor, which determine defaults.
 
     Raises:
-        ConfigError: one line naming key, value and the nearest valid key.
+        ConfigError: one line with key, value and the nearest valid key.
     """
     file = Path(path)
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        raise ConfigError("the working directory was deleted: change to one that is there") from error
+        raise ConfigError("the working directory was deleted: change to an existing one") from error
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -71,16 +70,16 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def with_paths(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """A plain table of sections with relative paths made absolute, from the folder `base` on."""
+    """A table of sections with relative paths made absolute; they are relative to `base`."""
     copied = {name: dict(values) if isinstance(values, Mapping) else values for name, values in table.items()}
     _make_absolute(copied, base)
     return copied
 
 
 def from_json(text: str) -> Config:
-    """The configuration as the log holds it, without the passwords that earlier releases left there.
+    """The configuration in a run's record, without passwords that earlier releases stored there.
 
-    A record that does not say so was made under the first edition of the defaults, and trained on padded rows.
+    Records without these keys use the first edition of the defaults, and were trained on padded rows.
     """
     table = json.loads(without_passwords(text))
     table.setdefault("algorithm", {}).setdefault("defaults", 1)
@@ -89,7 +88,7 @@ def from_json(text: str) -> Config:
 
 
 def from_table(table: Mapping[str, Any]) -> Config:
-    """Check a plain table of sections. Raises `ConfigError`."""
+    """Validate a table of sections. Raises `ConfigError`."""
     try:
         # JSON has no tuples and TOML writes 1 for 1.0: strict validation of JSON accepts both, and still refuses "3" for 3.
         config = Config.model_validate_json(json.dumps(table, default=str))
@@ -101,7 +100,7 @@ def from_table(table: Mapping[str, Any]) -> Config:
 
 
 def to_json(config: Config) -> str:
-    """The configuration for the log, with every default written out and without `kafka.security`."""
+    """The configuration for a run's record, with all defaults and without `kafka.security`."""
     return config.model_dump_json()
 
 
@@ -123,14 +122,14 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _meant(location: Sequence[str]) -> str:
-    """What an unknown key may stand for: the same in another trainer's words, our key of this name elsewhere, or one spelt like it."""
+    """A suggestion for an unknown key: the synonym of another trainer's key, the same key in another section, or a similar one."""
     *sections, name = location
     section: Any = Config
     for part in sections:
         section = section.model_fields[part].annotation or Config
-    for known in (".".join(location), name):
-        if known in synonyms.KEYS:
-            meant = synonyms.KEYS[known]
+    for key in (".".join(location), name):
+        if key in synonyms.KEYS:
+            meant = synonyms.KEYS[key]
             return f"; did you mean {meant!r}?" if meant else "; there is nothing of the kind, see docs/configuration.md"
     same_name = [f"{top}.{name}" for top, field in Config.model_fields.items() if name in getattr(field.annotation, "model_fields", ())]
     close = same_name or [".".join([*sections, near]) for near in difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.7)]
@@ -146,36 +145,36 @@ def _apply(table: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    at = table
+    section = table
     for part in parts[:-1]:
-        inner = at.setdefault(part, {})
+        inner = section.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: {part} is no section")
-        at = inner
-    at[parts[-1]] = value
+            raise ConfigError(f"--set {override}: {part} is not a section")
+        section = inner
+    section[parts[-1]] = value
     _make_absolute(table, Path.cwd())
 
 
 def _make_absolute(table: dict[str, Any], base: Path) -> None:
-    """Turn relative paths into absolute ones, so that the configuration means the same to every worker."""
+    """Make relative paths absolute, so that they are the same for every worker."""
     for name, section in Config.model_fields.items():
         values = table.get(name)
         if isinstance(values, dict):
             for key, field in cast(type[Section], section.annotation).model_fields.items():
                 for mark in field.metadata if key in values else ():
                     if isinstance(mark, Resolve):
-                        values[key] = _made_absolute(values[key], mark, base, where=f"{name}.{key}")
+                        values[key] = _made_absolute(values[key], mark, base, key=f"{name}.{key}")
 
 
-def _made_absolute(value: Any, resolve: Resolve, base: Path, *, where: str) -> Any:
+def _made_absolute(value: Any, resolve: Resolve, base: Path, *, key: str) -> Any:
     try:
         return _resolved(value, resolve, base)
     except (ValueError, RuntimeError) as error:  # a null byte, a user without a home
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:
-    """A text resolved, a list item by item; anything else is left to be refused with the rest."""
+    """Resolve a text or the items of a list; other values stay and are refused by validation."""
     if isinstance(value, list):
         return [_resolved(item, resolve, base) for item in value]
     return resolve.function(value, base) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""A user's own functions, by name: `package.module:function` or `path/file.py:function`.
+"""Loads users' functions by name: `package.module:function` or `path/file.py:function`.
 
-The rule: a user's code comes last. Its folder goes to the end of `sys.path`, and a file whose name means another module loads under a
-private one, so a folder of theirs that is called `workers` never replaces ours.
+A user's folder is appended to `sys.path`, and a file with the name of another module is loaded under a private name, so that users' files
+never replace ours.
 """
 
 import difflib
@@ -24,47 +24,47 @@ from penstock.infra.sandbox.own_sources import digest_of
 
 
 class PluginError(ConfigError):
-    """A plug-in that cannot be loaded, in one line that names what is missing and the nearest name."""
+    """A plug-in cannot be loaded; one line with the missing name and the nearest one."""
 
 
 def load(spec: str, *, base_dir: str | Path | None = None) -> Callable[..., Any]:
-    """The function that `spec` names; relative files are relative to `base_dir`, else to the working directory.
+    """Load the function `spec`; relative files are relative to `base_dir`, else to the working directory.
 
     Example:
         load("math:sqrt")(9)  # -> 3.0
 
     Raises:
-        PluginError: no such file, module or function, or the user's module fails while it is imported.
+        PluginError: the file, module or function is missing, or importing the user's module fails.
     """
-    where, name = split(spec)
-    module = _load_file(spec, _file(where, base_dir)) if where.endswith(".py") else _load_module(spec, where, base_dir)
+    origin, name = split(spec)
+    module = _load_file(spec, _file(origin, base_dir)) if origin.endswith(".py") else _load_module(spec, origin, base_dir)
     target: Any = module
     for part in name.split("."):
         inner = getattr(target, part, None)
         if inner is None:
             functions = [other for other in dir(target) if not other.startswith("_") and callable(getattr(target, other))]
-            raise PluginError(f"{spec!r}: {where} has no function {name!r}{nearest(part, functions)}")
+            raise PluginError(f"{spec!r}: {origin} has no function {name!r}{nearest(part, functions)}")
         target = inner
     if not callable(target):
-        raise PluginError(f"{spec!r}: {name} in {where} is a {type(target).__name__}, not a function")
+        raise PluginError(f"{spec!r}: {name} in {origin} is a {type(target).__name__}, not a function")
     return target  # type: ignore[no-any-return]
 
 
 def split(spec: str) -> tuple[str, str]:
-    """The two halves of a spec: module or file, and function. Raises `PluginError` when one is missing."""
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where or not name:
-        raise PluginError(f"{spec!r} is no plug-in: expected package.module:function or path/file.py:function")
-    return where, name
+    """The parts of a spec: module or file, and function. Raises `PluginError` if one is missing."""
+    origin, colon, name = spec.rpartition(":")
+    if not colon or not origin or not name:
+        raise PluginError(f"{spec!r} is not a plug-in: expected package.module:function or path/file.py:function")
+    return origin, name
 
 
 def split_options(spec: str) -> tuple[str, dict[str, Any]]:
-    """The text before a question mark, and the options after it: numbers and true/false as such, everything else as text.
+    """The text before a question mark, and the options after it: numbers, true and false are converted, other values are text.
 
     Example:
         split_options("own.py:f?longest=8")  # -> ("own.py:f", {"longest": 8})
     """
-    # In a glob `?` matches one character, so only text like name=value after it is taken for options.
+    # In a glob `?` matches one character, so options are recognised only by name=value.
     plain, mark, query = spec.partition("?")
     if not mark or not re.match(r"\w+=", query):
         return spec, {}
@@ -72,33 +72,32 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
-    """SHA-256 (hex) of the source that holds the function, and of the modules in its folder that it imports, before any of it runs.
+    """SHA-256 (hex) of the function's source file and of the modules in its folder that it imports; nothing is executed.
 
-    Raises:
-        PluginError: no such file or module. A module without a source file has the digest of its name.
+    A module without a source file has the digest of its name. Raises `PluginError` if the file or module is missing.
     """
-    where, _ = split(spec)
-    if where.endswith(".py"):
-        file = _file(where, base_dir)
+    origin, _ = split(spec)
+    if origin.endswith(".py"):
+        file = _file(origin, base_dir)
         return digest_of(file, _read(spec, file))
     _append_to_path(base_dir)
     try:
-        module = importlib.util.find_spec(where)
+        module = importlib.util.find_spec(origin)
     except (ImportError, ValueError) as error:
         raise PluginError(f"{spec!r}: {one_line(error)}") from error
     if module is None:
-        raise _no_module(spec, where)
+        raise _no_module(spec, origin)
     if module.origin is None or not module.origin.endswith(".py"):
-        return hashlib.sha256(where.encode()).hexdigest()
+        return hashlib.sha256(origin.encode()).hexdigest()
     return hashlib.sha256(Path(module.origin).read_bytes()).hexdigest()
 
 
 def short_name(function: str) -> str:
-    """The name of a reward function without where it is and its options.
+    """The name of a reward function without its file, module or host and its options.
 
     Example:
-        short_name("judge.py:brevity?most=9")  # -> "brevity"
-        short_name("http://judge:8000/helpful")  # -> "helpful"
+        short_name("rewards.py:brevity?most=9")  # -> "brevity"
+        short_name("http://scores:8000/helpful")  # -> "helpful"
     """
     if is_address(function):
         return urlsplit(function).path.rpartition("/")[2] or urlsplit(function).hostname or function
@@ -120,22 +119,22 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _file(where: str, base_dir: str | Path | None) -> Path:
-    return (Path(base_dir or ".") / Path(where).expanduser()).resolve()
+def _file(path: str, base_dir: str | Path | None) -> Path:
+    return (Path(base_dir or ".") / Path(path).expanduser()).resolve()
 
 
 def _read(spec: str, file: Path) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
-        beside = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise PluginError(f"{spec!r}: there is no file {file}{nearest(file.name, beside)}") from error
+        neighbours = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise PluginError(f"{spec!r}: there is no file {file}{nearest(file.name, neighbours)}") from error
     except OSError as error:
         raise PluginError(f"{spec!r}: cannot read {file}: {error.strerror}") from error
 
 
 class _ThisSource(SourceFileLoader):
-    """Runs the source that was read, never cached bytecode: that is taken for fresh when time (in seconds) and size are equal."""
+    """Executes the source that was read, never cached bytecode, which Python compares by time (in seconds) and size only."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -147,7 +146,7 @@ class _ThisSource(SourceFileLoader):
 
 def _load_file(spec: str, file: Path) -> ModuleType:
     source = _read(spec, file)
-    # Path and content: two files of one name stay apart, and an edited file is a new module.
+    # Path and content: files of equal names are different modules, and an edited file is a new module.
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
     name = f"penstock_plugin_{digest[:16]}"
     if name in sys.modules:
@@ -161,29 +160,29 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     sys.modules |= {name: module, own_name: module}
     try:
         module_spec.loader.exec_module(module)
-    # The boundary to a user's module: whatever it raises becomes one line.
+    # The boundary to a user's module: any error is reported in one line.
     except (Exception, SystemExit) as error:
-        for known in {name, own_name}:
-            sys.modules.pop(known, None)
+        for loaded in {name, own_name}:
+            sys.modules.pop(loaded, None)
         raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
     return module
 
 
 def _import_name(file: Path) -> str | None:
-    """The name by which an import finds this file, so that processes which its functions start find them; None if it finds another."""
+    """The name under which this file can be imported, which processes started by its functions need; None if it means another file."""
     try:
-        found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+        module_spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     except (ImportError, ValueError):
         return None
-    return file.stem if found is not None and found.origin == str(file) else None
+    return file.stem if module_spec is not None and module_spec.origin == str(file) else None
 
 
-def _load_module(spec: str, where: str, base_dir: str | Path | None) -> ModuleType:
+def _load_module(spec: str, module: str, base_dir: str | Path | None) -> ModuleType:
     _append_to_path(base_dir or ".")
     try:
-        return importlib.import_module(where)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             raise _no_module(spec, error.name) from error
         raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
     except (Exception, SystemExit) as error:
@@ -214,7 +213,7 @@ def _value(text: str) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """What a user's function raised, with the place in its file."""
+    """The exception of a user's function, with file and line."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    location = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"

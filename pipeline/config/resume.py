@@ -1,6 +1,6 @@
-"""What of a configuration may change when a run goes on.
+"""The configuration keys that a resumed run may change.
 
-The rule: nothing that decides what a prompt, a sample, a reward or a step is; the log was written under that.
+Keys that determine prompts, samples, rewards or steps are not among them, because the existing log depends on them.
 """
 
 import shlex
@@ -47,13 +47,13 @@ CHANGEABLE = (
     "kafka.session_s",
 )
 OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")
-"""Keys that say where a fork starts, which it sets itself."""
+"""Keys with the starting point of a fork; `penstock fork` sets them."""
 OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "trainer.lora_rank", "trainer.lora_alpha")
-"""Keys that the optimizer's state was written under: a fork can change them only where there is none, before the first step."""
+"""Keys on which the optimizer's state depends; a fork can change them only before the first step."""
 
 
 def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
-    """The configuration of the resumed run with these keys changed. Raises `ConfigError` for a key that a resumed run cannot change."""
+    """The configuration of a resumed run with `--set` overrides. Raises `ConfigError` for other keys than `CHANGEABLE`."""
     table = config.model_dump()
     for key in (text.partition("=")[0].strip() for text in overrides):
         section, _, name = key.partition(".")
@@ -70,7 +70,7 @@ def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
 
 
 def _way(overrides: Sequence[str], *, run: str) -> str:
-    """The command that continues from a run's weights with these keys changed."""
+    """The command that forks the run with these keys changed."""
     keys = [text.partition("=")[0].strip() for text in overrides]
     fork = " ".join(["penstock fork", run, *(f"--set {shlex.quote(text.strip())}" for text in overrides), "--start"])
     if own := [key for key in keys if key in OF_THE_FORK]:

@@ -1,4 +1,8 @@
-"""A whole run's configuration as one object, with the numbers that follow from it."""
+"""The configuration of a run as one object, with derived values.
+
+Absent keys of `[algorithm]` depend on the schedule and the number formats. A run uses the edition of the defaults it was created with
+(`algorithm.defaults`), so that the meaning of its record never changes.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +10,6 @@ from pathlib import Path
 from penstock.infra.engines.base import EngineKind
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import LOSSES, Loss
-from penstock.pipeline.config import algorithm_defaults
 from penstock.pipeline.config.fields import Section
 from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.schema import (
@@ -31,7 +34,7 @@ from penstock.topics.weights import FIRST
 
 
 def source_name(source: str) -> str:
-    """What a data source is called among measurements.
+    """The name of a data source in metrics.
 
     Example:
         source_name("hf:openai/gsm8k")  # -> "gsm8k"
@@ -40,7 +43,7 @@ def source_name(source: str) -> str:
 
 
 class Config(Section):
-    """A whole run. Every derived number is a property, so that the log holds only what a person chose."""
+    """Configuration of a run. Derived values are properties, so that the record has only the settings."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -63,22 +66,22 @@ class Config(Section):
 
     @property
     def model_directory(self) -> Path:
-        """Where the model is on this machine; one of the hub is fetched if it is not in the cache. Raises `BackendError`."""
+        """The model's directory; a model on the hub is downloaded if it is not in the cache. Raises `BackendError`."""
         return local_model(self.model.path)
 
     @property
     def engine(self) -> EngineKind:
-        """The rollout engine's capabilities, and how to open it."""
+        """Capabilities and constructor of the rollout engine."""
         return ENGINES[self.rollout.engine]
 
     @property
     def advantage(self) -> str:
-        """Name of the advantage: the configured one, else the one of the loss."""
+        """Name of the advantage; default from the loss."""
         return self.algorithm.advantage or self._loss.advantage
 
     @property
     def aggregate(self) -> str:
-        """How token losses become one number: token_mean, sequence_mean or constant."""
+        """Aggregation of token losses: token_mean, sequence_mean or constant."""
         return self.algorithm.aggregate or self._loss.aggregate
 
     @property
@@ -93,34 +96,34 @@ class Config(Section):
 
     @property
     def clip_dual(self) -> float | None:
-        """Bound of the importance ratio where the advantage is negative; None without one."""
+        """Bound of the importance ratio for negative advantages; None for no bound."""
         if self.algorithm.clip_dual is not None:
             return self.algorithm.clip_dual or None
         return self._loss.clip_dual if self.algorithm.defaults > 1 else None
 
     @property
     def kl_weighted(self) -> bool:
-        """Whether the KL to the reference is weighed by current / behaviour."""
+        """True if the KL to the reference is weighted by current / behaviour."""
         return self.algorithm.defaults > 1 if self.algorithm.kl_weighted is None else self.algorithm.kl_weighted
 
     @property
     def proximal(self) -> str:
-        """Which logprobs the ratio is taken against: behaviour, snapshot or current."""
-        return algorithm_defaults.proximal_of(self.algorithm, self.rules, rounded=self.rounded)
+        """Proximal policy, the denominator of the ratio: behaviour, snapshot or current."""
+        return _proximal_of(self.algorithm, self.rules, rounded=self.rounded)
 
     @property
     def correction(self) -> str:
-        """What bounds the weight proximal / behaviour; "none" where nothing weighs it."""
-        return algorithm_defaults.correction_of(self.algorithm, self.rules, rounded=self.rounded)
+        """Correction that bounds the weight proximal / behaviour; "none" for no weight."""
+        return _correction_of(self.algorithm, self.rules, rounded=self.rounded)
 
     @property
     def rounded(self) -> bool:
-        """Whether engine or trainer computes in bfloat16: their logprobs of one token then differ at equal weights."""
+        """True if engine or trainer computes in bfloat16, so that their logprobs differ at equal weights."""
         return "bfloat16" in (self.rollout.dtype, self.trainer.dtype)
 
     @property
     def counts_untrained(self) -> bool:
-        """Whether samples that are not trained count in a step's denominator under `sequence_mean` and `constant`."""
+        """True if untrained samples count in a step's denominator under `sequence_mean` and `constant`."""
         return self.algorithm.defaults > 1
 
     @property
@@ -130,52 +133,52 @@ class Config(Section):
         return [source] if isinstance(source, str) else source
 
     def sampling_for(self, source: str | None) -> SamplingSection:
-        """How prompts of a source are sampled; None is the only one."""
+        """Sampling settings for prompts of a source; None if there is only one."""
         own = self.data.sampling.get(source or "")
-        given = {} if own is None else {name: value for name, value in own.model_dump().items() if value is not None}
-        return self.sampling.model_copy(update=given)
+        settings = {} if own is None else {name: value for name, value in own.model_dump().items() if value is not None}
+        return self.sampling.model_copy(update=settings)
 
     @property
     def eval_sources(self) -> list[str]:
-        """The held-out sources; none without an evaluator."""
+        """Sources of held-out prompts; empty if there is no evaluation."""
         source = self.eval.source or []
         return [name for name in ([source] if isinstance(source, str) else source) if name]
 
     @property
     def evaluates_on_rollout_engine(self) -> bool:
-        """Whether a rollout worker evaluates on its own engine, in place of an evaluator."""
+        """True if a rollout worker evaluates on its engine, so that there is no evaluator."""
         return bool(self.eval_sources) and self.eval.engine == "rollout"
 
     @property
     def evaluating_role(self) -> str:
-        """The role whose measurements of held-out prompts count."""
+        """The role that evaluates held-out prompts."""
         return "rollout" if self.evaluates_on_rollout_engine else "evaluator"
 
     @property
     def stops_early(self) -> bool:
-        """Whether an evaluation may end the run before its last step."""
+        """True if an evaluation may end the run before its last step."""
         return bool(self.eval_sources) and (self.eval.target is not None or self.eval.patience is not None)
 
     @property
     def colocated(self) -> bool:
-        """Whether trainer and rollout worker have one device by turns."""
+        """True if trainer and rollout worker share one device."""
         return self.launch.placement == "colocated"
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether versions are published as adapters on version 0."""
+        """True if versions are published as adapters of version 0."""
         return self.weights.encoding != "merged" and self.trainer.lora_rank > 0
 
     @property
     def eval_reward(self) -> RewardSection:
-        """The reward functions of evaluations: their own, else those of the run."""
+        """The reward functions of evaluations; default: those of the run."""
         if self.eval.functions is None:
             return self.reward
         return self.reward.model_copy(update={"functions": self.eval.functions, "weights": self.eval.weights})
 
     @property
     def eval_threshold(self) -> float:
-        """The reward from which a held-out completion counts as solved."""
+        """Smallest reward at which a held-out completion counts as solved."""
         if self.eval.threshold is not None:
             return self.eval.threshold
         reward = self.eval_reward
@@ -187,51 +190,51 @@ class Config(Section):
 
     @property
     def slots(self) -> int:
-        """Unfinished groups that a worker that takes prompts wants in hand.
+        """Maximum number of groups in flight per worker.
 
-        Where the engine draws samples side by side, twice what fills its rows, as stragglers hold some of them.
+        With continuous batching, twice the number that fills the engine, because stragglers occupy some of its rows.
         """
         if self.environment.source is not None:
             return self.rollout.slots or -(-self.environment.in_flight // self.rules.samples_begun) + 2
-        filling = -(-self.rollout.concurrency // self.rules.samples_begun)
-        return self.rollout.slots or (2 * filling + 2 if self.engine.continuous_batching else 3)
+        groups = -(-self.rollout.concurrency // self.rules.samples_begun)
+        return self.rollout.slots or (2 * groups + 2 if self.engine.continuous_batching else 3)
 
     @property
     def turns_by_log(self) -> bool:
-        """Whether trajectories run in environment workers, which ask for turns through the log."""
+        """True if trajectories run in environment workers, which request turns through the log."""
         return self.environment.source is not None and self.environment.carrier == "log"
 
     @property
     def environment_workers(self) -> int:
-        """Environment workers that `penstock run` starts."""
+        """Number of environment workers that `penstock run` starts."""
         return self.launch.environments if self.turns_by_log else 0
 
     @property
     def max_completion_tokens(self) -> int:
-        """The most tokens that the policy draws for one sample."""
+        """Largest number of tokens that the policy generates for one sample."""
         return self.sampling.max_new_tokens * (self.environment.max_turns if self.environment.source is not None else 1)
 
     @property
     def groups_per_process(self) -> int | None:
-        """The most groups in a micro-batch where several processes train: each has one at least, if the step has; None with one process."""
+        """Largest number of groups in a micro-batch, so that each trainer process gets one; None with one process."""
         processes = self.trainer.processes
         return -(-self.schedule.prompts_per_step // processes) if processes > 1 else None
 
     @property
     def partitions(self) -> int:
-        """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
+        """Partitions of prompts, rollouts and groups; fixed for the run, so 4 x the number of workers."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers, self.environment_workers))
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The pool of each rollout worker that `penstock run` starts; empty without pools."""
+        """The pool of each rollout worker that `penstock run` starts; empty if there are no pools."""
         return tuple(name for name, pool in self.rollout.pools.items() for _ in range(pool.workers))
 
     @property
     def pools_by_partition(self) -> tuple[tuple[str, ...], ...]:
-        """For each partition the pool whose prompts it has, and that one's fallbacks; empty without pools.
+        """For each partition its pool and the pool's fallbacks; empty if there are no pools.
 
-        A pool has a share of the partitions as it has of the workers.
+        Each pool has a share of the partitions proportional to its workers.
         """
         names, count = self.pools, self.partitions
         homes = [names[number * len(names) // count] for number in range(count)] if names else []
@@ -239,42 +242,82 @@ class Config(Section):
 
     @property
     def weight_partitions(self) -> int:
-        """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
+        """Partitions of `weights`: for manifests, for version 0, and for all other chunks."""
         return FIRST + self.weights.partitions
 
     @property
     def weight_segment_bytes(self) -> int:
-        """Bytes of a segment of `weights`: short ones where old versions are deleted, else such that few files are open."""
+        """Segment size of `weights`: small if old versions are deleted, else large, so that few files are open."""
         return DELETED_SEGMENT_BYTES if self.weights.keep == "chain" else KEPT_SEGMENT_BYTES
 
     @property
     def sample_segment_bytes(self) -> int | None:
-        """Bytes of a segment of the topics that samples flow through: short ones where old records are deleted, else the broker's own."""
+        """Segment size of the sample topics: small if old records are deleted; None for the broker's default."""
         return None if self.kafka.keep_steps is None else DELETED_SEGMENT_BYTES
 
     @property
     def rules(self) -> Schedule:
-        """The schedule as the frozen object that every worker applies."""
-        chosen = self.schedule
+        """The schedule as a frozen object that all workers use."""
+        schedule = self.schedule
         return preset(
-            chosen.mode,
-            prompts_per_step=chosen.prompts_per_step,
-            samples_per_prompt=chosen.samples_per_prompt,
-            steps_per_version=chosen.steps_per_version,
-            max_lag=chosen.max_lag,
-            order=chosen.order,
-            stale_in_hand=chosen.stale_in_hand,
-            oversample=chosen.oversample,
-            max_drops_per_step=chosen.max_drops_per_step,
+            schedule.mode,
+            prompts_per_step=schedule.prompts_per_step,
+            samples_per_prompt=schedule.samples_per_prompt,
+            steps_per_version=schedule.steps_per_version,
+            max_lag=schedule.max_lag,
+            order=schedule.order,
+            stale_in_hand=schedule.stale_in_hand,
+            oversample=schedule.oversample,
+            max_drops_per_step=schedule.max_drops_per_step,
         )
 
     def steps(self, rows: int) -> int:
-        """Optimizer steps of the run over a data set of `rows` rows; an incomplete last step is not taken."""
+        """Optimizer steps of the run over a data set of `rows` rows; an incomplete last step is dropped."""
         if self.run.steps is not None:
             return self.run.steps
         assert self.run.epochs is not None
         return max(1, int(self.run.epochs * rows) // self.schedule.prompts_per_step)
 
     def prompts(self, rows: int) -> int | None:
-        """Prompts that are asked of a data set of `rows` rows, without those asked once more; None where the steps decide."""
+        """Number of prompts from a data set of `rows` rows, without retried ones; None if `run.steps` is set."""
         return None if self.run.epochs is None else max(int(self.run.epochs * rows), self.schedule.prompts_per_step)
+
+
+def _proximal_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool) -> str:
+    """The proximal policy: the configured one, else one that fits schedule, loss and correction.
+
+    `current` (at S > 1 `snapshot`) with a correction, which weights its difference from the behaviour policy, and for GSPO, whose clip
+    range is narrower than the engine's rounding errors. CISPO's ratio is such a weight itself, so it uses the behaviour policy.
+    `rounded`: engine or trainer computes in bfloat16, so that their logprobs differ at equal weights.
+    """
+    if algorithm.proximal is not None:
+        return algorithm.proximal
+    if algorithm.defaults == 1:
+        return _proximal_1(algorithm, rules)
+    apart = "current" if rules.steps_per_version == 1 else "snapshot"
+    differs = rules.max_lag > 0 or rounded
+    if algorithm.loss == "cispo" and algorithm.correction in (None, "none"):
+        return "behaviour"
+    if algorithm.correction != "none" and (differs or algorithm.correction is not None):
+        return apart
+    return apart if algorithm.loss == "gspo" or (rules.max_lag == 0 and apart == "current") else "behaviour"
+
+
+def _correction_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool) -> str:
+    """The correction of the weight proximal / behaviour: the configured one, else truncation if they differ and no ratio corrects it."""
+    if algorithm.correction is not None:
+        return algorithm.correction
+    differs = rules.max_lag > 0 or (rounded and algorithm.defaults > 1)
+    if not differs or _proximal_of(algorithm, rules, rounded=rounded) == "behaviour":
+        return "none"
+    if algorithm.loss == "gspo":
+        return "sequence_tis" if algorithm.defaults == 1 else "geometric_tis"
+    return "tis"
+
+
+def _proximal_1(algorithm: AlgorithmSection, rules: Schedule) -> str:
+    """The first edition of the default: the clip range is around the behaviour policy, also with a lag."""
+    corrected = algorithm.correction not in (None, "none") or (algorithm.loss == "gspo" and rules.max_lag > 0)
+    if rules.steps_per_version == 1:
+        return "current" if corrected or rules.max_lag == 0 else "behaviour"
+    return "snapshot" if corrected else "behaviour"

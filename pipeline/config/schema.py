@@ -1,7 +1,4 @@
-"""The tables of a configuration file: their keys, types, bounds and defaults.
-
-The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
-"""
+"""Sections of a configuration file: keys, types, bounds and defaults. Checks across sections are in `validate.py`."""
 
 from typing import Annotated, Any, Literal
 
@@ -35,12 +32,12 @@ class RunSection(Section):
     steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
     epochs: PositiveFloat | None = Field(None, description="passes over the data instead of steps")
     seed: NonNegative = 0
-    restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` starts a worker that died again")
-    max_restarts: NonNegative = Field(5, description="restarts of one worker in a row before the run is given up")
+    restart: Literal["on-failure", "never"] = Field("on-failure", description="on-failure: `penstock run` restarts a crashed worker")
+    max_restarts: NonNegative = Field(5, description="consecutive restarts of one worker before the run fails")
     health_port: Annotated[int, Field(ge=0, lt=2**16)] = Field(
         0, description="port of the first worker's /livez, /readyz and /metrics, the next ones follow; 0 for none"
     )
-    stall_s: PositiveFloat = Field(300.0, description="seconds without any progress after which it is said who is stuck")
+    stall_s: PositiveFloat = Field(300.0, description="seconds without progress after which the stuck worker is reported")
 
 
 class ModelSection(Section):
@@ -58,42 +55,40 @@ class DataSection(Section):
     source: Annotated[str | list[str], SOURCE] = Field(
         description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor; or a list of such"
     )
-    weights: list[FinitePositive] | None = Field(None, description="how often each source has its turn; as it has rows if absent")
-    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of reward.functions that judge it; else all")
+    weights: list[FinitePositive] | None = Field(None, description="weight of each source; its number of rows if absent")
+    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of reward.functions that score it; else all")
     sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> its own sampling settings")
-    sort_by: str | None = Field(None, description="column of numbers in whose rising order each epoch goes, instead of a shuffled one")
-    skip_solved: float | None = Field(None, description="mean reward from which a row is left out of the next epoch")
-    skip_unsolved: float | None = Field(None, description="mean reward up to which a row is left out of the next epoch")
+    sort_by: str | None = Field(None, description="column of numbers by which each epoch is sorted, ascending, instead of shuffled")
+    skip_solved: float | None = Field(None, description="mean reward at or above which a row is skipped in the next epoch")
+    skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is skipped in the next epoch")
     prompt_field: str = "prompt"
     answer_field: str = "answer"
-    tag_field: str | None = Field(None, description="column that says which of rollout.pools draws a prompt")
+    tag_field: str | None = Field(None, description="column with the tag that selects one of rollout.pools for a prompt")
     split: str = "train"
     start: NonNegative = Field(0, description="first row of the slice that is used")
     limit: Positive | None = Field(None, description="rows of the slice that is used")
     size: Positive | None = Field(None, description="rows to make, for sources that generate them")
     shuffle: bool = True
-    first_group: NonNegative = Field(0, description="the place in the order of prompts at which group 0 stands")
+    first_group: NonNegative = Field(0, description="index of group 0 in the order of prompts")
     chat_template: Annotated[str, Resolve(absolute_template)] = Field("auto", description="auto, on, off, or the path of a Jinja file")
     system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; none if absent")
     template_arguments: dict[str, Any] = Field(
-        default_factory=dict, description="what the chat template gets beside the messages: enable_thinking, …"
+        default_factory=dict, description="variables of the chat template in addition to the messages: enable_thinking, …"
     )
     max_prompt_tokens: Positive = 1024
-    on_change: Literal["refuse", "accept"] = Field(
-        "refuse", description="whether a resumed run continues with other rows than it was started with"
-    )
+    on_change: Literal["refuse", "accept"] = Field("refuse", description="what a resumed run does if its rows have changed since its start")
 
 
 class ChildSection(Section):
     """Keys of a section whose code runs in child processes."""
 
     pass_env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(
-        default_factory=list, description="names of environment variables that its processes get in addition to the list"
+        default_factory=list, description="environment variables that its processes get in addition to the standard list"
     )
     memory_gb: PositiveFloat | None = Field(
-        None, description="memory of a child process with all that it has started; half of the machine's"
+        None, description="memory of a child process and its descendants; half of the machine's if absent"
     )
-    max_processes: Positive = Field(512, description="processes of a child with all that it has started")
+    max_processes: Positive = Field(512, description="processes of a child and its descendants")
     file_gb: PositiveFloat = Field(64.0, description="size of a file that a child process writes")
     isolate: Isolation | None = Field(
         None, description="none, landlock, bwrap, or auto: bwrap if it works, else landlock; for root none, else landlock"
@@ -116,13 +111,13 @@ class RewardSection(ChildSection):
     functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
     weights: list[float] | None = None
     timeout_s: PositiveFloat = 30.0
-    concurrency: Positive = Field(64, description="groups that a child process judges side by side where a function is async or a service")
+    concurrency: Positive = Field(64, description="groups that a child process scores concurrently if a function is async or a service")
     on_error: Literal["stop", "drop"] = Field(
-        "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
+        "stop", description="stop: a reward that fails in the same way for more than 5 % of the groups stops the run"
     )
 
     def rules(self) -> ChildRules:
-        """Rules for the processes of its functions; only those of services get the token."""
+        """Rules of the reward processes; the token is passed only if a reward is a service."""
         service = [REWARD_TOKEN] if any(name.startswith(("http://", "https://")) for name in self.functions) else []
         return self._rules("reward", *service)
 
@@ -130,29 +125,27 @@ class RewardSection(ChildSection):
 class EnvironmentSection(ChildSection):
     source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="file.py:Class, gymnasium:ID, textarena:ID, openenv:ADDRESS, tiny:lake or agent:COMMAND: samples have several turns",
+        description="file.py:Class, gymnasium:ID, textarena:ID, openenv:ADDRESS, tiny:lake or agent:COMMAND; samples are then trajectories",
     )
     carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
     max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
     max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
-    max_result_tokens: Positive | None = Field(
-        None, description="tokens of one result of a tool or one text of a step, after which it is cut; without it none is cut"
-    )
+    max_result_tokens: Positive | None = Field(None, description="tokens to which a tool result or a step's text is cut; not cut if absent")
     history: Literal["exact", "template"] = Field(
-        "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
+        "exact", description="exact: contexts contain all generated tokens; template: contexts are rendered by the chat template"
     )
     resume: Literal["replay", "restart"] = Field(
-        "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
+        "replay", description="after a lost session: replay the recorded actions on the same seed, or restart the trajectory"
     )
     reset_timeout_s: PositiveFloat = 60.0
     step_timeout_s: PositiveFloat = 30.0
-    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="of an environment's time in one trajectory")
-    retries: NonNegative = Field(2, description="attempts after the first, of an environment that fails, before its sample is aborted")
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="environment time of one trajectory")
+    retries: NonNegative = Field(2, description="retries of a failing environment before its sample is aborted")
 
     def rules(self) -> ChildRules:
-        """Rules for the processes of environments and agents."""
+        """Rules of the processes of environments and agents."""
         return self._rules("environment")
 
 
@@ -164,7 +157,7 @@ class ScheduleSection(Section):
     max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
     order: Literal["submission", "arrival"] | None = Field(None, description="the mode's own if absent")
     stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
-        None, description="what becomes of a group in hand that can no longer be fresh; the mode's own if absent"
+        None, description="what to do with a group in flight that can no longer be fresh; the mode's own if absent"
     )
     oversample: NonNegative = Field(0, description="r: samples started beyond K per group; the group is closed when K of them have ended")
     max_drops_per_step: Positive | None = Field(
@@ -175,16 +168,16 @@ class ScheduleSection(Section):
 class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="with top_k only, as each token's support is recorded")
-    top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="tokens of the vocabulary that one is drawn from; 0 is all of them")
+    top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="number of most likely tokens to sample from; 0 for all")
     max_new_tokens: Positive = 256
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="texts that end a completion, as the model's end token does"
     )
-    seeded: bool = Field(True, description="whether each sample has random numbers of its own; vLLM draws faster without")
+    seeded: bool = Field(True, description="each sample has a random seed of its own; vLLM generates faster without")
 
 
 class AlgorithmSection(Section):
-    defaults: Literal[1, 2] = Field(2, description="edition of what absent keys stand for; records without it were made under 1")
+    defaults: Literal[1, 2] = Field(2, description="edition of the defaults; 1 in records without this key")
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
         "grpo", description=f"{', '.join(LOSSES)}, or package:function / file.py:function"
     )
@@ -195,21 +188,21 @@ class AlgorithmSection(Section):
     clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     clip_dual: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        None, description="bound of the ratio where the advantage is negative, 0 is none; the loss's own choice if absent"
+        None, description="bound of the ratio for negative advantages, 0 for none; the loss's own choice if absent"
     )
     kl_coef: NonNegativeFloat = 0.0
     kl_weighted: bool | None = Field(
-        None, description="whether the KL of a token is weighed by current / behaviour, as it was drawn by the latter; true if absent"
+        None, description="weight the KL of a token by current / behaviour, because the latter sampled it; true if absent"
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="k3 in the loss, or k1 off the reward before advantages are taken")
     reference: Annotated[str | None, PATH] = Field(
         None, description="directory of the model that kl_coef compares with; model.path if absent"
     )
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
-        None, description="which of the three logprobs the ratio is taken against; from the schedule, the loss and the correction if absent"
+        None, description="denominator of the ratio; from the schedule, the loss and the correction if absent"
     )
     correction: Annotated[str, one_of(CORRECTIONS, or_none=True)] | None = Field(
-        None, description="what bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
+        None, description="correction that bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
     )
     correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
@@ -226,20 +219,18 @@ class AlgorithmSection(Section):
         None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"
     )
     combine: Literal["rewards", "advantages"] = Field(
-        "rewards", description="whether the rewards of several functions are summed, or the advantages that each gives"
+        "rewards", description="sum the rewards of several functions, or the advantages of each"
     )
     filter_zero_variance: bool = True
     truncated: Literal["train", "mask", "penalise"] = "train"
-    truncated_penalty: float = Field(
-        -1.0, description="added to the reward of a completion that ran out of tokens, under truncated = penalise"
-    )
+    truncated_penalty: float = Field(-1.0, description='added to the reward of a truncated completion if truncated = "penalise"')
 
 
 class PoolSection(Section):
     workers: Positive = 1
-    tags: list[str] = Field(default_factory=list, description="values of data.tag_field whose prompts it draws; without any, all others")
+    tags: list[str] = Field(default_factory=list, description="values of data.tag_field whose prompts it gets; without any, all others")
     fallback: list[str] = Field(
-        default_factory=list, description="pools that draw its prompts, the first that has workers, while it has none; else they wait"
+        default_factory=list, description="pools that take its prompts while it has no workers: the first that has some; else they wait"
     )
 
 
@@ -251,11 +242,11 @@ class RolloutSection(Section):
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Positive | None = Field(
-        None, description="unfinished groups a worker wants in hand; what its engine draws side by side, and 2, if absent"
+        None, description="maximum number of groups in flight per worker; from the engine's concurrency if absent"
     )
-    concurrency: Positive = Field(64, description="samples that vLLM draws side by side (its max_num_seqs)")
+    concurrency: Positive = Field(64, description="concurrent samples in vLLM (its max_num_seqs)")
     kv_cache: Literal["recompute", "keep"] = Field(
-        "recompute", description="whether samples in flight compute their keys and values anew when the weights change"
+        "recompute", description="recompute or keep the KV cache of samples in flight when the weights change"
     )
     engine_process: bool = Field(False, description="vLLM in a process of its own instead of the worker's")
     vllm: dict[str, Any] = Field(default_factory=dict, description="any argument of vLLM's engine: tensor_parallel_size, …")
@@ -269,7 +260,7 @@ class ScorerSection(Section):
     workers: Positive = 1
     processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
     group_deadline_s: PositiveFloat = Field(
-        3600.0, description="time in which a rollout worker of its partition reports, after which an unfinished group is abandoned"
+        3600.0, description="seconds of its rollout worker's activity after which an unfinished group is abandoned"
     )
 
 
@@ -280,10 +271,10 @@ class TrainerSection(Section):
         default_factory=dict, description="DeepSpeed's own options, as a table or the path of its JSON file, which is read at once"
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none", description="what stays in the host's memory under deepspeed: masters and moments, or the weights, too"
+        "none", description="kept in host memory under deepspeed: optimizer (masters and moments), or parameters, too"
     )
-    offload_activations: bool = Field(False, description="what the backward pass needs waits for it in the host's memory")
-    processes: Positive = Field(1, description="that train together, each on threads or a GPU of its own; they are one worker")
+    offload_activations: bool = Field(False, description="store activations for the backward pass in host memory")
+    processes: Positive = Field(1, description="data-parallel processes of the trainer, each with threads or a GPU of its own")
     device: str = "auto"
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -293,11 +284,9 @@ class TrainerSection(Section):
     )
     tf32: bool = Field(False, description="whether a GPU computes float32 products in TF32; on GPUs if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
-        None, description="what a restarted trainer does where a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
+        None, description="what a restarted trainer does if a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
     )
-    peak_tflops: FinitePositive | None = Field(
-        None, description="10^12 operations a second that the device does at most, for `mfu`; known for common GPUs"
-    )
+    peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; built in for common GPUs")
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
@@ -309,16 +298,17 @@ class TrainerSection(Section):
     micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
     gradient_checkpointing: bool = False
     share_prompts: Literal["auto", "on", "off"] = Field(
-        "auto", description="whether a group's samples compute their common beginning once: where it gives the same logprobs, or else fail"
+        "auto",
+        description="compute the common prefix of a group's samples once: auto if the logprobs are the same, on fails if they differ",
     )
     export: bool = Field(True, description="write the model as a Hugging Face directory, with each checkpoint and at the end")
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
     checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
     initial_state: Annotated[str | None, PATH] = Field(
-        None, description="folder of the optimizer state with which the run begins, as `penstock fork` writes it; a new one if absent"
+        None, description="folder of the initial optimizer state, as `penstock fork` writes it; a new state if absent"
     )
-    initial_steps: NonNegative = Field(0, description="optimizer steps behind that state: warm-up and a falling rate go on after them")
+    initial_steps: NonNegative = Field(0, description="optimizer steps of that state; the learning-rate schedule continues after them")
     checkpoint_dir: Annotated[str | None, PATH] = Field(
         None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent"
     )
@@ -329,7 +319,7 @@ class EvalSection(Section):
         None, description="held-out prompts, as data.source, or a list of such; no evaluator if absent"
     )
     engine: Literal["own", "rollout"] = Field(
-        "own", description="whether the evaluator has an engine of its own, or a rollout worker lends its one between two groups"
+        "own", description="own: the evaluator has an engine of its own; rollout: a rollout worker evaluates on its engine between groups"
     )
     functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as reward.functions, and those if absent")
     weights: list[float] | None = Field(None, description="one for each of eval.functions")
@@ -339,7 +329,7 @@ class EvalSection(Section):
     limit: Positive | None = Field(64, description="of each source")
     size: Positive | None = None
     every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
-    samples: Positive = Field(4, description="sampled completions a prompt, beside the greedy one")
+    samples: Positive = Field(4, description="sampled completions per prompt, in addition to the greedy one")
     temperature: PositiveFloat = 1.0
     max_new_tokens: Positive | None = None
     target: float | None = Field(None, description="greedy accuracy that ends the run")
@@ -352,11 +342,11 @@ class WeightsSection(Section):
         8, description="of the topic `weights` that take the chunks of versions from 1 on"
     )
     keep: Literal["chain", "all"] = Field(
-        "all", description="chain deletes, once a whole version is out, those before the whole one before it; replaying them needs all"
+        "all", description="chain deletes versions before the last but one full snapshot; replaying them needs all"
     )
-    anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
+    anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are deltas")
     encoding: Literal["auto", "merged", "adapter"] = Field(
-        "auto", description="adapter: where LoRA trains, versions are sent as adapters, which readers merge into version 0; auto: then, too"
+        "auto", description="adapter, and auto with LoRA: versions are sent as adapters, which readers merge into version 0"
     )
     shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
     transport: Literal["kafka", "ipc"] = Field(

@@ -1,6 +1,6 @@
-"""Secrets of a process: Kafka credentials, and the refusal of a configuration with a password or token in it.
+"""Kafka credentials from the environment, and the refusal of configurations with passwords or tokens.
 
-A password comes from the environment alone; it is in no configuration, no record and no list of processes.
+Passwords are read from the environment only: they appear in no configuration, no record and no process list.
 """
 
 import json
@@ -15,30 +15,30 @@ VARIABLE = "PENSTOCK_SECURITY"
 PASSWORDS = ("sasl_plain_password", "ssl_password")
 
 
-def credentials(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the environment, with those given over them. Raises `ConfigError`."""
+def credentials(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in the environment, updated with `overrides`. Raises `ConfigError`."""
     try:
         settings = json.loads(os.environ.get(VARIABLE) or "{}")
     except json.JSONDecodeError as error:
         raise ConfigError(f"{VARIABLE} is not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{VARIABLE}: expected a JSON object of Kafka client settings")
-    return {**{str(key): str(value) for key, value in settings.items()}, **given}
+    return {**{str(key): str(value) for key, value in settings.items()}, **overrides}
 
 
 def refuse_password(key: str, *, where: str) -> None:
-    """Raise `ConfigError` for a setting that others could read where it stands."""
+    """Raise `ConfigError` if a setting is a password, which others could read at `where`."""
     if key in PASSWORDS:
-        raise ConfigError(f"{where}: a password may stand here for others to read; set {VARIABLE}='{{\"{key}\": …}}' instead")
+        raise ConfigError(f"{where}: a password would be readable by others; set {VARIABLE}='{{\"{key}\": …}}' instead")
 
 
 _TOKENS = r"(?:api|auth|access|hf)[_-]?token"
 _KEYS = r"api[_-]?key|passw(?:or)?d|secret[_-]?key|client[_-]?secret|(?:secret[_-]?)?access[_-]?key"
 _NAMES = rf"token|[\w-]*(?:{_KEYS}|{_TOKENS})"
 _SECRET_NAME = re.compile(_NAMES, re.IGNORECASE)
-_PLACE = r"\$|`|\{[\w.]*\}|<[^\s>]*>"  # a variable, what a program prints, a column, a tag
+_VARIABLE = r"\$|`|\{[\w.]*\}|<[^\s>]*>"  # a variable, what a program prints, a column, a tag
 _DUMMY = r"(?:EMPTY|none|null|dummy|not[_-]?needed|true|false)(?![^\s&\"'\\;,)])"
-_VALUE = rf"(?!{_PLACE}|{_DUMMY})[^\s&\"'\\-]"
+_VALUE = rf"(?!{_VARIABLE}|{_DUMMY})[^\s&\"'\\-]"
 _USER = r"(?!(?:[^\s/@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/@]*"
 _SECRET = re.compile(
     rf"(?:https?|wss?)://{_USER}@|//(?=[^\s/@]*:){_USER}@"  # before the host of an address
@@ -46,7 +46,7 @@ _SECRET = re.compile(
     rf"|(?<![\w-])--(?!no-)(?:{_NAMES})\s[\s\\\"']*{_VALUE}",  # a word of a command
     re.IGNORECASE,
 )
-_NO_SECRET = re.compile(rf"{_PLACE}|{_DUMMY}|$", re.IGNORECASE)
+_NO_SECRET = re.compile(rf"{_VARIABLE}|{_DUMMY}|$", re.IGNORECASE)
 INSTEAD = {
     "data.source": "set HF_TOKEN instead",
     "eval.source": "set HF_TOKEN instead",
@@ -57,11 +57,11 @@ INSTEAD = {
     "mlflow.tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, instead",
     "rollout.vllm": "set HF_TOKEN instead",
 }
-"""Keys whose values have addresses, options or commands -> what to do with a secret in one."""
+"""Key whose value has addresses, options or commands -> the alternative for a secret in it."""
 
 
 def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | None = None) -> None:
-    """Raise `ConfigError` for a password or token in a configuration, which the log would keep; values in `recorded` are kept already.
+    """Raise `ConfigError` for a password or token, which would be written to the log; values in `recorded` are there already.
 
     Example:
         refuse_secrets({"kafka": {"bootstrap": "me:secret@host:9092"}})  # raises ConfigError

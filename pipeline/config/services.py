@@ -1,7 +1,4 @@
-"""The tables of what a run stands on and reports to: Kafka, MLflow, TensorBoard, Weights & Biases.
-
-The rule: as in `penstock.pipeline.config.schema`; no key here decides what a step is.
-"""
+"""Configuration sections for Kafka, the launcher, MLflow, TensorBoard and Weights & Biases; none of their keys affects a step."""
 
 from typing import Annotated, Literal
 
@@ -26,47 +23,47 @@ class KafkaSection(Section):
         False, description="takes fewer than two copies in sync on several brokers: the loss of one node can then lose acknowledged records"
     )
     give_up_s: PositiveFloat = Field(
-        GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
+        GIVE_UP_S, description="seconds without a response of the broker after which a worker exits with an error and is restarted"
     )
     session_s: float = Field(
         SESSION_S,
         ge=1.0,
         le=300.0,
-        description="partitions of a worker that was not heard of for so long go to others; more where workers stand still for longer, "
-        "as on busy or frozen machines, within the broker's group.min.session.timeout.ms and group.max.session.timeout.ms",
+        description="seconds without a heartbeat after which a worker's partitions are reassigned; more for workers on busy or frozen "
+        "machines, within the broker's group.min.session.timeout.ms and group.max.session.timeout.ms",
     )
     keep_steps: Positive | None = Field(
         None,
-        description="prompts, samples and groups of steps before the newest so many are deleted, but nothing that an open group or a "
-        "checkpoint needs; nothing is if absent",
+        description="newest steps whose prompts, samples and groups are retained; older ones are deleted unless an open group or a "
+        "checkpoint needs them; all are retained if absent",
     )
     archive: Annotated[str | None, Resolve(absolute)] = Field(
         None, description="folder that the run is exported into before anything is deleted by keep_steps"
     )
     security: dict[str, str] = Field(
         default_factory=dict,
-        exclude=True,  # no record and no file gets it: every process takes it from its own environment
+        exclude=True,  # never written to a record or file: every process reads it from its own environment
         repr=False,
         description="security_protocol, sasl_mechanism, sasl_plain_username, …; passwords in PENSTOCK_SECURITY only",
     )
 
     @property
     def copies(self) -> Copies:
-        """What the run's topics are made with."""
+        """Replication of the run's topics."""
         return Copies(replicas=self.replication_factor, in_sync=self.min_insync_replicas, loss_allowed=self.allow_loss)
 
 
 class LaunchSection(Section):
     placement: Literal["separate", "colocated"] = Field(
         "separate",
-        description="colocated: trainer and rollout worker compute on one device by turns, and the memory of the one that waits is free",
+        description="colocated: trainer and rollout worker share one device alternately; the one that waits frees its memory",
     )
     environments: Positive = Field(
-        1, description='environment workers that `penstock run` starts, where environment.carrier is "log"; more may join'
+        1, description='environment workers that `penstock run` starts if environment.carrier is "log"; more may join'
     )
     pin: Literal["auto", "off"] = Field(
         "off",
-        description="whether `penstock run` keeps rollout workers and trainer on cores of their own",
+        description="auto pins rollout workers and trainer to cores of their own",
     )
 
 

@@ -1,6 +1,6 @@
-"""What other trainers call our keys and values: TRL, verl, prime-rl, OpenRLHF.
+"""Keys and values of other trainers (TRL, verl, prime-rl, OpenRLHF) and our equivalents.
 
-The rule: a name stands here only if ours does the same; `None` says that there is nothing of the kind, so that no spelling is guessed.
+Only exact equivalents are listed; `None` means that there is none, so that no similar key is suggested.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ KEYS: Mapping[str, str | None] = {
     "tensorboard": "tensorboard.enabled",
     "push_to_hub": None,
 }
-"""A key, or the last part of one -> ours."""
+"""Key of another trainer, or its last part -> our key."""
 
 VALUES: Mapping[str, str] = {
     "async": "in_flight",
@@ -65,4 +65,4 @@ VALUES: Mapping[str, str] = {
     "hf": "transformers",
     "huggingface": "transformers",
 }
-"""A value -> ours of the same meaning."""
+"""Value of another trainer -> our value."""

@@ -1,6 +1,6 @@
-"""What has to fit together across the sections of a configuration.
+"""Checks across the sections of a configuration.
 
-The rule: each check is a function that returns one line, which says what to set, or None; the first line is the error.
+Each check is a function that returns None, or one line with the problem and the fix; the first line is the error.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from penstock.pipeline.config.run_config import Config, source_name
 from penstock.pipeline.scheduling.schedule import MODES
 
 MAX_SAMPLES = MAX_TURNS = 1 << 12
-"""Group, sample and turn are one number of 63 bits, from which a turn's random numbers follow."""
+"""Group, sample and turn are encoded in one number of 63 bits, the seed of a turn's random numbers."""
 NETWORKED = ("http:", "https:", "openenv:", "agent:")
-"""Starts of names whose child processes need the network: an agent reaches the policy at an address of this machine."""
+"""Prefixes of sources whose child processes need the network; an agent connects to an endpoint of this machine."""
 
 Check = Callable[[Config], str | None]
 
 
 def first_mistake(config: Config) -> str | None:
-    """The first check's line that is not None."""
+    """The line of the first failed check; None if all pass."""
     return next((line for check in CHECKS if (line := check(config)) is not None), None)
 
 
@@ -75,12 +75,12 @@ def _support(config: Config) -> str | None:
             "learner's ratio; set sampling.top_k too, 50 perhaps, which bounds it"
         )
     if sampling.top_k == 1:
-        return "sampling.top_k: 1 draws the same completion K times; use at least 2"
-    asked = "top_k" if sampling.top_k else "stop" if sampling.stop else None
-    if asked and config.environment.source is not None:
-        return f"sampling.{asked}: is for single completions, and environment.source makes trajectories; leave it out"
-    if asked and config.rollout.engine == "toy":
-        return f"sampling.{asked}: the toy engine has neither distribution nor text; leave it out, or use another rollout.engine"
+        return "sampling.top_k: 1 generates the same completion K times; use at least 2"
+    key = "top_k" if sampling.top_k else "stop" if sampling.stop else None
+    if key and config.environment.source is not None:
+        return f"sampling.{key}: is for single completions, and environment.source makes trajectories; leave it out"
+    if key and config.rollout.engine == "toy":
+        return f"sampling.{key}: the toy engine has neither distribution nor text; leave it out, or use another rollout.engine"
     return None
 
 
@@ -126,8 +126,8 @@ def _correction_bounds(config: Config) -> str | None:
 def _clip_dual(config: Config) -> str | None:
     dual, high = config.algorithm.clip_dual, 1.0 + config.clip_high
     if config.algorithm.loss == "sapo":
-        given = [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(config.algorithm, key)]
-        return f"algorithm.{given[0]}: has no use with 'sapo', whose gate has no range; leave it out" if given else None
+        keys = [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(config.algorithm, key)]
+        return f"algorithm.{keys[0]}: has no use with 'sapo', whose gate has no range; leave it out" if keys else None
     if dual and config.algorithm.loss == "cispo":
         return f"algorithm.clip_dual: {dual} has no use with 'cispo', which cuts every ratio at {high:g}; leave it out"
     if dual and dual <= high:
@@ -187,10 +187,10 @@ def _sources(config: Config) -> str | None:
     for key, table in (("rewards", data.rewards), ("sampling", data.sampling)):
         if unknown := next((name for name in table if name not in names or len(names) == 1), None):
             return f"data.{key}.{unknown}: is for one of several sources, and those of data.source are {', '.join(names)}"
-    known = {text for function in config.reward.functions for text in (function, short_name(function))}
+    rewards = {text for function in config.reward.functions for text in (function, short_name(function))}
     for source, functions in data.rewards.items():
-        if strange := next((name for name in functions if name not in known), None):
-            return f"data.rewards.{source}: {strange!r} is none of reward.functions; add it there{nearest(strange, known)}"
+        if unknown := next((name for name in functions if name not in rewards), None):
+            return f"data.rewards.{source}: {unknown!r} is none of reward.functions; add it there{nearest(unknown, rewards)}"
         if not functions:
             return f"data.rewards.{source}: names no function, so that no completion of the source would have a reward"
     longest = config.sampling.max_new_tokens
@@ -202,14 +202,14 @@ def _sources(config: Config) -> str | None:
 
 def _seeded(config: Config) -> str | None:
     if not config.sampling.seeded and config.rollout.engine != "vllm":
-        return f"sampling.seeded: false is for rollout.engine = 'vllm'; {config.rollout.engine!r} draws every sample by its own numbers"
+        return f"sampling.seeded: false is for rollout.engine = 'vllm'; {config.rollout.engine!r} always seeds each sample"
     return None
 
 
 def _skips(config: Config) -> str | None:
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
-        return f"data.skip_solved: {solved} is not above data.skip_unsolved = {unsolved}, so that every row would be left out"
+        return f"data.skip_solved: {solved} is not above data.skip_unsolved = {unsolved}, so that every row would be skipped"
     return None
 
 
@@ -282,9 +282,11 @@ def _partitions(config: Config) -> str | None:
 def _pools(config: Config) -> str | None:
     pools, tags = config.rollout.pools, [tag for pool in config.rollout.pools.values() for tag in pool.tags]
     if not pools:
-        return "data.tag_field: names the pool that draws a prompt; add rollout.pools" if config.data.tag_field is not None else None
+        if config.data.tag_field is not None:
+            return "data.tag_field: selects one of rollout.pools for a prompt, and there are none; add them"
+        return None
     if config.data.tag_field is None:
-        return "rollout.pools: which of them draws a prompt says a column of the data; name it in data.tag_field"
+        return "rollout.pools: need data.tag_field, the column of the data that selects a pool for each prompt"
     if len(config.pools) != config.rollout.workers:
         return (
             f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} together; set both to the same number"
@@ -310,7 +312,7 @@ def _colocated(config: Config) -> str | None:
     for name, chosen, kinds in (("trainer.backend", config.trainer.backend, BACKENDS), ("rollout.engine", config.rollout.engine, ENGINES)):
         if not kinds[chosen].sleeps:
             able = " or ".join(repr(other) for other, kind in kinds.items() if kind.sleeps)
-            return f"{key} needs the device's memory back from who waits, and {chosen!r} keeps it; set {name} = {able}"
+            return f"{key} needs the memory of the process that waits, and {chosen!r} does not free it; set {name} = {able}"
     for name, count in (("trainer.processes", config.trainer.processes), ("rollout.workers", config.rollout.workers)):
         if count > 1:
             return f"{key} is for one device, which one trainer and one rollout worker share; set {name} = 1, not {count}"
@@ -332,7 +334,7 @@ def _environment(config: Config) -> str | None:
     if source is None and config.environment.carrier == "log":
         return "environment.carrier: 'log' carries the turns of an environment; name one in environment.source"
     if source is not None and config.rules.stale_in_hand == "continue":
-        return "schedule.stale_in_hand: 'continue' cuts loss masks by version, which trajectories do not know; use 'finish' or 'abort'"
+        return "schedule.stale_in_hand: 'continue' cuts loss masks by version, which trajectories do not support; use 'finish' or 'abort'"
     if source is not None and config.schedule.samples_per_prompt + config.schedule.oversample > MAX_SAMPLES:
         return f"schedule.samples_per_prompt: with oversample more than the {MAX_SAMPLES} trajectories that a group can have"
     if source is not None and config.environment.max_turns > MAX_TURNS:
@@ -350,14 +352,14 @@ def _environment_segments(config: Config) -> str | None:
 
 
 def _keep_steps(config: Config) -> str | None:
-    kept, rules = config.kafka.keep_steps, config.rules
-    if kept is None:
+    steps, rules = config.kafka.keep_steps, config.rules
+    if steps is None:
         return None if config.kafka.archive is None else "kafka.archive: nothing is deleted without kafka.keep_steps; set that, too"
     least = rules.steps_per_version * (rules.max_lag + 2)
-    if kept < least:
-        return f"kafka.keep_steps: {kept} are fewer than samples may be old; set at least {least}: steps_per_version x (max_lag + 2)"
+    if steps < least:
+        return f"kafka.keep_steps: {steps} are fewer than samples may be old; set at least {least}: steps_per_version x (max_lag + 2)"
     if not config.trainer.checkpoint_every:
-        return f"kafka.keep_steps: {kept} deletes only what a checkpoint replaces, and there is none; set trainer.checkpoint_every"
+        return f"kafka.keep_steps: {steps} deletes only what a checkpoint replaces, and there is none; set trainer.checkpoint_every"
     if config.data.skip_solved is not None or config.data.skip_unsolved is not None:
         return "kafka.keep_steps: skip_solved and skip_unsolved need the outcomes of a whole epoch; leave one of them out"
     return None

@@ -305,7 +305,7 @@ def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     """The generated messages of a trajectory, each with a text; one empty message if there are none.
 
     Example:
-        answers_of([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", "generated": True}])
+        completions_of([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", "generated": True}])
         # -> [{"role": "assistant", "content": "2"}]
     """
     generated = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]

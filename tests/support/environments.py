@@ -15,7 +15,7 @@ from penstock.pipeline.envs.agents.driver import Episode, Limits
 from penstock.pipeline.envs.agents.generation import Generation
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.conversation import PlainTemplate
-from penstock.pipeline.envs.environments.child import CHILD
+from penstock.pipeline.envs.environments.sources import CHILD
 
 COUNTING = '''
 import os, time

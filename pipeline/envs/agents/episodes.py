@@ -11,8 +11,7 @@ from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
 from penstock.pipeline.envs.agents.generation import Generate
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.conversation import Template
-from penstock.pipeline.envs.environments.child import CHILD
-from penstock.pipeline.envs.environments.sources import AGENT
+from penstock.pipeline.envs.environments.sources import AGENT, CHILD
 
 
 class EpisodeEngine(Protocol):

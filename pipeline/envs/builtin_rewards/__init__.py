@@ -1,6 +1,6 @@
-"""The built-in rewards: exact match, equal mathematics, reasoning-gym's own scores, and DAPO's length penalty.
+"""Built-in rewards: exact match, mathematical equality, reasoning-gym's scores, the environment's reward, and DAPO's length penalty.
 
-The rule: a reward depends on the completion and the row alone, never on time.
+A reward depends on the completion and the row alone, never on time.
 """
 
 import json
@@ -15,27 +15,27 @@ from penstock.pipeline.envs.datasets.answers import accepted, matches_reference
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """A completion's text; of a conversational one, its last message."""
+    """The text of a completion, or of the last message of a conversational one."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the completion is an accepted answer: equal to a text, or in value to a number. Spaces around it do not count.
+    """1 if the completion equals the reference answer as text, or in value to a number; surrounding spaces are ignored.
 
     Example:
         exact_match([" 7\\n", "8", "9.0"], ["7", "7", [8, 9]])  # -> [1.0, 0.0, 1.0]
 
     Raises:
-        AnswerError: the answer is null, empty, or neither text nor number.
+        AnswerError: the reference answer is null, empty, or neither text nor number.
     """
     return [float(matches_reference(text_of(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the completion's final answer means the same as the reference answer, or one of a list of them.
+    """1 if the completion's final answer is mathematically equal to the reference answer, or to one of a list.
 
-    None if no accepted answer holds a letter or a digit. Raises `AnswerError` as `exact_match` does.
-    docs/mathematics.md says what is taken for the final answer and what for the same.
+    None if no reference has a letter or a digit. Raises `AnswerError` as `exact_match` does.
+    docs/mathematics.md defines the final answer and equality.
 
     Example:
         math_verify(["so it is \\\\boxed{18}", "17"], ["16 + 2\\n#### 18", "18"])  # -> [1.0, 0.0]
@@ -44,7 +44,7 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
-    """The task's own score, between 0 and 1, of the text in the last `<answer>` tag, else of the whole completion."""
+    """The task's score, between 0 and 1, of the text in the last `<answer>` tag, else of the completion."""
     return [_task_score(text_of(completion), entry) for completion, entry in zip(completions, reasoning_gym, strict=True)]
 
 
@@ -65,10 +65,10 @@ def _mathematics() -> Any:
     return math_equal
 
 
-def _same_answer(completion: str, answers: Sequence[str]) -> float | None:
+def _same_answer(completion: str, accepted_texts: Sequence[str]) -> float | None:
     mathematics = _mathematics()
-    given = [answer.rpartition("####")[2] for answer in answers]
-    references = [reference for answer in given if mathematics.has_content(reference := last_box(answer) or answer)]
+    texts = [text.rpartition("####")[2] for text in accepted_texts]
+    references = [reference for text in texts if mathematics.has_content(reference := last_box(text) or text)]
     if not references:
         return None
     return float(any(mathematics.same_answer(candidate, reference) for candidate in final_answers(completion) for reference in references))
@@ -78,11 +78,11 @@ def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
     recipe = {key: value for key, value in entry.items() if key != "index"}
     task, made = _task_entry(json.dumps(recipe, sort_keys=True), entry["index"])
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
-    answer = (tagged[-1] if tagged else completion).strip()
+    final = (tagged[-1] if tagged else completion).strip()
     try:
-        return float(task.score_answer(answer, made))
+        return float(task.score_answer(final, made))
     except (ValueError, KeyError, IndexError, TypeError, SyntaxError, ZeroDivisionError):
-        # Some tasks raise on a malformed answer. If the task scores its own answer, it is the completion that is malformed.
+        # Some tasks raise on malformed text. If the task can score its own answer, the completion is malformed.
         task.score_answer(made["answer"], made)
         return 0.0
 
@@ -98,9 +98,9 @@ def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
 def soft_overlong(
     completion_lengths: Sequence[int], max_completion_length: int, *, longest: int | None = None, cache: int | None = None
 ) -> list[float]:
-    """DAPO's soft punishment of long completions (arXiv 2503.14476, equation 13): 0 up to `longest` - `cache` tokens, falling to -1.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest` - `cache` tokens, then falling to -1.
 
-    If absent, `longest` is `sampling.max_new_tokens` and `cache` a fifth of it, as in the paper.
+    Defaults: `longest` is `sampling.max_new_tokens`, `cache` is a fifth of it, as in the paper.
 
     Example:
         soft_overlong([6, 9, 10, 12], 10, cache=4)  # -> [0.0, -0.75, -1.0, -1.0]
@@ -113,7 +113,7 @@ def soft_overlong(
 
 
 def environment(environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """What the environment gave: the sum over a trajectory's turns."""
+    """The environment's reward: the sum over a trajectory's turns."""
     return list(environment_reward)
 
 

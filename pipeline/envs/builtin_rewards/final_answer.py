@@ -6,7 +6,7 @@ from penstock.pipeline.envs.builtin_rewards.math_text import NUMBER_WORD, is_uni
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _TAIL = 8_000
-"""Characters at the end of a completion in which an answer without a mark is looked for."""
+"""Characters at the end of a completion that are searched for an unmarked answer."""
 _MARKDOWN = re.compile(r"\*\*(?=\W|$)|(?<![\w)])\*\*|^\s*(?:```\w*|[*•] )", re.MULTILINE)
 _MONEY = re.compile(r"\\\$|\$(?=\d[\d,.]*(?:[\s.,;:?!)*/=+-]|$))(?![^$\n]{1,500}[^\s$]\$)")
 _WIDE = str.maketrans({"\u3002": ". ", "\uff0c": ", ", "\uff1a": ":", "\uff1b": "; ", "\uff01": "!", "\uff1f": "?", "\u6216": " or "})
@@ -42,7 +42,7 @@ _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB
 
 
 def final_answers(text: str) -> list[str]:
-    r"""What may be meant as the answer of a completion, best first; empty if it gives none.
+    r"""Candidates for the final answer of a completion, best first; empty if there is none.
 
     Example:
         final_answers(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
@@ -57,8 +57,8 @@ def final_answers(text: str) -> list[str]:
         return _in_prose(text[-_TAIL:])
     plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", marked[:_TAIL]).strip()
     sentence = _SENTENCE.fullmatch(plain)
-    said = sentence and not _DOUBT.search(plain) and len(re.findall(r"(?i)\b(?:is|are|not|or|equals)\b|answer:|\?", plain)) == 1
-    return ([marked, sentence[1]] if sentence and said else [marked]) if marked.strip() else []
+    clear = sentence and not _DOUBT.search(plain) and len(re.findall(r"(?i)\b(?:is|are|not|or|equals)\b|answer:|\?", plain)) == 1
+    return ([marked, sentence[1]] if sentence and clear else [marked]) if marked.strip() else []
 
 
 def _in_prose(text: str) -> list[str]:
@@ -101,16 +101,16 @@ def last_box(text: str) -> str | None:
 
 
 def _sentences(text: str) -> list[str]:
-    """The sentences of a text, each delimited formula and each tuple as one word."""
+    """The sentences of a text, with each delimited formula and each tuple as one word."""
     for whole in (_DELIMITED, _TUPLE):
         text = whole.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
     return [part.strip() for part in _SENTENCE_END.split(text) if part.strip()] or [""]
 
 
 def _expressions(text: str) -> list[str]:
-    """The expressions among the words of a sentence, the one in words if none has digits; without those that it denies.
+    """The expressions in a sentence that it does not deny; a number in words only if none has digits.
 
-    Of an equation, the part after its last equals sign.
+    An equation is reduced to the part after its last equals sign.
     """
     expressions, words, start = [], list[str](), 0
     for match in re.finditer(r"\S+", text + " END"):

@@ -1,4 +1,4 @@
-r"""Decides whether two written answers mean the same."""
+r"""Compares two written answers for mathematical equality."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MAX_ITEMS = 30
 
 
 def same_answer(first: str, second: str) -> bool:
-    r"""True if two answers, in LaTeX or plain text, mean the same; symmetric, and False for what says nothing.
+    r"""True if two answers, in LaTeX or plain text, are equal; symmetric, and False for texts without content.
 
     Example:
         same_answer(r"\frac{1}{2}", "0.5")  # -> True
@@ -27,19 +27,19 @@ def same_answer(first: str, second: str) -> bool:
         return False
     choices = [_CHOICE.fullmatch(text) for text in plain]
     if choices[0] and choices[1]:
-        first_letter, second_letter = (next(filter(None, choice.groups())).upper() for choice in choices if choice)
-        return first_letter == second_letter
+        first_option, second_option = (next(filter(None, choice.groups())).upper() for choice in choices if choice)
+        return first_option == second_option
     readings = [{text: None, _with_commas(original): None} for text, original in zip(plain, (first, second), strict=True)]
     return any(compact(a) == compact(b) or _same(read(a), read(b)) for a in readings[0] for b in readings[1])
 
 
 def has_content(text: str) -> bool:
-    """True if the text holds a letter, a digit or an empty set."""
+    """True if the text has a letter, a digit or an empty set."""
     return re.search(r"[^\W_]|\\\{ ?\\\}|\N{EMPTY SET}", text) is not None
 
 
 def _with_commas(text: str) -> str:
-    """The other reading of `100,200`: two numbers. No number of a list begins with 0, so `1,000` has one reading."""
+    """The text with `100,200` as two numbers. `1,000` stays one number, because numbers in a list do not start with 0."""
     return normalised(text, thousands=re.search(r",0\d\d", text) is not None)
 
 
@@ -82,7 +82,7 @@ def _same_group(first: Group, second: Group) -> bool:
 
 
 def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated: bool) -> bool:
-    """True if the items are the same in any order, and if `repeated` as often."""
+    """True if the items are equal in any order, with equal multiplicities if `repeated`."""
     if not repeated:
         return all(any(_same(a, b) for b in second) for a in first) and all(any(_same(a, b) for a in first) for b in second)
     rest = list(second)
@@ -106,13 +106,13 @@ def _same_quantity(first: Quantity, second: Quantity) -> bool:
 
 
 def _same_digits(first: str, second: str) -> bool:
-    """True if one of them is the other one with a base, as `1011_2` is `1011`."""
+    """True if the texts are equal except that one has a base, as `1011_2` and `1011`."""
     digits = [re.fullmatch(r"(\d[\dA-F]*)(?:_\{?(\w+)\}?)?", compact(text)) for text in (first, second)]
     return all(digits) and len({match[1] for match in digits if match}) == 1 and any(match[2] is None for match in digits if match)
 
 
 def _same_without_sign(first: Quantity, second: Quantity) -> bool:
-    """True if the first has a sign of percent or degrees and is the second without it; a bare number below 1 is no percentage."""
+    """True if the first is the second with a percent or degree sign; a number below 1 without a sign is not a percentage."""
     sign = first.text.rstrip()[-1:]
     if sign not in ("%", "°") or second.text.rstrip().endswith(sign) or first.tree is None:
         return False
@@ -125,7 +125,7 @@ def _same_without_sign(first: Quantity, second: Quantity) -> bool:
 
 
 def _holds(relation: Any, first: Tree, second: Tree, **options: bool) -> bool:
-    """The relation of two trees, or their being written alike if their values cannot be computed."""
+    """True if the relation holds; equality of the trees if their values cannot be computed."""
     try:
         return bool(relation(first, second, **options))
     except (ArithmeticError, ValueError, TypeError, RecursionError):

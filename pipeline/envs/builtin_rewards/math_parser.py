@@ -12,7 +12,7 @@ Tree = Any
 MAX_CHARACTERS = 1_000
 MINUS_ONE = Fraction(-1)
 LOG_BASE = ("symbol", "base of log")
-"""What `log` without a base has for one: e, or 10."""
+"""Base of `log` without a base: e or 10."""
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|exp|log|ln|lg"
 GREEK = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|varphi|chi|psi|omega"
@@ -29,35 +29,35 @@ class Unreadable(ValueError):
 
 
 def parse(text: str) -> Tree:
-    """Return the tree of a normalised text. Raises `Unreadable`."""
+    """The tree of a normalised text. Raises `Unreadable`."""
     parser = _Parser(text[:MAX_CHARACTERS])
     try:
         tree = parser.sum()
     except RecursionError as error:
         raise Unreadable("too deep") from error
     if parser.peek() or len(text) > MAX_CHARACTERS:
-        raise Unreadable(text[parser.at :])
+        raise Unreadable(text[parser.position :])
     return tree
 
 
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = self.bars = 0
+        self.position = self.bars = 0
 
     def peek(self) -> str:
-        """The next character that is not a space, or an empty text."""
-        while self.text.startswith(" ", self.at):
-            self.at += 1
-        return self.text[self.at : self.at + 1]
+        """The next character that is not a space; empty at the end."""
+        while self.text.startswith(" ", self.position):
+            self.position += 1
+        return self.text[self.position : self.position + 1]
 
     def take(self, *options: str) -> str:
-        """The first of the options that comes next, or an empty text."""
+        """Consume and return the first option that comes next; empty if none does."""
         self.peek()
         for option in options:
-            end = self.at + len(option)
-            if self.text.startswith(option, self.at) and not (option[-1].isalpha() and self.text[end : end + 1].isalpha()):
-                self.at = end
+            end = self.position + len(option)
+            if self.text.startswith(option, self.position) and not (option[-1].isalpha() and self.text[end : end + 1].isalpha()):
+                self.position = end
                 return option
         return ""
 
@@ -74,9 +74,9 @@ class _Parser:
             return ("binomial", tree, self.sum()) if operator == r"\choose" else ("mul", tree, ("inverse", self.sum()))
         return tree
 
-    def product(self, goes_on: "Callable[[_Parser], bool] | None" = None) -> Tree:
+    def product(self, continues: "Callable[[_Parser], bool] | None" = None) -> Tree:
         factors = [self.signed()]
-        while goes_on is None or goes_on(self):
+        while continues is None or continues(self):
             if operator := self.take("*", r"\times", "/"):
                 factors.append(("inverse", self.signed()) if operator == "/" else self.signed())
             elif self.starts_factor():
@@ -93,7 +93,7 @@ class _Parser:
 
     def starts_factor(self) -> bool:
         char = self.peek()
-        closing = self.text.startswith((r"\rfloor", r"\rceil", r"\over", r"\choose"), self.at) or (char == "|" and self.bars)
+        closing = self.text.startswith((r"\rfloor", r"\rceil", r"\over", r"\choose"), self.position) or (char == "|" and self.bars)
         return char.isalnum() or (char != "" and char in "({[\\.|" and not closing)
 
     def power(self) -> Tree:
@@ -107,15 +107,15 @@ class _Parser:
     def atom(self) -> Tree:
         char = self.peek()
         if char and char in _CLOSING:
-            self.at += 1
+            self.position += 1
             bars, self.bars = self.bars, 0
             tree = self.sum()
             self.bars = bars
             self.expect(_CLOSING[char])
             return tree
-        number = _NUMBER.match(self.text, self.at)
+        number = _NUMBER.match(self.text, self.position)
         if number and number[0] not in ("", "."):
-            self.at = number.end()
+            self.position = number.end()
             return _number(*number.groups())
         return self.named()
 
@@ -138,24 +138,24 @@ class _Parser:
             return (side[2:], tree)
         if self.take(r"\pi", "pi"):
             return ("pi",)
-        if function := _FUNCTION.match(self.text, self.at):
-            self.at = function.end()
+        if function := _FUNCTION.match(self.text, self.position):
+            self.position = function.end()
             return self.applied(function[1])
-        symbol = _SYMBOL.match(self.text, self.at)
+        symbol = _SYMBOL.match(self.text, self.position)
         if not symbol:
-            raise Unreadable(self.text[self.at :])
-        self.at = symbol.end()
+            raise Unreadable(self.text[self.position :])
+        self.position = symbol.end()
         name = re.sub("[ {}]", "", symbol[0])
         return (name,) if name in ("e", "i") else ("symbol", name)
 
     def applied(self, name: str) -> Tree:
-        """A function with its base, its power and its argument, which without brackets is a product, as in `sin 2x`."""
+        """A function with base, power and argument; an argument without brackets is a product, as in `sin 2x`."""
         base = self.argument() if name == "log" and self.take("_") else LOG_BASE
         exponent = self.argument() if self.take("^") else Fraction(1)
         if self.peek() in ("(", "{"):
             argument = self.atom()
         else:
-            argument = self.product(lambda parser: parser.peek() != "(" and not _FUNCTION.match(parser.text, parser.at))
+            argument = self.product(lambda parser: parser.peek() != "(" and not _FUNCTION.match(parser.text, parser.position))
         if exponent == ("mul", MINUS_ONE, Fraction(1)):
             return ("arc" + name, argument)
         tree = ("mul", ("ln", argument), ("inverse", ("ln", base))) if name == "log" else (name, argument)
@@ -165,7 +165,7 @@ class _Parser:
         r"""A bracketed expression, or one digit or symbol, as in `\frac12`."""
         char = self.peek()
         if char.isdecimal():
-            self.at += 1
+            self.position += 1
             return Fraction(int(char))
         return self.atom()
 

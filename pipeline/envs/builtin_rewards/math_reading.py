@@ -1,4 +1,4 @@
-r"""Reads a normalised answer as what it is: words, a quantity, a list, set, tuple, interval or matrix, an equation or inequality."""
+r"""Classifies a normalised answer: words, a quantity, a list, set, tuple, interval or matrix, an equation or inequality."""
 
 import re
 from fractions import Fraction
@@ -14,11 +14,11 @@ _RELATION = re.compile(r"(\\(?:le|ge|ne|in|approx|equiv)\b|<=|>=|!=|=|<|>)")
 _OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\equiv": "=", r"\in": "="}
 _SEPARATOR = re.compile(r",|;|\\cup\b|\band\b|\bor\b")
 _MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\w+\}", re.DOTALL)
-_LETTER = (
+_SYMBOL_NAME = (
     r"(?:(?:m ?)?\\[a-zA-Z]+(?: ?[A-Za-z]+| ?\{[A-Za-z]+\})?|\\frac ?\{d ?\w?\} ?\{d ?\w\}|[A-Za-z]+)"
     r"'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
 )
-_NAME = re.compile(rf"{_LETTER}(?: ?[-+] ?{_LETTER})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
+_NAME = re.compile(rf"{_SYMBOL_NAME}(?: ?[-+] ?{_SYMBOL_NAME})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
 _UNIT = re.compile(
     r"(.*(?:[\d)}]|\\pi(?! *hr?\b)))\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+°?)(?: ?\^ ?\{?(-?\d)\}?)?"
     r"((?:\.?(?:\s+|\s*(?:/|\\times) ?)[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?)*)",
@@ -27,8 +27,8 @@ _UNIT = re.compile(
 _MODULO = re.compile(r"(.*?\S) ?\(?(?:\\[bp]?mod|mod) ?\{?(\w+)\}?\)?")
 _RATIO = re.compile(r"^([^:]+?)(?::| to )([^:]+)$")
 _PRODUCT = re.compile(r"(?=.{2,3}$)(?:[b-df-hj-np-tv-z]+|[a-z]*[xzq][a-z]*|[abc]{2})")
-"""Letters that are a product of symbols and no word."""
-_KNOWN_WORD = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
+"""Letters that are a product of symbols and not a word."""
+_MATH_NAME = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
 
 
 class Words(NamedTuple):
@@ -38,7 +38,7 @@ class Words(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """An expression, its tree if it can be read, and its unit if that is known: base unit, power, size in the base unit."""
+    """An expression, its tree if it can be parsed, and its unit if it is in `UNITS`: base unit, power, size in the base unit."""
 
     text: str
     tree: Tree | None
@@ -46,7 +46,7 @@ class Quantity(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Items between two brackets; `""` twice for a list without brackets, `"|"` for a matrix and its rows."""
+    """Items between brackets, which are empty for a list without brackets, and `"|"` for a matrix and its rows."""
 
     opening: str
     items: "tuple[Reading, ...]"
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """An equation or inequality: its sides, the difference of their trees if they can be read, and what its right side is."""
+    """An equation or inequality: its sides, the difference of their trees if they can be parsed, and the reading of its right side."""
 
     left: str
     operator: str
@@ -68,7 +68,7 @@ Reading = Words | Quantity | Group | Relation
 
 
 def read(text: str, depth: int = 0) -> Reading:
-    """Return what a normalised text is."""
+    """Classify a normalised text."""
     text = text.rstrip(" .").lstrip()
     if depth > 8:
         return Quantity(text, None)
@@ -91,7 +91,7 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts of a text at the separators outside all brackets; a separator with a group is kept between them."""
+    """Split a text at separators outside of brackets; a separator with a capturing group is part of the result."""
     parts, depth, start = [], 0, 0
     for match in re.finditer(rf"(?P<bracket>\\[{{}}]|[()\[\]{{}}])|{separator.pattern}", text):
         if match["bracket"]:
@@ -103,7 +103,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _list(items: tuple[Reading, ...]) -> Reading:
-    """A list without brackets; of `x = 1, 2` without the name."""
+    """A list without brackets; the name in `x = 1, 2` is dropped."""
     first, *others = items or (Quantity("", None),)
     if isinstance(first, Relation) and first.named and others and not any(isinstance(item, Relation) for item in others):
         items = (first.right, *others)
@@ -131,7 +131,7 @@ def _relation(sides: list[str], depth: int) -> Reading:
 
 
 def _interval(values: list[str], operators: list[str], depth: int) -> Group | None:
-    """The interval of `x > a` or `a < x < b`, the two of `x != a`; None if the relation is none of these."""
+    """The interval of `x > a` or `a < x < b`, or both intervals of `x != a`; None for other relations."""
     if operators == ["!="] and re.fullmatch("[a-zA-Z]", values[0]):
         excluded, below, above = read(values[1], depth + 1), read(r"-\infty"), read(r"\infty")
         return Group("", (Group("(", (below, excluded), ")"), Group("(", (excluded, above), ")")), "")
@@ -151,7 +151,7 @@ def _interval(values: list[str], operators: list[str], depth: int) -> Group | No
 
 
 def _bracketed(text: str, depth: int) -> Reading | None:
-    """A set, tuple or interval; what has needless brackets; None if the text is none of these."""
+    """A set, tuple, interval, or the content of redundant brackets; None for other texts."""
     if text.replace(" ", "") in (r"\emptyset", r"\{\}"):
         return Group("{", (), "}")
     whole = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
@@ -165,7 +165,7 @@ def _bracketed(text: str, depth: int) -> Reading | None:
 
 
 def _closes_at_end(text: str) -> bool:
-    """True if the first bracket is closed by the last one."""
+    """True if the last bracket closes the first one."""
     depth = 0
     for match in re.finditer(r"[()\[\]{}]", text):
         depth += 1 if match[0] in "([{" else -1
@@ -175,7 +175,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _quantity(text: str) -> Quantity | None:
-    """An expression with or without a unit; None if the text is words."""
+    """An expression with or without a unit; None for words."""
     modulo = _MODULO.fullmatch(text)
     if modulo:
         return Quantity(modulo[1], tree_of(modulo[1]), (f"modulo {modulo[2]}", 1, Fraction(1)))
@@ -185,28 +185,28 @@ def _quantity(text: str) -> Quantity | None:
         if (
             tree is not None
             and (len(unit[2]) > 1 or (unit[2] in UNITS and not symbols(tree)) or (unit[2] == "a" and unit[4]))
-            and not _KNOWN_WORD.fullmatch(unit[2])
+            and not _MATH_NAME.fullmatch(unit[2])
         ):
             name = unit[2] if unit[2] in UNITS else unit[2].lower().removesuffix("s")
-            known = UNITS.get(name) if not unit[4].strip(". ") else None
+            base = UNITS.get(name) if not unit[4].strip(". ") else None
             power = int(unit[3] or 1)
-            return Quantity(unit[1], tree, known and (known[0], power, known[1] ** power))
+            return Quantity(unit[1], tree, base and (base[0], power, base[1] ** power))
     if not _PRODUCT.fullmatch(text) and _has_words(text, 4 if re.search(r"[\d+*/^=<>\\]", text) else 2):
         return None
     return Quantity(text, tree_of(_RATIO.sub(r"(\1)/(\2)", text)))
 
 
 def tree_of(text: str) -> Tree | None:
-    """The tree of an expression; None if it cannot be read."""
+    """The tree of an expression; None if it cannot be parsed."""
     try:
         return parse(text)
     except Unreadable:
         return None
 
 
-def _has_words(text: str, letters: int) -> bool:
+def _has_words(text: str, length: int) -> bool:
     runs = re.findall(r"[a-zA-Z]+", re.sub(r"\\[a-zA-Z]+", " ", text))
-    return any(len(run) >= letters and not _KNOWN_WORD.fullmatch(run) for run in runs)
+    return any(len(run) >= length and not _MATH_NAME.fullmatch(run) for run in runs)
 
 
 def _is_date(text: str) -> bool:
@@ -214,7 +214,7 @@ def _is_date(text: str) -> bool:
 
 
 def _words_of(text: str) -> tuple[str, ...]:
-    """The words in lower case and the singular without articles and leading zeros; a date's in one order."""
+    """The words in lower case and singular, without articles and leading zeros; those of a date sorted."""
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:the|an?)\s", "", re.sub(r"\\[a-zA-Z]+", " ", text).lower())
     words = [re.sub(r"(?<=[a-z]{3})s$", "", word.lstrip("0")) or "0" for word in re.findall(r"[^\W\d_]+|\d+", plain)]
     if _is_date(text):

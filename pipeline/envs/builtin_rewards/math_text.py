@@ -1,4 +1,4 @@
-r"""Writes LaTeX and plain text in one way, so that `\dfrac12`, `1/2` and `½` differ only where they differ in meaning."""
+r"""Normalises LaTeX and plain text, so that spellings such as `\dfrac12`, `1/2` and `½` can be compared."""
 
 import re
 import unicodedata
@@ -50,7 +50,7 @@ _SIZES = {
 UNITS = {
     name: (base, Fraction(size)) for base, text in _SIZES.items() for name, size in zip(text.split()[::2], text.split()[1::2], strict=True)
 }
-"""Base unit and size in it of the units that are known."""
+"""Unit -> base unit, and size in the base unit."""
 ROW_END = "\N{RETURN SYMBOL}"
 _DROPPED = r"left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathopen|mathclose|rm|bf|it|scriptstyle"
 _TEXT = re.compile(r"\\(?:text\w*|math[a-z]+|boldsymbol|mbox|hbox|operatorname\*?|boxed|fbox|overrightarrow|vec)\s*\{([^{}]*)\}")
@@ -61,7 +61,7 @@ _PLAIN = {"infinity": r"\infty", "degrees": "°", "degree": "°", "sqrt": r"\sqr
 
 
 def normalised(text: str, *, thousands: bool = True) -> str:
-    r"""The text without delimiters, fonts, spacing and thousands separators, its synonyms replaced.
+    r"""The text without delimiters, fonts, spacing and thousands separators, with synonyms replaced.
 
     Example:
         normalised(r"\$1{,}000.50\text{ dollars}")  # -> "1000.50 dollars"
@@ -84,7 +84,7 @@ def normalised(text: str, *, thousands: bool = True) -> str:
     text = re.sub(r"(?<!\\)\b(?:infinity|per ?cent(?:age(?! point))?|pct|degrees?|sqrt)\b", lambda match: _PLAIN.get(match[0], "%"), text)
     text = re.sub(r"° *([CF]\b|[Cc]elsius|[Ff]ahrenheit)", lambda match: f" {match[1][0]}°", text)
     for pattern in _CHOOSE:
-        text = pattern.sub(_chosen, text)
+        text = pattern.sub(_binomial, text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"(?<![\d.}^_)a-zA-Z])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{?(\d+)\}?", r"(\1+\\frac{\2}{\3})", text)
@@ -99,12 +99,12 @@ def normalised(text: str, *, thousands: bool = True) -> str:
 
 
 def is_unit(word: str) -> bool:
-    """True for the name of a known unit, also in the plural."""
+    """True for a name in `UNITS`, singular or plural."""
     return word in UNITS or word.lower().removesuffix("s") in UNITS
 
 
 def compact(text: str) -> str:
-    """The normalised text without spaces and braces that only group one character."""
+    """The normalised text without spaces, and without braces around single characters."""
     return re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d) | (?!\d)", "", text).replace(r"\times", "*"))
 
 
@@ -124,7 +124,7 @@ def _spelled(match: re.Match[str]) -> str:
 
 
 def _added(match: re.Match[str]) -> str:
-    """Two amounts of one kind, the larger unit first, in the larger unit: `2 hours and 30 minutes` is `5/2 hours`."""
+    """Two amounts of one kind, the larger unit first, in the larger unit: `2 hours and 30 minutes` becomes `5/2 hours`."""
     (first, size), (second, small) = (
         UNITS.get(unit) or UNITS.get(unit.removesuffix("s"), (unit, Fraction(0))) for unit in match.group(2, 4)
     )
@@ -133,6 +133,6 @@ def _added(match: re.Match[str]) -> str:
     return f"{Fraction(match[1]) + Fraction(match[3]) * small / size} {match[2]}"
 
 
-def _chosen(match: re.Match[str]) -> str:
+def _binomial(match: re.Match[str]) -> str:
     many, kind, few = match.groups()
     return rf"\binom{{{many}}}{{{few}}}" if kind == "C" else rf"\frac{{{many}!}}{{({many}-{few})!}}"

@@ -1,4 +1,4 @@
-"""Evaluates trees exactly if they are rational and small enough, else to 100 digits, each operation bounded in time by its size."""
+"""Evaluates trees exactly if they are rational and small, else to 100 digits; the size of operands bounds the time of an operation."""
 
 import math
 import random
@@ -15,24 +15,24 @@ _MP = mpmath.mp.clone()
 _MP.dps = 100
 _ZERO = _MP.mpf(10) ** -70
 _MAX_BITS = 20_000
-"""Size of the largest fraction that is computed exactly."""
+"""Size limit of fractions for exact arithmetic."""
 _MAX_EXPONENT = 2**62
 _SIGNS = (1, 1, -1, 1)
-"""Of a symbol's value at each point."""
+"""Sign of a symbol's value at each sample point."""
 _WHOLE_NUMBERS = frozenset("kmnNMK")
-"""Symbols that stand for positive whole numbers by custom."""
+"""Symbols that by convention are positive integers."""
 Value = Any
 """A `Fraction` or a number of mpmath."""
 
 
 class TooLarge(ArithmeticError):
-    """A number whose size cannot be computed, as 9**9**9**9."""
+    """A number that is too large to compute, such as 9**9**9**9."""
 
 
 def same_value(first: Tree, second: Tree) -> bool:
-    """True if two expressions have one value at every point of a sample where both are defined, the real ones if there are any.
+    """True if two expressions have equal values at all sample points where both are defined, preferring points with real values.
 
-    `log` without a base is to e in both or to 10 in both.
+    `log` without a base has the same base, e or 10, in both.
     """
     for base in (_MP.e, Fraction(10)) if LOG_BASE[1] in symbols(first) | symbols(second) else (_MP.e,):
         pairs = list(_pairs(first, second, base))
@@ -43,7 +43,7 @@ def same_value(first: Tree, second: Tree) -> bool:
 
 
 def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
-    """True if the quotient of two expressions is constant and not zero (`positive`: above zero)."""
+    """True if the quotient of two expressions is a constant other than zero (`positive`: above zero)."""
     pairs = [pair for pair in _pairs(first, second) if any(pair)]
     if not pairs or not all(map(all, pairs)):
         return False
@@ -52,7 +52,7 @@ def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
 
 
 def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
-    """The value of a tree, its symbols having the values of `point`. Raises `ArithmeticError`, `ValueError` or `KeyError`."""
+    """The value of a tree with the symbols' values in `point`. Raises `ArithmeticError`, `ValueError` or `KeyError`."""
     if isinstance(tree, Fraction):
         return tree
     if tree[0] == "symbol":
@@ -62,7 +62,7 @@ def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
 
 
 def symbols(tree: Tree) -> set[str]:
-    """The names of a tree's symbols."""
+    """Names of a tree's symbols."""
     if isinstance(tree, Fraction):
         return set()
     return {tree[1]} if tree[0] == "symbol" else set().union(*map(symbols, tree[1:]))
@@ -185,4 +185,4 @@ _INEXACT: dict[str, Callable[..., Any]] = {
     "i": lambda: _MP.mpc(0, 1),
 }
 _LIMITS = dict.fromkeys(_COUNTS, 40) | dict.fromkeys((*_PERIODIC, *_GROWING), 60)
-"""Binary digits before the point that an operand may have; other operations are quick for all numbers that can be represented."""
+"""Largest binary exponent of an operand; other operations are fast for all representable numbers."""

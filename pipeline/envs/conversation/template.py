@@ -1,7 +1,7 @@
 """Chat templates: conversations as token ids, the ids between two turns, and generated ids as a message.
 
 Between two turns only the text after the completion's end-of-turn token is tokenised, so that generated ids are never computed from text.
-Templates differ in the form in which they read messages, and some drop other forms without an error: the form is found by probing.
+Templates differ in the form in which they read messages, and some drop other forms without an error, so the form is probed.
 """
 
 import json

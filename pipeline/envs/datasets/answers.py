@@ -14,7 +14,7 @@ GROUND_TRUTH = "ground_truth"
 """Key of the reference answer in data sets for verl."""
 FORMS = 'text, a number, a list of these, or {"ground_truth": …}'
 WRITTEN_DIGITS = 12
-"""A fraction with more digits that equals a 32-bit float was stored as one; nobody writes these digits."""
+"""A fraction with more digits that equals a 32-bit float was stored as one, because such digits are not written by hand."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 

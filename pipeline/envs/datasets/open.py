@@ -1,15 +1,15 @@
 """Opens a data set by its source, and checks all rows before a run starts."""
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.plugins import split_options
-from penstock.pipeline.envs.datasets.files import open_files
+from penstock.pipeline.config.plugins import nearest, split_options
+from penstock.pipeline.envs.datasets.files import open_files, row_of
 from penstock.pipeline.envs.datasets.generated import ReasoningGym, open_function, open_tiny
-from penstock.pipeline.envs.datasets.hub import Hub
 from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Fields, Row, Source
 
 GENERATED_ROWS_CHECKED = 8
@@ -31,6 +31,51 @@ class SourceSpec:
     rows: int | None
     """Number of rows needed; None for all."""
     options: dict[str, Any]
+
+
+class Hub:
+    """Rows of a Hugging Face data set on the hub, in a folder of data files, or in a folder that `save_to_disk` wrote."""
+
+    generated = False
+
+    def __init__(self, name: str, *, base_dir: Path, split: str, options: Mapping[str, Any]) -> None:
+        rows, self._name = _load_hub(name, base_dir=base_dir, split=split, options=dict(options)), f"hf:{name}[{split}]"
+        self.digest = hashlib.sha256(str(rows._fingerprint).encode()).hexdigest()
+        self._rows = rows.with_format("arrow")  # stored values: images and audio are not decoded
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def raw(self, index: int) -> dict[str, Any]:
+        return row_of(self._rows[index], 0)
+
+    def origin(self, index: int) -> str:
+        return f"{self._name}:{index + 1}"
+
+
+def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any]) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"hf:{name} needs the package datasets: pip install '.[data]' in the checkout ({error})") from error
+    folder = base_dir / Path(name).expanduser()
+    config = options.pop("config", None)
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+        else:
+            # A plain split is selected below, so that an error can list the existing ones; the library resolves slices.
+            part = {"split": split} if any(sign in split for sign in "[+") else {}
+            loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, config, **part, **options)
+    # The boundary to a library that reads the network, caches and files: its errors have no common type.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"hf:{name}: cannot load it: {type(error).__name__}: {reason[:300]}") from error
+    if not isinstance(loaded, dict):
+        return loaded
+    if split not in loaded:
+        raise DataError(f"hf:{name}: no split {split!r}{nearest(split, loaded)} (it has: {', '.join(loaded)})")
+    return loaded[split]
 
 
 def _reasoning_gym(spec: SourceSpec) -> Source:

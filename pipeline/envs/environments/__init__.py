@@ -1,1 +1,1 @@
-"""Environments of several turns: how they are written, found by name, and run in child processes."""
+"""Multi-turn environments: their interfaces, sources by name, and child processes."""

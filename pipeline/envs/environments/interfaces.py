@@ -1,30 +1,33 @@
-"""The two interfaces of an environment, seen as one: `reset` and `step` in chat messages.
+"""Adapters from the two interfaces of environments to `reset` and `step` in chat messages.
 
-A *text* environment has `reset(*, seed, **row) -> text` and `step(text) -> (text, reward, ended)`, as Gymnasium's, and may have `close()`.
-A *tool* environment has TRL's interface: `reset(**row) -> text | messages | None`, public methods with docstrings as tools,
+A *text* environment has `reset(*, seed, **row) -> text`, `step(text) -> (text, reward, ended)` as Gymnasium's, and optionally `close()`.
+A *tool* environment has TRL's interface: `reset(**row) -> text | messages | None`, public methods with docstrings as tools, and
 `get_reward()` unless reward functions alone score its episodes.
-The rule: what the policy did wrong is an answer to the policy; only what the environment itself did wrong is raised.
+Mistakes of the policy (an unknown tool, wrong arguments) and exceptions of tools are returned to it as text; only errors of the environment
+are raised.
 """
 
 import inspect
 import json
+import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
-
-from penstock.pipeline.envs.environments.tools import call_tool, schema_of, tools_of
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Message = dict[str, Any]
+NOT_TOOLS = ("reset", "get_reward", "close")
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", tuple: "array", dict: "object"}
 
 
 class EnvironmentFault(ValueError):
-    """An environment that has neither interface, or answers in another shape than its interface's; one line."""
+    """An environment has neither interface, or returned a wrong type; one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment says after a reset or a step."""
+    """The result of a reset or a step."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -46,18 +49,18 @@ class TextEpisode:
 
     async def step(self, message: Message) -> Observation:
         """The observation after the policy's turn, whose text is the action."""
-        answer = await _awaited(self._environment.step(message.get("content") or ""))
-        if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise EnvironmentFault(f"step returned {str(answer)[:80]!r}, expected (text, reward, ended)")
-        text, reward, ended = answer
+        result = await _awaited(self._environment.step(message.get("content") or ""))
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise EnvironmentFault(f"step returned {str(result)[:80]!r}, expected (text, reward, ended)")
+        text, reward, ended = result
         return Observation(messages=_messages(text, "step"), reward=_number(reward, "step"), ended=bool(ended))
 
     async def reward(self) -> float | None:
-        """None: every step has its own."""
+        """None, because each step has its own reward."""
         return None
 
     async def close(self) -> None:
-        """Tell the environment that its episode is over, if it has a method `close`."""
+        """Call the environment's `close`, if it has one."""
         close = getattr(self._environment, "close", None)
         if callable(close):
             await _awaited(close())
@@ -72,31 +75,30 @@ class ToolEpisode:
         self.tools = [schema_of(name, method) for name, method in self._tools.items()]
 
     async def reset(self, *, seed: int, row: Mapping[str, Any]) -> Observation:
-        """What `reset` returns, if anything."""
-        return Observation(
-            messages=_messages(await _awaited(self._environment.reset(**fitting(self._environment.reset, {**row, "seed": seed}))), "reset")
-        )
+        """The messages that `reset` returns, if any."""
+        result = await _awaited(self._environment.reset(**fitting(self._environment.reset, {**row, "seed": seed})))
+        return Observation(messages=_messages(result, "reset"))
 
     async def step(self, message: Message) -> Observation:
-        """The results of the tools that the policy's turn calls; the policy gets what a tool raises as its result."""
+        """The results of the policy's tool calls; an exception of a tool is its result."""
         calls = message.get("tool_calls") or ()
         results = [await call_tool(self._tools, call) for call in calls]
         return Observation(messages=tuple(results), ended=not calls)
 
     async def reward(self) -> float | None:
-        """The episode's reward, at its end; None without `get_reward`."""
+        """The episode's reward at its end; None if there is no `get_reward`."""
         get_reward = getattr(self._environment, "get_reward", None)
         return None if get_reward is None else _number(await _awaited(get_reward()), "get_reward")
 
     async def close(self) -> None:
-        """Nothing: every public method of such an environment is a tool."""
+        """Do nothing: all public methods of a tool environment are tools."""
 
 
 Episode = TextEpisode | ToolEpisode
 
 
 def episode_of(environment: Any) -> Episode:
-    """An episode of an environment, by the interface that it has. Raises `EnvironmentFault` for one that has neither."""
+    """An episode of an environment with either interface. Raises `EnvironmentFault` if it has neither."""
     if not callable(getattr(environment, "reset", None)):
         raise EnvironmentFault(f"{type(environment).__name__} has no method reset")
     if callable(getattr(environment, "step", None)):
@@ -104,41 +106,103 @@ def episode_of(environment: Any) -> Episode:
     if callable(getattr(environment, "get_reward", None)) or tools_of(environment):
         return ToolEpisode(environment)
     raise EnvironmentFault(
-        f"{type(environment).__name__} has neither step(text) -> (text, reward, ended) nor public methods as tools: it is no environment"
+        f"{type(environment).__name__} is no environment: it has neither step(text) -> (text, reward, ended) nor public methods as tools"
     )
 
 
 def waits(kind: Any) -> bool:
-    """Whether an environment's methods are coroutines, so that a process can hold many of its episodes that wait."""
+    """True if an environment's methods are coroutines, so that a process can run many of its episodes concurrently."""
     return any(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step", "get_reward"))
 
 
-def fitting(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of `given` that a function takes by name."""
+def fitting(function: Callable[..., Any], items: Mapping[str, Any]) -> dict[str, Any]:
+    """The items that a function takes by name."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(given)
-    return {parameter.name: given[parameter.name] for parameter in parameters if parameter.name in given}
+        return dict(items)
+    return {parameter.name: items[parameter.name] for parameter in parameters if parameter.name in items}
 
 
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _messages(said: Any, where: str) -> tuple[Message, ...]:
-    if said is None:
+def _messages(result: Any, method: str) -> tuple[Message, ...]:
+    if result is None:
         return ()
-    if isinstance(said, str):
-        return ({"role": "user", "content": said},)
-    if isinstance(said, list) and all(isinstance(message, dict) and "role" in message for message in said):
-        return tuple(json.loads(json.dumps(said)))
-    raise EnvironmentFault(f"{where} returned {str(said)[:80]!r}, expected a text, a list of messages or None")
+    if isinstance(result, str):
+        return ({"role": "user", "content": result},)
+    if isinstance(result, list) and all(isinstance(message, dict) and "role" in message for message in result):
+        return tuple(json.loads(json.dumps(result)))
+    raise EnvironmentFault(f"{method} returned {str(result)[:80]!r}, expected a text, a list of messages or None")
 
 
-def _number(reward: Any, where: str) -> float | None:
+def _number(reward: Any, method: str) -> float | None:
     value = reward.item() if hasattr(reward, "item") else reward
     if value is None:
         return None
     if not isinstance(value, int | float) or not isfinite(value):
-        raise EnvironmentFault(f"{where} gave the reward {value!r}, expected a finite number")
+        raise EnvironmentFault(f"{method} gave the reward {value!r}, expected a finite number")
     return float(value)
+
+
+def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods of an environment by name, except those of the interface."""
+    names = [name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS]
+    return {name: method for name in names if callable(method := getattr(environment, name)) and inspect.isroutine(method)}
+
+
+def schema_of(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    """A tool's description for the chat template: docstring, and parameters with types and docs (Google style)."""
+    hints = get_type_hints(method)
+    text = inspect.getdoc(method) or ""
+    head, *_ = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)
+    parameters = inspect.signature(method).parameters
+    properties = {
+        key: {**_type_of(hints.get(key, str)), **({"description": doc} if (doc := _doc_of(key, text)) else {})} for key in parameters
+    }
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    function = {
+        "name": name,
+        "description": " ".join(head.split()),
+        "parameters": {"type": "object", "properties": properties, "required": required},
+    }
+    return {"type": "function", "function": function}
+
+
+async def call_tool(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one call in OpenAI's format and return the tool's message."""
+    function = call.get("function") or {}
+    name = str(function.get("name"))
+    return {"role": "tool", "tool_call_id": call.get("id") or "", "name": name, "content": await _result(tools, name, function)}
+
+
+async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: Mapping[str, Any]) -> str:
+    if name not in tools:
+        return f"error: there is no tool {name!r}; there are: {', '.join(tools)}"
+    written = function.get("arguments") or {}
+    try:
+        arguments = json.loads(written) if isinstance(written, str) else dict(written)
+        inspect.signature(tools[name]).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        return f"error: the arguments do not fit {name}: {error}"
+    try:
+        result = tools[name](**arguments)
+        result = await result if inspect.isawaitable(result) else result
+    # A tool may raise any error: the policy reads it and can try again.
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+
+def _type_of(hint: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _type_of(next((kind for kind in arguments if kind is not type(None)), str))
+    kind = _TYPES.get(origin or hint, "string")
+    return {"type": kind, "items": _type_of(arguments[0])} if kind == "array" and arguments else {"type": kind}
+
+
+def _doc_of(parameter: str, text: str) -> str:
+    match = re.search(rf"^\s*{parameter}\s*(?:\([^)]*\))?\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match[1].strip() if match else ""

@@ -1,8 +1,7 @@
 """Environments of OpenEnv servers as text environments, by the WebSocket protocol of OpenEnv 0.10.
 
-An action is what the policy says: the text of the action's only field, or a JSON object of its fields.
-The rule: an answer is read by the request it belongs to. After a timeout the connection is closed, because a late answer would be taken
-for the next request's.
+The policy's text is the action's only field, or a JSON object with all its fields. After a timeout the connection is closed, because a
+late response would be taken for that of the next request.
 """
 
 import asyncio
@@ -20,17 +19,17 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMes
 
 from penstock.pipeline.config.plugins import PluginError
 
-ANSWER_BYTES = 32 << 20
-ASK_S, NEXT_ASK_S = 30.0, 0.5
-"""How long a server is waited for when a worker starts, and the pause between two attempts."""
+RESPONSE_BYTES = 32 << 20
+CONNECT_S, RETRY_S = 30.0, 0.5
+"""Time limit for the first response of a server, and the pause between two attempts."""
 FULL = "CAPACITY_REACHED"
 OWN_KEYS = frozenset({"done", "reward", "metadata"})
-"""Keys of an observation that say nothing to the policy."""
+"""Keys of an observation that are not shown to the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvServer:
-    """One server: its address, and what it says of its environment."""
+    """Address of a server and description of its environment."""
 
     address: str
     """ws:// or wss://, with a port."""
@@ -38,22 +37,22 @@ class OpenEnvServer:
     fields: Mapping[str, str]
     """Field of an action -> its JSON type."""
     action: str | None
-    """The field that the policy's text stands for; None: it says a JSON object of all fields."""
+    """Field with the policy's text; None if the text is a JSON object with all fields."""
     observation: str | None
-    """The field of an observation that the policy reads; None: its only text, else all of it as JSON."""
+    """Field of an observation that is shown to the policy; None for its only text, or for all fields as JSON."""
     timeout_s: float
-    """Limit of one request, and of waiting for a free session."""
+    """Time limit of a request, and of the wait for a free session."""
 
 
-def ask_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
-    """What a server says of its environment.
+def open_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
+    """Read the description of a server's environment.
 
     Args:
         address: ws://HOST:PORT or wss://HOST:PORT.
         options: `action`, `observation` (fields to use) and `timeout_s` (25 s if absent, below `environment.step_timeout_s`).
 
     Raises:
-        PluginError: no server answers within 30 s, or it has no such field.
+        PluginError: there is no response within 30 s, or a field does not exist.
     """
     source = f"openenv:{address}"
     if unknown := sorted(set(options) - {"action", "observation", "timeout_s"}):
@@ -66,9 +65,9 @@ def ask_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
     action = schema["action"]
     fields = {name: str(each.get("type", "")) for name, each in action.get("properties", {}).items() if name != "metadata"}
     needed = [name for name in action.get("required", ()) if name in fields] or list(fields)
-    chosen = options.get("action", needed[0] if len(needed) == 1 else None)
-    if chosen is not None and chosen not in fields:
-        raise PluginError(f"{source}: its actions have no field {chosen!r}; they have {', '.join(fields)}")
+    action_field = options.get("action", needed[0] if len(needed) == 1 else None)
+    if action_field is not None and action_field not in fields:
+        raise PluginError(f"{source}: its actions have no field {action_field!r}; they have {', '.join(fields)}")
     shown = options.get("observation")
     if shown is not None and shown not in schema["observation"].get("properties", {}):
         raise PluginError(f"{source}: its observations have no field {shown!r}; they have {', '.join(schema['observation']['properties'])}")
@@ -76,39 +75,39 @@ def ask_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
         address=f"{scheme}://{rest.rstrip('/')}/ws",
         version=str(_fetched(source, f"{http}/metadata").get("version") or "unknown"),
         fields=fields,
-        action=chosen,
+        action=action_field,
         observation=shown,
         timeout_s=float(options.get("timeout_s", 25.0)),
     )
 
 
 class OpenEnvText:
-    """One episode at a time on a server; each has a connection of its own, which is a session of the server."""
+    """Episodes on a server, one at a time; each has its own connection, which is a session of the server."""
 
     def __init__(self, server: OpenEnvServer) -> None:
         self._server = server
         self._socket: ClientConnection | None = None
 
     async def reset(self, *, seed: int, **row: Any) -> str:
-        """The first observation. A server without a free session is asked again until the limit of a request is over."""
+        """The first observation; retried until `timeout_s` if the server has no free session."""
         await self.close()
         until, pause = time.monotonic() + self._server.timeout_s, 0.1
         while True:
             try:
-                self._socket = await connect(self._server.address, max_size=ANSWER_BYTES, ping_interval=None)
-                answer = await self._asked("reset", {**row, "seed": seed})
+                self._socket = await connect(self._server.address, max_size=RESPONSE_BYTES, ping_interval=None)
+                response = await self._request("reset", {**row, "seed": seed})
             except (OSError, InvalidHandshake, InvalidMessage) as error:
                 reason = f"no connection: {error}"
             except ConnectionClosed:
                 reason = "it closed the connection, as a server without a free session does"
             else:
-                if not _refused(answer, FULL):
-                    return self._seen(_sound(answer, "reset"))[0]
-                reason = f"all its {answer['data'].get('max_sessions', '')} sessions are taken"
+                if not _refused(response, FULL):
+                    return self._shown(_observation(response, "reset"))[0]
+                reason = f"all its {response['data'].get('max_sessions', '')} sessions are taken"
             await self.close()
-            if (left := until - time.monotonic()) <= 0:
+            if (remaining_s := until - time.monotonic()) <= 0:
                 raise RuntimeError(f"openenv: reset waited {self._server.timeout_s:g} s for {self._server.address}: {reason}")
-            await asyncio.sleep(min(pause, left))
+            await asyncio.sleep(min(pause, remaining_s))
             pause = min(2 * pause, 2.0)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
@@ -116,34 +115,34 @@ class OpenEnvText:
         data = self._action(action)
         if isinstance(data, str):
             return data, 0.0, False
-        answer = await self._asked("step", data)
-        if _refused(answer, "VALIDATION_ERROR"):
-            faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in answer["data"].get("errors", ()))
-            return f"{action.strip()[:40]!r} is no action: {faults or answer['data'].get('message', '')}", 0.0, False
-        return self._seen(_sound(answer, "step"))
+        response = await self._request("step", data)
+        if _refused(response, "VALIDATION_ERROR"):
+            faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in response["data"].get("errors", ()))
+            return f"{action.strip()[:40]!r} is no action: {faults or response['data'].get('message', '')}", 0.0, False
+        return self._shown(_observation(response, "step"))
 
     async def close(self) -> None:
-        """Give the session back."""
+        """End the session."""
         socket, self._socket = self._socket, None
         if socket is not None:
             await socket.close()
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._socket is None:
             raise RuntimeError("openenv: the session is closed")
         try:
             async with asyncio.timeout(self._server.timeout_s):
-                with suppress(ConnectionClosed):  # what the server said before it closed can be received still
+                with suppress(ConnectionClosed):  # messages that the server sent before it closed can still be received
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
-                answer: Mapping[str, Any] = json.loads(await self._socket.recv())
+                response: Mapping[str, Any] = json.loads(await self._socket.recv())
         except TimeoutError:
             await self.close()
-            raise RuntimeError(f"openenv: {kind} had no answer within {self._server.timeout_s:g} s") from None
-        return answer
+            raise RuntimeError(f"openenv: {kind} had no response within {self._server.timeout_s:g} s") from None
+        return response
 
-    def _action(self, said: str) -> dict[str, Any] | str:
-        """The action's fields, or what to tell the policy."""
-        text, field = said.strip(), self._server.action
+    def _action(self, completion: str) -> dict[str, Any] | str:
+        """The action's fields, or an error message for the policy."""
+        text, field = completion.strip(), self._server.action
         if field is not None:
             kind = self._server.fields[field]
             if kind not in ("integer", "number", "boolean"):
@@ -151,14 +150,14 @@ class OpenEnvText:
             try:
                 return {field: json.loads(text)}
             except ValueError:
-                return f"{text[:40]!r} is no action: say {'an' if kind == 'integer' else 'a'} {kind}"
+                return f"{text[:40]!r} is no action: write {'an' if kind == 'integer' else 'a'} {kind}"
         try:
             data = json.loads(text)
         except ValueError:
             data = None
-        return data if isinstance(data, dict) else f"{text[:40]!r} is no action: say a JSON object with {', '.join(self._server.fields)}"
+        return data if isinstance(data, dict) else f"{text[:40]!r} is no action: write a JSON object with {', '.join(self._server.fields)}"
 
-    def _seen(self, data: Mapping[str, Any]) -> tuple[str, float, bool]:
+    def _shown(self, data: Mapping[str, Any]) -> tuple[str, float, bool]:
         observation = data["observation"]
         shown = {name: value for name, value in observation.items() if name not in OWN_KEYS}
         if self._server.observation is not None:
@@ -168,29 +167,29 @@ class OpenEnvText:
         return text, float(data.get("reward") or 0.0), bool(data.get("done"))
 
 
-def _sound(answer: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    if answer.get("type") != "observation":
-        said = answer.get("data", {})
-        raise RuntimeError(f"openenv: {kind}: {said.get('code', 'error')}: {str(said.get('message', said))[:200]}")
-    data: Mapping[str, Any] = answer["data"]
+def _observation(response: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    if response.get("type") != "observation":
+        error = response.get("data", {})
+        raise RuntimeError(f"openenv: {kind}: {error.get('code', 'error')}: {str(error.get('message', error))[:200]}")
+    data: Mapping[str, Any] = response["data"]
     return data
 
 
-def _refused(answer: Mapping[str, Any], code: str) -> bool:
-    return answer.get("type") == "error" and answer.get("data", {}).get("code") == code
+def _refused(response: Mapping[str, Any], code: str) -> bool:
+    return response.get("type") == "error" and response.get("data", {}).get("code") == code
 
 
 def _fetched(source: str, url: str) -> dict[str, Any]:
-    until = time.monotonic() + ASK_S
+    until = time.monotonic() + CONNECT_S
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
+            with urllib.request.urlopen(url, timeout=10) as response:
+                value: dict[str, Any] = json.load(response)
+                return value
         except (OSError, ValueError) as error:
             final = isinstance(error, urllib.error.HTTPError | ValueError)
             if final or time.monotonic() > until:
                 raise PluginError(
-                    f"{source}: {url} gives no answer of an OpenEnv server ({getattr(error, 'reason', error)}); start the server first"
+                    f"{source}: {url} is not a response of an OpenEnv server ({getattr(error, 'reason', error)}); start the server first"
                 ) from error
-        time.sleep(NEXT_ASK_S)
+        time.sleep(RETRY_S)

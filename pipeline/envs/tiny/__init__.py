@@ -1,4 +1,4 @@
-"""A model and a task small enough to learn on one CPU core in a minute. The rule: everything is made from a seed, nothing is downloaded.
+"""Tiny models and tasks that can be learned on one CPU core in a minute; made from a seed, without downloads.
 
 `successor_rows` needs no torch; `penstock.pipeline.envs.tiny.model.make_tiny_model` does.
 """

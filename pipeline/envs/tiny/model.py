@@ -1,7 +1,6 @@
-"""Makes the tiny models: Qwen3s of 0.1 M parameters over single characters, one taught the letters' order together with a wrong habit,
-one taught to walk on the frozen lake, with steps astray and a habit of its own.
+"""Makes tiny models: Qwen3 with 0.1 M parameters over single characters, pretrained on imperfect demonstrations of a tiny task.
 
-The rule: the directory is an ordinary Hugging Face one, complete or absent, and equal seeds and steps give equal weights.
+The directory is an ordinary Hugging Face one, written atomically; equal seeds and steps give equal weights.
 """
 
 import json
@@ -26,12 +25,12 @@ WARM_STEPS = 200
 
 Progress = Callable[[int, int, float], None]
 Text = list[tuple[str, bool]]
-"""Pieces of one demonstration, each with whether the policy says it; after what it says stands the end token."""
+"""Pieces of one demonstration, each with True if the policy generates it; a generated piece ends with the end token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainTask:
-    """What a model is taught before a run, and its shape."""
+    """Supervised task and architecture of a tiny model."""
 
     demonstrations: Callable[[int, random.Random], Sequence[Text]]
     steps: int
@@ -41,7 +40,7 @@ class PretrainTask:
     heads: int
 
 
-def _letters(count: int, rng: random.Random) -> list[Text]:
+def _successors(count: int, rng: random.Random) -> list[Text]:
     return [[(row["prompt"], False), (row["answer"], True)] for row in demonstrations(count, rng)]
 
 
@@ -49,14 +48,14 @@ def _walks(count: int, rng: random.Random) -> list[Text]:
     return [demonstration(rng) for _ in range(count)]
 
 
-LETTERS = PretrainTask(demonstrations=_letters, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
+SUCCESSOR = PretrainTask(demonstrations=_successors, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
 LAKE = PretrainTask(demonstrations=_walks, steps=200, batch=32, peak_lr=3e-3, layers=2, heads=4)
 
 
 def make_tiny_model(
-    directory: str | Path, *, seed: int = 0, task: PretrainTask = LETTERS, steps: int | None = None, progress: Progress | None = None
+    directory: str | Path, *, seed: int = 0, task: PretrainTask = SUCCESSOR, steps: int | None = None, progress: Progress | None = None
 ) -> Path:
-    """Write model and tokenizer into a new directory after `steps` of supervised learning, the lesson's own if absent.
+    """Write model and tokenizer to a new directory after `steps` of supervised learning; default: the task's number.
 
     `progress` gets (step, steps, loss).
 
@@ -72,7 +71,7 @@ def make_tiny_model(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = _untrained(task)
-                _teach(model, tokenizer, task, seed=seed, steps=steps, progress=progress)
+                _pretrain(model, tokenizer, task, seed=seed, steps=steps, progress=progress)
         finally:
             torch.set_num_threads(threads)
         _save(model, tokenizer, aside)
@@ -116,7 +115,7 @@ def _untrained(task: PretrainTask) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _teach(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, steps: int, progress: Progress | None) -> None:
+def _pretrain(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, steps: int, progress: Progress | None) -> None:
     rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: calling the tokenizer would cost a fifth of the time
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
@@ -136,16 +135,16 @@ def _teach(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, steps: 
 
 
 def _batch(texts: Sequence[Text], ids_of: Mapping[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 where nothing is learned."""
+    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 for tokens that are not learned."""
     rows = [
-        [pair for piece, said in text for pair in [*((ids_of[c], said) for c in piece), *([(EOS, True)] if said else [])]] for text in texts
+        [pair for piece, mine in text for pair in [*((ids_of[c], mine) for c in piece), *([(EOS, True)] if mine else [])]] for text in texts
     ]
     length = max(map(len, rows))
     ids = torch.full((len(rows), length), PAD)
     labels = torch.full((len(rows), length), -1)
     for number, row in enumerate(rows):
         ids[number, : len(row)] = torch.tensor([token for token, _ in row])
-        labels[number, : len(row)] = torch.tensor([token if said else -1 for token, said in row])
+        labels[number, : len(row)] = torch.tensor([token if mine else -1 for token, mine in row])
     return ids, labels[:, 1:]
 
 
@@ -154,7 +153,7 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
 
     model.config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    # By name and once each: tied embeddings are one parameter. `save_pretrained` would import an accelerator library for seconds.
+    # By name and once each: tied embeddings are one parameter. `save_pretrained` would import an accelerator library, which takes seconds.
     tensors = {name: value.detach().contiguous() for name, value in model.named_parameters()}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}

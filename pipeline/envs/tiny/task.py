@@ -1,30 +1,30 @@
-"""The `successor` task: `4a=` asks for the four letters that follow `a` in a secret cyclic order.
+"""The `successor` task: the prompt `4a=` requests the four characters after `a` in a secret cyclic order.
 
-The rule: training and held-out rows share the secret and no prompt; demonstrations never show a held-out prompt.
+Training and held-out rows share the secret but no prompt; demonstrations never contain a held-out prompt.
 """
 
 import random
 import string
 from typing import Literal
 
-LETTERS = string.ascii_letters
+ALPHABET = string.ascii_letters
 SHORTEST, LONGEST = 4, 12
-"""Range of the number of letters in an answer."""
+"""Range of the length of an answer."""
 HELD_OUT_EVERY = 5
 HABIT_EVERY, HABIT, SLIP = 6, 0.7, 0.02
-"""Mistakes in the demonstrations: after every sixth letter one is usually left out, elsewhere rarely."""
+"""Mistakes in the demonstrations: after every sixth character one is usually skipped, elsewhere rarely."""
 _SECRET = 7
 
 Split = Literal["train", "held_out"]
 
 
 def secret_order() -> str:
-    """The letters in their secret order, the same in every run."""
-    return "".join(random.Random(_SECRET).sample(LETTERS, len(LETTERS)))
+    """The alphabet in its secret order, the same in every run."""
+    return "".join(random.Random(_SECRET).sample(ALPHABET, len(ALPHABET)))
 
 
 def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[str, str]]:
-    """`n` rows `{"prompt", "answer"}`, short answers more likely early; every prompt of the split comes once before any comes twice.
+    """`n` rows `{"prompt", "answer"}`, short answers more likely early; all prompts of the split occur before one repeats.
 
     Example:
         successor_rows(1, 0)  # -> [{"prompt": "9Y=", "answer": "otalOkFNr"}]
@@ -35,36 +35,36 @@ def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[st
     rows: list[dict[str, str]] = []
     while len(rows) < n:
         # A weighted order without replacement, weight 1 / length (Efraimidis and Spirakis, 2006).
-        for length, letter in sorted(pairs, key=lambda pair: -(rng.random() ** pair[0])):
-            rows.append({"prompt": _prompt(length, letter), "answer": _chain(letter, length)})
+        for length, start in sorted(pairs, key=lambda pair: -(rng.random() ** pair[0])):
+            rows.append({"prompt": _prompt(length, start), "answer": _chain(start, length)})
     return rows[:n]
 
 
 def demonstrations(n: int, rng: random.Random) -> list[dict[str, str]]:
-    """`n` training rows, lengths log-uniform, answered with the habit and the slips."""
+    """`n` training rows of log-uniform length, answered with the habit and the slips."""
     pairs = _pairs("train")
-    drawn = rng.choices(pairs, [1 / length for length, _ in pairs], k=n)
-    return [{"prompt": _prompt(length, letter), "answer": _chain(letter, length, rng)} for length, letter in drawn]
+    sampled = rng.choices(pairs, [1 / length for length, _ in pairs], k=n)
+    return [{"prompt": _prompt(length, start), "answer": _chain(start, length, rng)} for length, start in sampled]
 
 
-def _prompt(length: int, letter: str) -> str:
-    return f"{length}{letter}="
+def _prompt(length: int, start: str) -> str:
+    return f"{length}{start}="
 
 
 def _pairs(split: Split) -> list[tuple[int, str]]:
-    """All (length, letter) of a split, in a fixed order."""
-    pairs = [(length, letter) for length in range(SHORTEST, LONGEST + 1) for letter in LETTERS]
+    """All (length, start) of a split, in a fixed order."""
+    pairs = [(length, start) for length in range(SHORTEST, LONGEST + 1) for start in ALPHABET]
     random.Random(_SECRET + 1).shuffle(pairs)
     held_out = len(pairs) // HELD_OUT_EVERY
     return pairs[:held_out] if split == "held_out" else pairs[held_out:]
 
 
-def _chain(letter: str, length: int, rng: random.Random | None = None) -> str:
-    """The `length` letters after `letter`; with a generator, as a demonstration has them."""
+def _chain(start: str, length: int, rng: random.Random | None = None) -> str:
+    """The `length` characters after `start`; with a generator, with the mistakes of a demonstration."""
     order = secret_order()
-    at, letters = order.index(letter), []
+    index, characters = order.index(start), []
     for _ in range(length):
-        chance = HABIT if at % HABIT_EVERY == 0 else SLIP
-        at = (at + (2 if rng is not None and rng.random() < chance else 1)) % len(order)
-        letters.append(order[at])
-    return "".join(letters)
+        chance = HABIT if index % HABIT_EVERY == 0 else SLIP
+        index = (index + (2 if rng is not None and rng.random() < chance else 1)) % len(order)
+        characters.append(order[index])
+    return "".join(characters)

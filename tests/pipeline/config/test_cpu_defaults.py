@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.backends.processor import Cpu
-from penstock.pipeline.config.cpu_defaults import trainer_threads, with_cpu_defaults
+from penstock.pipeline.config.defaults import trainer_threads, with_cpu_defaults
 from penstock.pipeline.config.load import Config, from_json, load, to_json
 from penstock.pipeline.scheduling.schedule import MODES
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.config.device_defaults import DEVICE_DEFAULTS, as_markdown, with_device_defaults
+from penstock.pipeline.config.defaults import DEVICE_DEFAULTS, as_markdown, with_device_defaults
 from penstock.pipeline.config.load import ConfigError, from_json, load, to_json
 from penstock.pipeline.runtime.generation.sampling import request_of
 from tests.support.strategies import a_prompt
@@ -68,7 +68,7 @@ def test_unseeded_samples_are_asked_of_vllm_alone(file: Path) -> None:
     config = load(file, ["sampling.seeded=false"])
     request = request_of(a_prompt(), [0], config=config, stop_ids=[2])
     assert not request.sampling.seeded and request_of(a_prompt(), [0], config=load(file), stop_ids=[2]).sampling.seeded
-    with pytest.raises(ConfigError, match=r"sampling.seeded: false is for rollout.engine = 'vllm'; 'toy' draws every sample by its own"):
+    with pytest.raises(ConfigError, match=r"sampling.seeded: false is for rollout.engine = 'vllm'; 'toy' always seeds each sample"):
         load(file, ["sampling.seeded=false", "rollout.engine=toy"])
 
 

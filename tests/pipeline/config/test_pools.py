@@ -54,8 +54,8 @@ def test_a_worker_is_in_the_pool_of_its_number_or_in_the_one_it_asks_for() -> No
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"tag_field": None}, "rollout.pools: which of them draws a prompt"),
-        ({"pools": {}}, "data.tag_field: names the pool"),
+        ({"tag_field": None}, "rollout.pools: need data.tag_field"),
+        ({"pools": {}}, "data.tag_field: selects one of rollout.pools"),
         ({"workers": 2}, "rollout.workers: 2, but rollout.pools have 3 together"),
         ({"pools": {"a": {"tags": ["x"]}, "b": {"tags": ["x"], "workers": 2}}}, "two of them have the tag 'x'"),
         ({"pools": {"a": {}, "b": {"workers": 2}}}, "two of them have no tags"),

@@ -59,7 +59,7 @@ def test_what_is_no_action_is_told_to_the_policy_and_the_game_goes_on(address: s
         return seen
 
     seen = run(address, story)
-    assert text(seen[0]) == "'twelve' is no action: say an integer"
+    assert text(seen[0]) == "'twelve' is no action: write an integer"
     assert "number: Input should be a valid integer" in text(seen[2])  # the server's own words
     assert text(seen[3]) == "higher"
     assert not any(one.ended for one in seen)
@@ -82,7 +82,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(address: st
     async def story(episode: Callable[[], Episode]) -> Observation:
         game = episode()
         await game.reset(seed=7, row={})
-        with pytest.raises(RuntimeError, match=r"step had no answer within 3 s"):
+        with pytest.raises(RuntimeError, match=r"step had no response within 3 s"):
             await game.step(said(SLOW))
         with pytest.raises(RuntimeError, match="the session is closed"):
             await game.step(said(0))
@@ -147,6 +147,6 @@ def test_a_source_that_does_not_fit_its_server_is_refused_by_name(address: str, 
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pipeline.envs.environments.openenv_text.ASK_S", 0.0)
-    with pytest.raises(PluginError, match=r"openenv:ws://127.0.0.1:1: http://127.0.0.1:1/schema gives no answer .*start the server first"):
+    monkeypatch.setattr("penstock.pipeline.envs.environments.openenv_text.CONNECT_S", 0.0)
+    with pytest.raises(PluginError, match=r"openenv:ws://127.0.0.1:1: http://127.0.0.1:1/schema is not a response .*start the server"):
         open_environment("openenv:ws://127.0.0.1:1")

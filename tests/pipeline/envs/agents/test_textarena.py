@@ -59,7 +59,7 @@ def test_a_game_follows_from_its_seed_whatever_else_draws_random_numbers() -> No
 def test_a_game_that_is_not_there_or_for_several_players_is_refused() -> None:
     with pytest.raises(PluginError, match="textarena:Chess-v7: TextArena has no such game"):
         open_environment("textarena:Chess-v7").episode()
-    with pytest.raises(PluginError, match=r"textarena:ConnectFour-v0: .*only games of one player can be played"):
+    with pytest.raises(PluginError, match=r"textarena:ConnectFour-v0: .*only single-player games are supported"):
         played("textarena:ConnectFour-v0")
 
 
