@@ -156,7 +156,6 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def _make_absolute(table: dict[str, Any], base: Path) -> None:
-    """Make relative paths absolute, so that they are the same for every worker."""
     for name, section in Config.model_fields.items():
         values = table.get(name)
         if isinstance(values, dict):

@@ -105,7 +105,7 @@ def short_name(function: str) -> str:
 
 
 def is_address(function: str) -> bool:
-    """Whether a reward function is a service's address."""
+    """True if a reward function is the address of a service."""
     return function.startswith(("http://", "https://"))
 
 

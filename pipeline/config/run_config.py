@@ -71,12 +71,10 @@ class Config(Section):
 
     @property
     def engine(self) -> EngineKind:
-        """Capabilities and constructor of the rollout engine."""
         return ENGINES[self.rollout.engine]
 
     @property
     def advantage(self) -> str:
-        """Name of the advantage; default from the loss."""
         return self.algorithm.advantage or self._loss.advantage
 
     @property
@@ -86,12 +84,10 @@ class Config(Section):
 
     @property
     def clip_low(self) -> float:
-        """Lower clip range of the importance ratio."""
         return self.algorithm.clip_low if self.algorithm.clip_low is not None else self._loss.clip_low
 
     @property
     def clip_high(self) -> float:
-        """Upper clip range of the importance ratio."""
         return self.algorithm.clip_high if self.algorithm.clip_high is not None else self._loss.clip_high
 
     @property
@@ -128,7 +124,6 @@ class Config(Section):
 
     @property
     def data_sources(self) -> list[str]:
-        """The sources of the training prompts."""
         source = self.data.source
         return [source] if isinstance(source, str) else source
 
@@ -151,7 +146,6 @@ class Config(Section):
 
     @property
     def evaluating_role(self) -> str:
-        """The role that evaluates held-out prompts."""
         return "rollout" if self.evaluates_on_rollout_engine else "evaluator"
 
     @property
@@ -161,7 +155,6 @@ class Config(Section):
 
     @property
     def colocated(self) -> bool:
-        """True if trainer and rollout worker share one device."""
         return self.launch.placement == "colocated"
 
     @property

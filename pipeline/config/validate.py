@@ -53,8 +53,8 @@ def _swaps(config: Config) -> str | None:
 
 def _stale_in_hand(config: Config) -> str | None:
     if config.rules.stale_in_hand != "finish" and config.rules.loads_at != "step":
-        chosen = config.rules.stale_in_hand
-        return f"schedule.stale_in_hand: {chosen!r} needs weights that change between decode steps; use mode 'bounded'"
+        action = config.rules.stale_in_hand
+        return f"schedule.stale_in_hand: {action!r} needs weights that change between decode steps; use mode 'bounded'"
     return None
 
 
@@ -164,7 +164,7 @@ def _terms(config: Config) -> str | None:
     if algorithm.kl_in == "reward" and algorithm.kl_weighted:
         return "algorithm.kl_weighted: is for the KL in the loss; leave it out with algorithm.kl_in = 'reward'"
     if algorithm.kl_in == "reward" and config.trainer.processes > 1:
-        return "algorithm.kl_in: 'reward' needs the reference where groups are cut, which is one process; use 'loss', or processes = 1"
+        return "algorithm.kl_in: 'reward' needs all samples of a group in one process; use 'loss', or set trainer.processes = 1"
     if algorithm.entropy_floor is not None and not algorithm.entropy_coef:
         return f"algorithm.entropy_floor: {algorithm.entropy_floor} ends a bonus that is not there; set algorithm.entropy_coef"
     if algorithm.ess_floor is not None and config.rules.max_lag == 0:

@@ -50,7 +50,6 @@ def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score:
 
 
 def _filtered(samples: Sequence[ScoredSample], score: "Score", algorithm: AlgorithmSection) -> str | None:
-    """Why the group is filtered; None if it is not."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"

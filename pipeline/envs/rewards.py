@@ -59,7 +59,6 @@ class Score:
 
     @property
     def scored(self) -> tuple[float, ...]:
-        """The rewards of the completions that have one."""
         return tuple(reward for reward in self.rewards if reward is not None)
 
 
@@ -159,7 +158,6 @@ class Rewards:
         return [name for name in self._facts(0, (), 0) if name in columns]
 
     def _functions_for(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
-        """Names and functions that apply to a row, by its source."""
         source = columns.get(SOURCE_COLUMN)
         selected = self.by_source.get(source) if isinstance(source, str) else None
         every = zip(self.names, self.functions, strict=True)
@@ -382,7 +380,6 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _remedy(column: str, without_json: Mapping[str, str]) -> str:
-    """The fix for a column that is missing or that JSON cannot represent."""
     if column in without_json:
         return f": that column holds {without_json[column]}, which JSON cannot hold; store it as text"
     if column == "answer":

@@ -125,7 +125,6 @@ class Decoder:
         self._tokenizer = light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """The text of one completion."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:

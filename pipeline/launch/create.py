@@ -17,8 +17,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
-from penstock.pipeline.envs.datasets.recorded import described
+from penstock.pipeline.envs.datasets.configured import described, open_data, open_eval_data
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.environments.sources import check_source
 from penstock.pipeline.envs.tokenization import digests

@@ -11,8 +11,7 @@ import time
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Partition, Start, Tail
-from penstock.pipeline.envs.datasets.configured import Data, open_data, pool_of
-from penstock.pipeline.envs.datasets.recorded import refuse_changed
+from penstock.pipeline.envs.datasets.configured import Data, open_data, pool_of, refuse_changed
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState

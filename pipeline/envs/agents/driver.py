@@ -123,7 +123,6 @@ class Episode:
             self._start()
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
-        """The trajectory so far."""
         self.episode_state.ended_ns = time.time_ns()
         segments = self._conversation.segments()
         return trajectory_of(
@@ -154,13 +153,13 @@ class Episode:
             room = min(limits.turn_tokens, limits.trajectory_tokens - len(context.token_ids))
             if room < 1:
                 break
-            made = await self._generate(context.token_ids, turn=context.number, room=room)
-            turn = self._conversation.add_completion(context, made.token_ids, made.logprobs, made.versions, made.finish)
+            new = await self._generate(context.token_ids, turn=context.number, room=room)
+            turn = self._conversation.add_completion(context, new.token_ids, new.logprobs, new.versions, new.finish)
             episode_state.generated.append(len(episode_state.messages))
             episode_state.messages.append(turn.message)
-            if made.finish == "abort":
+            if new.finish == "abort":
                 return self.ended("abort")
-            if made.finish == "length":
+            if new.finish == "length":
                 break
             malformed = malformed + 1 if turn.malformed and not turn.message.get("tool_calls") else 0
             if malformed:
@@ -177,7 +176,6 @@ class Episode:
         return await self._finished("length", self._conversation.turns - 1)
 
     def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of a step, cut to `result_tokens`."""
         limit, content = self.limits.result_tokens, message.get("content")
         if limit is None or not content:
             return message
@@ -191,7 +189,6 @@ class Episode:
         return {**message, "content": cut}
 
     async def _reset(self) -> list[Mapping[str, Any]]:
-        """Open a session, reset the environment and return its tools."""
         self._session = await self.sessions.open()
         payload = {"seed": self.seed, "row": dict(self.request.row)}
         observed = await self._call("reset", payload, self.limits.reset_timeout_s)

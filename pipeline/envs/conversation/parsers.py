@@ -85,7 +85,6 @@ def format_of(template: str) -> str:
 
 
 def _call(value: Any) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of one decoded call."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:

@@ -43,14 +43,12 @@ class PlainTemplate:
         return ids
 
     def shortened(self, text: str, tokens: int) -> str:
-        """The first `tokens` tokens of a text, and a note if it was cut."""
         return shortened(text, tokens, self._tokenizer)
 
     def _encode_text(self, message: Message) -> list[int]:
         return self._control.encode(self._control.escape({"role": message.get("role"), "content": text_of(message)})["content"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:

@@ -137,7 +137,6 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """Number of completions."""
         return len(self._turns)
 
     def context(self, messages: Sequence[Message], tools: Tools | None = None) -> Context:

@@ -153,7 +153,6 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The ids of a conversation with the generation prompt. Raises `TemplateRefused`."""
         return self.rendered(messages, tools)[1]
 
     def rendered(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
@@ -195,11 +194,9 @@ class ChatTemplate:
         return ids[1:] if ids[0] == last else None
 
     def shortened(self, text: str, tokens: int) -> str:
-        """The first `tokens` tokens of a text, and a note if it was cut."""
         return shortened(text, tokens, self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
@@ -266,7 +263,6 @@ class ChatTemplate:
         return text if text is None or apart is None or not self._control.joined(text, apart) else apart
 
     def _prompt(self, messages: list[dict[str, Any]], tools: Tools | None) -> str:
-        """The text before the next completion."""
         if not messages or messages[-1]["role"] != "assistant":
             return self._text(messages, tools)
         *before, last = messages

@@ -1,9 +1,11 @@
-"""The data sets in a run's configuration, and the rollout pool of each row, which depends on the row alone."""
+"""The data sets of a run: opened from the configuration, compared with the run's record, and the rollout pool of each row."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.config.schema import DataSection, EvalSection
@@ -95,3 +97,24 @@ def pool_of(row: Row, config: Config) -> str | None:
             f"{row.origin}: {field} = {tag!r} is not a tag of any of rollout.pools ({', '.join(pools)}); one without tags has all others"
         )
     return selected
+
+
+def described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:
+    """The description of data sets for the record; `context` is training or evaluation."""
+    return [
+        {"name": name, "source": source, "digest": rows.digest, "rows": len(rows), "context": context}
+        for source, (name, rows) in zip(sources, opened.items(), strict=True)
+    ]
+
+
+def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str, run: str) -> None:
+    """Raise `ConfigError` with the source and both digests if the rows differ from those in the record's `info`."""
+    recorded = {row["source"]: row for row in info.get("data", ()) if row["context"] == context}
+    for row in described(sources, opened, context=context):
+        before = recorded.get(row["source"], row)
+        if before["digest"] != row["digest"]:
+            raise ConfigError(
+                f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run's start: "
+                f"{before['rows']:,} rows with digest {before['digest'][:12]} then, {row['rows']:,} with {row['digest'][:12]} here; "
+                f"restore the old rows, or continue with these: penstock run --resume {run} --set data.on_change=accept"
+            )

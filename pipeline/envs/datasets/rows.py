@@ -91,12 +91,10 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the data."""
         return self._source.digest
 
     @property
     def generated(self) -> bool:
-        """True if rows are computed on demand."""
         return self._source.generated
 
     @property
@@ -221,7 +219,6 @@ def _number(value: int | float | Decimal) -> int | float | None:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, cut for an error message."""
     text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 

@@ -43,7 +43,6 @@ class TextEpisode:
         self._environment = environment
 
     async def reset(self, *, seed: int, row: Mapping[str, Any]) -> Observation:
-        """The first observation."""
         text = await _awaited(self._environment.reset(**fitting(self._environment.reset, {**row, "seed": seed})))
         return Observation(messages=_messages(text, "reset"))
 
@@ -75,7 +74,6 @@ class ToolEpisode:
         self.tools = [schema_of(name, method) for name, method in self._tools.items()]
 
     async def reset(self, *, seed: int, row: Mapping[str, Any]) -> Observation:
-        """The messages that `reset` returns, if any."""
         result = await _awaited(self._environment.reset(**fitting(self._environment.reset, {**row, "seed": seed})))
         return Observation(messages=_messages(result, "reset"))
 

@@ -122,7 +122,6 @@ class OpenEnvText:
         return self._shown(_observation(response, "step"))
 
     async def close(self) -> None:
-        """End the session."""
         socket, self._socket = self._socket, None
         if socket is not None:
             await socket.close()

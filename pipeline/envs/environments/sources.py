@@ -64,13 +64,10 @@ class GymnasiumText:
         self._renders = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()) and options.get("render_mode", "ansi") == "ansi"
         self._environment = gymnasium.make(name, **{**options, **({"render_mode": "ansi"} if self._renders else {})})
         if not isinstance(self._environment.action_space, gymnasium.spaces.Discrete):
-            raise PluginError(
-                f"gymnasium:{name}: its actions are {self._environment.action_space}, only discrete ones can be written as text"
-            )
+            raise PluginError(f"gymnasium:{name}: its actions are {self._environment.action_space}; expected a discrete action space")
         self._actions = int(self._environment.action_space.n)
 
     def reset(self, *, seed: int) -> str:
-        """The first observation."""
         return self._shown(self._environment.reset(seed=seed)[0])
 
     def step(self, action: str) -> tuple[str, float, bool]:
@@ -106,7 +103,6 @@ class TextArenaGame:
         self._numbers: Any = None
 
     def reset(self, *, seed: int) -> str:
-        """The rules and the first observation."""
         shared_state = random.getstate()
         try:
             self._game.reset(num_players=1, seed=seed)

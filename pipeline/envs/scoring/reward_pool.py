@@ -52,7 +52,6 @@ class RewardPool(Generic[Key]):
 
     @property
     def pending(self) -> int:
-        """Number of groups in flight."""
         return len(self._groups)
 
     @property
@@ -142,7 +141,6 @@ class RewardPool(Generic[Key]):
 
 
 def _part(payload: Payload, members: Sequence[int]) -> dict[str, Any]:
-    """The payload for some of a group's completions."""
     lists = {name: payload.get(name) for name in BY_SAMPLE}
     return {**payload, **{name: [values[number] for number in members] for name, values in lists.items() if values}}
 

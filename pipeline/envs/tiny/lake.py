@@ -26,7 +26,6 @@ class Lake:
     """One episode; reward 1 at the goal, else 0."""
 
     def reset(self, *, seed: int) -> str:
-        """Start on the map of a seed."""
         self.holes, self.cell, self.turns = holes_of(seed), (0, 0), 0
         return self._observation()
 

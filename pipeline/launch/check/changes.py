@@ -14,8 +14,7 @@ from penstock.infra.errors import ConfigError, PenstockError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import source_digest, split_options
 from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
-from penstock.pipeline.envs.datasets.recorded import described, refuse_changed
+from penstock.pipeline.envs.datasets.configured import described, open_data, open_eval_data, refuse_changed
 from penstock.topics.runs import RunRecord
 
 

@@ -14,8 +14,7 @@ from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.config.load import Config, ConfigError, from_table, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
-from penstock.pipeline.envs.datasets.recorded import described, refuse_changed
+from penstock.pipeline.envs.datasets.configured import described, open_data, open_eval_data, refuse_changed
 from penstock.pipeline.launch.check.changes import code_digests, with_changes
 from penstock.pipeline.observe.report.summary import as_text, summarise
 from penstock.pipeline.observe.run_view import RunView

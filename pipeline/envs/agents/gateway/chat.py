@@ -85,7 +85,7 @@ def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation
         pairs = zip(token_ids.tolist(), np.asarray(generation.logprobs, np.float64).tolist(), strict=False)
         content = [{"token": f"token_id:{token}", "logprob": nats, "bytes": None, "top_logprobs": []} for token, nats in pairs]
         choice["logprobs"] = {"content": content, "refusal": None}
-    made = {
+    response = {
         "id": f"chatcmpl-{context.number}",
         "object": "chat.completion",
         "created": int(time.time()),
@@ -94,14 +94,14 @@ def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation
         "usage": {"prompt_tokens": prompt, "completion_tokens": turn.tokens, "total_tokens": prompt + turn.tokens},
     }
     if request.token_ids:
-        made["prompt_token_ids"], choice["token_ids"] = context.token_ids.tolist(), token_ids.tolist()
-    return made
+        response["prompt_token_ids"], choice["token_ids"] = context.token_ids.tolist(), token_ids.tolist()
+    return response
 
 
-def events(request: ChatRequest, whole: Mapping[str, Any]) -> Iterator[str]:
+def events(request: ChatRequest, response: Mapping[str, Any]) -> Iterator[str]:
     """A chat completion as server-sent events: role, reasoning, content, tool calls, finish reason, and usage if requested."""
-    base = {"id": whole["id"], "object": "chat.completion.chunk", "created": whole["created"], "model": whole["model"]}
-    choice = whole["choices"][0]
+    base = {"id": response["id"], "object": "chat.completion.chunk", "created": response["created"], "model": response["model"]}
+    choice = response["choices"][0]
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
@@ -109,10 +109,10 @@ def events(request: ChatRequest, whole: Mapping[str, Any]) -> Iterator[str]:
     for delta in deltas:
         yield _event({**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]})
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
-    extra = {"prompt_token_ids": whole["prompt_token_ids"]} if "prompt_token_ids" in whole else {}
+    extra = {"prompt_token_ids": response["prompt_token_ids"]} if "prompt_token_ids" in response else {}
     yield _event({**base, **extra, "choices": [end | {key: choice[key] for key in ("token_ids",) if key in choice}]})
     if request.usage:
-        yield _event({**base, "choices": [], "usage": whole["usage"]})
+        yield _event({**base, "choices": [], "usage": response["usage"]})
     yield "data: [DONE]\n\n"
 
 

@@ -123,7 +123,6 @@ class AgentEpisode:
             await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
-        """The trajectory so far."""
         session = self._session
         messages, generated = session.record() if session else ([], [])
         episode_state = EpisodeState(
@@ -230,7 +229,6 @@ class AgentEpisodes:
         return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, rules=rules, on_loss=on_loss)
 
     def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> AgentEpisode:
-        """A trajectory whose turns come from `generate`; `version` is the newest policy version."""
         seed = seed_of(request.row, seed=request.seed, group=request.random_group)
         return AgentEpisode(
             request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
@@ -238,5 +236,4 @@ class AgentEpisodes:
         )  # fmt: skip
 
     async def close(self) -> None:
-        """Stop serving."""
         await self.gateway.close()

@@ -53,7 +53,6 @@ class Gateway:
             session.close()
 
     async def close(self) -> None:
-        """End all sessions and stop serving."""
         for key in list(self._sessions):
             self.close_session(key)
         await self._server.close()

@@ -115,7 +115,6 @@ class AgentSession:
         self.reward = float(value)
 
     def close(self) -> None:
-        """Cancel all generations."""
         for turn in self._pending.values():
             turn.generation.cancel()
 
@@ -153,7 +152,6 @@ class AgentSession:
             self.on_generation(False)
 
     def _deliver(self, request: ChatRequest, pending: _PendingTurn, generation: Generation) -> dict[str, Any]:
-        """Record a turn and return its chat completion."""
         context, token_ids, finish = pending.context, generation.token_ids, generation.finish
         turn = self.conversation.add_completion(context, token_ids, generation.logprobs, generation.versions, finish, stop=request.stop)
         if finish == "abort":

@@ -14,8 +14,7 @@ from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampli
 from penstock.infra.sandbox.pool import Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.run_config import source_name
-from penstock.pipeline.envs.datasets.configured import open_eval_data
-from penstock.pipeline.envs.datasets.recorded import refuse_changed
+from penstock.pipeline.envs.datasets.configured import open_eval_data, refuse_changed
 from penstock.pipeline.envs.reward_child import payload, reward_pool
 from penstock.pipeline.envs.rewards import Score, episodes_of
 from penstock.pipeline.envs.scoring.faults import FaultCount
