@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,10 @@ def write(bootstrap: str, run: str, records: list[Outgoing]) -> None:
     log.close()
 
 
-@pytest.fixture
-def run(broker: str, run_id: str) -> Iterator[Run]:
-    """A finished run of three steps, with a sample written twice and a record of nobody's in each of its topics."""
+@pytest.fixture(scope="module")
+def run(broker: str) -> Iterator[Run]:
+    """A finished run of three steps, with a sample written twice and a record of nobody's in each of its topics; tests only read it."""
+    run_id = f"facade-{uuid.uuid4().hex[:6]}"
     told = list(Teller(run_id, steps=STEPS).whole())
     again = next(record for record in told if record.topic.endswith(".rollouts"))
     nobodys = [

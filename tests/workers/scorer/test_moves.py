@@ -181,7 +181,6 @@ async def waiting(completions, **columns):
     await asyncio.sleep({seconds})
     return [1.0] + [0.0] * (len(completions) - 1)
 """
-BOTH = pytest.mark.parametrize("kind", ["blocking", "waiting"])
 
 
 def slow_reward(directory: Path, kind: str, seconds: float) -> str:
@@ -190,14 +189,14 @@ def slow_reward(directory: Path, kind: str, seconds: float) -> str:
     return f"{file}:{kind}"
 
 
-@BOTH
+@pytest.mark.parametrize("kind", ["blocking", pytest.param("waiting", marks=pytest.mark.slow)])
 @pytest.mark.costly
 def test_scaling_scorers_while_rewards_run_loses_and_ends_nothing(tmp_path: Path, kind: str) -> None:
     log = MemoryLog()
     scaled(log, lambda: log, "scaled", slow_reward(tmp_path, kind, 0.3))
 
 
-@BOTH
+@pytest.mark.parametrize("kind", ["blocking", "waiting"])
 @pytest.mark.slow
 def test_scaling_scorers_whose_rewards_take_8_s_on_a_broker_loses_and_ends_nothing(
     broker: str, run_id: str, tmp_path: Path, kind: str
