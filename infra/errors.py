@@ -30,6 +30,13 @@ class ConfigError(ValueError):
     """A person's mistake in the configuration or on the command line, in one line; the command line prints it and exits 2."""
 
 
+class RunNotFound(ConfigError):
+    """No run with this id is registered on the broker; `hint` names one with a similar id."""
+
+    def __init__(self, run: str, hint: str = "") -> None:
+        super().__init__(f"no run {run!r} on this broker{hint}; see `penstock runs`")
+
+
 class LogError(PenstockError):
     """The log refused a request or did not answer within its time limit."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.broker import embedded
+from penstock.infra.errors import RunNotFound
 from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
@@ -55,7 +56,7 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
     _require_own(directory)
     record = find(log, run)
     if record is None and not topics:
-        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     if record is not None and f"{run}.metrics" in topics and f"{run}.ledger" in topics:
         view = load(log, run, topics=("ledger", "metrics"))
         if not has_ended(view) and not all(worker.ended for worker in view.workers.values()) and (worker := _at_work(log, run)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from penstock.infra.errors import ConfigError
+from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Tail
@@ -113,7 +113,7 @@ def export(
     with archive.locked():
         record = find(log, run)
         if record is None:
-            raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+            raise RunNotFound(run)
         note = archive.note() or _begin(log, archive, record.created_ns)
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")

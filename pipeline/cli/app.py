@@ -80,7 +80,8 @@ app.command(rich_help_panel=TRAIN, short_help="Write a configuration for a model
 app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw the samples of a step.")(check)
 app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
 app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
-app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)
+_ARGPARSE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.", context_settings=_ARGPARSE)(worker)
 app.command(rich_help_panel=TRAIN, short_help="Stop a run of this machine; it can be resumed.")(stop)
 app.command(rich_help_panel=TRAIN, short_help="Split machines between rollout and training, simulated.")(plan)
 app.add_typer(runs_app, name="runs", rich_help_panel=LOOK, short_help="List the runs; `runs rm` removes some.")

@@ -45,7 +45,7 @@ TrustRun = Annotated[
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, one that may change."),
+    typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable."),
 ]
 AWAY_S = 60.0
 """A command waits this long for a broker that goes away meanwhile; workers wait `kafka.give_up_s`."""
@@ -60,21 +60,6 @@ def emit(value: object) -> None:
     """Print a result as JSON; a dataclass becomes an object of its fields."""
     text = json.dumps(value, indent=2, default=lambda held: asdict(held) if is_dataclass(held) else str(held))  # type: ignore[arg-type]
     print_json(text)
-
-
-def security_settings(given: list[str] | None) -> dict[str, str]:
-    """The settings in `KEY=VALUE` words. Raises `ConfigError` for a password, which every user of the machine could read."""
-    from penstock.infra.errors import ConfigError
-    from penstock.pipeline.config.security import refuse_password
-
-    settings = {}
-    for word in given or []:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--security {word}: expected KEY=VALUE")
-        refuse_password(key, where=f"--security {key}")
-        settings[key] = value
-    return settings
 
 
 @contextmanager
@@ -96,6 +81,8 @@ def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = Fa
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
     """A log at the broker given on the command line, closed at the end; only what works on a run starts this machine's own."""
+    from penstock.pipeline.config.security import security_settings
+
     return connected(bootstrap, security_settings(security), attends=attends, start=start or attends)
 
 

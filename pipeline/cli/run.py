@@ -19,7 +19,6 @@ from penstock.pipeline.cli.options import (
     connected,
     emit,
     notify,
-    security_settings,
 )
 
 RunId = Annotated[
@@ -33,7 +32,12 @@ def run(
     resume: Annotated[
         str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run that was stopped, instead of CONFIG.")
     ] = None,
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, a key that may change."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all that `penstock check` does, and draw nothing.")] = False,
     run_id: RunId = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view, as without a terminal.")] = False,
@@ -46,6 +50,7 @@ def run(
     from penstock.infra.backends.processor import this_cpu
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
+    from penstock.pipeline.config.security import security_settings
     from penstock.pipeline.launch.create import usable
     from penstock.pipeline.launch.placement import visible_gpus
 
@@ -102,55 +107,12 @@ def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = N
         notify(f"start its workers: penstock worker ROLE --run {record.run} --bootstrap {log.bootstrap}")
 
 
-def worker(
-    role: Annotated[str, typer.Argument(metavar="ROLE", help="feeder, environment, rollout, scorer, trainer, evaluator or tracker.")],
-    *,
-    run: Annotated[str, typer.Option("--run", help="The run's id; a worker that is early waits for it.")],
-    bootstrap: Bootstrap = "embedded",
-    slot: Annotated[int | None, typer.Option(min=0, help="This worker's number among those of its role; names it.")] = None,
-    pool: Annotated[str | None, typer.Option(help="Which of rollout.pools a rollout worker joins; that of its slot if absent.")] = None,
-    model: Annotated[Path | None, typer.Option(help="The model's directory on this machine, if not where the configuration says.")] = None,
-    run_key: Annotated[
-        Path | None, typer.Option("--run-key", metavar="FILE", help="The run's key, copied from runs/RUN/run.key; mode 0400, 0440 or 0600.")
-    ] = None,
-    trust_code: TrustRun = False,
-    security: Security = None,
-    health: Annotated[
-        str | None, typer.Option(metavar="[HOST:]PORT", help="Answer /livez, /readyz and /metrics there; loopback if there is no host.")
-    ] = None,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Print each line of the log as a JSON object.")] = False,
-) -> int:
+def worker(context: typer.Context) -> int:
     """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
-    from penstock.infra.errors import ConfigError
-    from penstock.pipeline.config.plugins import nearest
-    from penstock.pipeline.config.security import credentials
-    from penstock.pipeline.runtime.main import work
-    from penstock.pipeline.runtime.registration.trust import Trust
-    from penstock.pipeline.runtime.roles import ROLES
-    from penstock.topics.catalogue import check_run_id
+    from penstock.pipeline.runtime.main import parsed, start
 
-    if role not in ROLES:
-        raise ConfigError(f"there is no role {role!r}: {', '.join(ROLES)}{nearest(role, list(ROLES))}")
+    debug = ["--debug"] if "--debug" in sys.argv else []  # the application takes it off the line
     try:
-        check_run_id(run)  # a worker waits for a run that is not registered yet, but a malformed id can never be
-    except ValueError as error:
-        raise ConfigError(f"--run: {error}") from error
-    settings = credentials(security_settings(security))
-    embedded_broker = bootstrap == "embedded"
-    if embedded_broker:
-        from penstock.infra.broker import embedded
-
-        bootstrap = embedded.start(progress=notify).bootstrap
-    return work(
-        role,
-        run=run,
-        bootstrap=bootstrap,
-        slot=slot,
-        pool=pool,
-        model=None if model is None else str(model),
-        trust=Trust(run_key=run_key, code=trust_code),
-        security={} if embedded_broker else settings,
-        debug="--debug" in sys.argv,
-        health=health,
-        log_json=log_json,
-    )
+        return start(parsed([*context.args, *debug], prog="penstock worker"))
+    except SystemExit as ended:  # argparse has printed its help
+        return int(ended.code or 0)

@@ -6,7 +6,7 @@ Passwords are read from the environment only: they appear in no configuration, n
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.infra.errors import ConfigError
@@ -30,6 +30,18 @@ def refuse_password(key: str, *, where: str) -> None:
     """Raise `ConfigError` if a setting is a password, which others could read at `where`."""
     if key in PASSWORDS:
         raise ConfigError(f"{where}: a password would be readable by others; set {VARIABLE}='{{\"{key}\": …}}' instead")
+
+
+def security_settings(words: Sequence[str] | None) -> dict[str, str]:
+    """The settings in `KEY=VALUE` words. Raises `ConfigError` for a password, which every user of the machine could read."""
+    settings = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--security {word}: expected KEY=VALUE")
+        refuse_password(key, where=f"--security {key}")
+        settings[key] = value
+    return settings
 
 
 _TOKENS = r"(?:api|auth|access|hf)[_-]?token"

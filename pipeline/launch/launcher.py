@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.infra.errors import LogError, PenstockError
+from penstock.infra.errors import LogError, PenstockError, RunNotFound
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_directory
@@ -74,7 +74,7 @@ def resume(
     found = registration(log, run)
     record = found.record
     if record is None:
-        raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     if record.status in ("finished", "failed"):
         raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
     require_trusted(found, trust=Trust(code=trust_code), notify=notify)

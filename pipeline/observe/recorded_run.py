@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.learner.ledger_history import LedgerHistory, ledger_history_of
@@ -85,7 +85,7 @@ def read_run(log: Log, run: str) -> RecordedRun:
     past = ledger_history_of(reader)
     opened = past.ledger_state.opened
     if record is None and opened is None:
-        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     config = record.config if record is not None else json.dumps(json.loads((opened and opened.details) or "{}").get("config", {}))
     letters = tuple(
         Letter(offset=read.record.offset, letter=replace(read.payload, value=b""))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import PenstockError, RunNotFound
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.learner.ledger_history import LedgerHistory
@@ -48,7 +48,7 @@ class Recording:
         found = registration(log, run)
         record = found.record
         if record is None:
-            raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
+            raise RunNotFound(run)
         recording = cls(log, run, found, record, from_json(record.config), json.loads(record.info), LedgerState(run))
         places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), begin in log.beginning_offsets(places).items():

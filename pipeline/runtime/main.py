@@ -13,13 +13,14 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.infra.errors import ConfigError, Fenced, PenstockError, Unrecoverable
 from penstock.infra.log import Log
 from penstock.infra.paths import make_files_private
 from penstock.infra.sandbox.secrets import hide_secrets
-from penstock.pipeline.config.security import VARIABLE, credentials
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.config.security import VARIABLE, credentials, security_settings
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.leases import SILENT_S
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust
@@ -28,43 +29,80 @@ from penstock.pipeline.runtime.reporting.health import Health, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, print_line
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
+from penstock.topics.catalogue import check_run_id
 from penstock.topics.wire.visible import visible
 
+EMBEDDED = "embedded"
+"""Address that stands for this machine's own broker."""
 _SHARE_MEMORY = ("trainer", "rollout", "evaluator")
 """Roles whose other processes open this one's memory under /proc."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one role until its run is over; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.workers", description="one worker of a Penstock run")
-    parser.add_argument("role", choices=list(ROLES))
-    parser.add_argument("--run", required=True, help="run id")
-    parser.add_argument("--bootstrap", required=True, help="HOST:PORT of a Kafka broker")
-    parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
-    parser.add_argument("--pool", help="which of rollout.pools this rollout worker joins; that of its slot if absent")
-    parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
-    parser.add_argument("--run-key", metavar="FILE", type=Path, help="the run's key, if it is not in the state directory")
-    parser.add_argument("--trust-code", action="store_true", help="run the code that the run names although no key here has signed it")
-    parser.add_argument("--health", metavar="[HOST:]PORT", help="answer /livez, /readyz and /metrics there")
-    parser.add_argument("--log-json", action="store_true", help="print each line of the log as a JSON object")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    chosen = parser.parse_args(arguments)
-    hide_secrets(memory=chosen.role not in _SHARE_MEMORY)
-    security = credentials({})
+    try:
+        options = parsed(arguments, prog="python -m penstock.workers")
+    except ConfigError as error:
+        print(f"penstock: {visible(str(error))}", file=sys.stderr)
+        return exit_status(error)
+    hide_secrets(memory=options.role not in _SHARE_MEMORY)
+    return start(options)
+
+
+def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
+    """The command line of a worker, the only definition of its options. Raises `ConfigError`."""
+    parser = _Parser(prog=prog, description="Run one worker of a run, anywhere that reaches the broker, until the run is over.")
+    add = parser.add_argument
+    add("role", metavar="ROLE", help=", ".join(ROLES))
+    add("--run", required=True, help="id of the run; a worker that starts early waits for it")
+    add(
+        "--bootstrap", metavar="HOST:PORT", default=os.environ.get("PENSTOCK_BOOTSTRAP", EMBEDDED),
+        help="a Kafka broker; `embedded` is this machine's own (default: PENSTOCK_BOOTSTRAP or embedded)",
+    )  # fmt: skip
+    add("--slot", type=int, metavar="N", help="number of this worker among those of its role; part of its name")
+    add("--pool", help="pool of rollout.pools that a rollout worker joins; that of its slot if absent")
+    add("--model", metavar="PATH", help="directory of the model on this machine, if it is not the configuration's")
+    add("--run-key", metavar="FILE", type=Path, help="the run's key, copied from runs/RUN/run.key; mode 0400, 0440 or 0600")
+    add("--trust-code", action="store_true", help="run the code that the run names although no key on this machine has signed it")
+    add(
+        "--security", metavar="KEY=VALUE", action="append",
+        help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Passwords in PENSTOCK_SECURITY only, a JSON object",
+    )  # fmt: skip
+    add("--health", metavar="[HOST:]PORT", help="serve /livez, /readyz and /metrics there; on loopback if there is no host")
+    add("--log-json", action="store_true", help="print each line of the log as a JSON object")
+    add("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(arguments)
+    if options.role not in ROLES:
+        raise ConfigError(f"there is no role {options.role!r}: {', '.join(ROLES)}{nearest(options.role, list(ROLES))}")
+    if options.slot is not None and options.slot < 0:
+        raise ConfigError(f"--slot {options.slot}: expected a number of at least 0")
+    try:
+        check_run_id(options.run)  # a worker waits for a run that is not registered yet, but a malformed id can never be
+    except ValueError as error:
+        raise ConfigError(f"--run: {error}") from error
+    options.security = security_settings(options.security)
+    return options
+
+
+def start(options: argparse.Namespace) -> int:
+    """Run the worker of a parsed command line; `embedded` starts this machine's broker."""
+    security = credentials(options.security)
     os.environ.pop(VARIABLE, None)
+    bootstrap = options.bootstrap
+    if bootstrap == EMBEDDED:
+        from penstock.infra.broker import embedded
+
+        bootstrap, security = embedded.start(progress=lambda text: print(text, file=sys.stderr, flush=True)).bootstrap, {}
     return work(
-        chosen.role,
-        run=chosen.run,
-        bootstrap=chosen.bootstrap,
-        slot=chosen.slot,
-        pool=chosen.pool,
-        model=chosen.model,
-        trust=Trust(run_key=chosen.run_key, code=chosen.trust_code),
-        security=security,
-        debug=chosen.debug,
-        health=chosen.health,
-        log_json=chosen.log_json,
-    )
+        options.role, run=options.run, bootstrap=bootstrap, slot=options.slot, pool=options.pool, model=options.model,
+        trust=Trust(run_key=options.run_key, code=options.trust_code), security=security, debug=options.debug,
+        health=options.health, log_json=options.log_json,
+    )  # fmt: skip
 
 
 def work(

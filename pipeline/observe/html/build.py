@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import PenstockError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.observe.html import index
 from penstock.pipeline.observe.html.advantages import Advantages
@@ -77,7 +77,7 @@ def build(
     view = read_view(reader, also=history.apply)
     history.finish()
     if view.record is None and view.opened is None:
-        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     wanted = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
     advantages = Advantages(config_of(view), trust_code=trust_code)
     groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts.of(view), advantages=advantages)

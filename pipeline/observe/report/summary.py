@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.infra.errors import RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.live.saved_view import newest
@@ -53,11 +54,11 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Call
     It takes some minutes for a million groups. `alive` is called before every batch of records; whatever it raises ends the reading.
 
     Raises:
-        ValueError: no such run on this broker.
+        RunNotFound: no such run on this broker.
     """
     view = read_view(RunReader(log, run, alive=alive))
     if view.record is None and view.opened is None:
-        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     if mlflow_run_id is not None:
         view.mlflow["run_id"] = mlflow_run_id
     gone = gone_from(log, run)

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from penstock.infra.engines.base import Completion, Engine
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.learner.ledger_history import LedgerHistory
@@ -52,7 +52,7 @@ def redraw(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[st
     """
     recorded = read_run(log, run)
     if recorded.record is None:
-        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     config, past = changed(recorded.config, request.overrides), recorded.past
     code = user_code(config, sections=("environment", "rollout"), given=keys_of(request.overrides))
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)

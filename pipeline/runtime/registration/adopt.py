@@ -4,7 +4,7 @@ import contextlib
 import json
 from dataclasses import replace
 
-from penstock.infra.errors import ConfigError
+from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.runtime.ledger_follower import LedgerState
@@ -48,7 +48,7 @@ def _record(log: Log, run: str) -> tuple[RunRecord, str]:
     """
     found = registration(log, run)
     if found.record is None:
-        raise ConfigError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     if found.own:
         return found.record, topic_name(run, "run")
     ledger_state = LedgerState(run)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.infra.errors import ConfigError
+from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.registration.run_key import KEY_FILE, key_of, newest, signed
@@ -157,7 +157,7 @@ def resolve(log: Log, text: str, *, executes: bool = False) -> str:
         return matches[0]
     if matches:
         raise ConfigError(f"run {text!r} is ambiguous: {', '.join(matches[:5])}")
-    raise ConfigError(f"no run {text!r} on this broker{nearest(text, names)}; see `penstock runs`")
+    raise RunNotFound(text, nearest(text, names))
 
 
 def _latest(runs: list[RunRecord], *, executes: bool) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.errors import ConfigError
+from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.runtime.registration.run_key import KEY_FILE
 from penstock.pipeline.runtime.registration.run_registry import Registration
@@ -81,7 +81,7 @@ def require_own(found: Registration) -> RunRecord:
     """What the run is by its own topic. Raises `ConfigError` if it does not say that."""
     run = found.run
     if found.record is None:
-        raise ConfigError(f"no run {run!r} on this broker; see `penstock runs`")
+        raise RunNotFound(run)
     if not found.own:
         raise ConfigError(
             f"run {run} has no record in {run}.run, and {RUNS_TOPIC} configures nothing: if you made it with an earlier release, "

@@ -17,9 +17,9 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
 from penstock.pipeline.cli.look import sql
 from penstock.pipeline.cli.machine import broker as brokers
-from penstock.pipeline.cli.options import security_settings
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.config.security import credentials
+from penstock.pipeline.config.security import credentials, security_settings
+from penstock.pipeline.runtime.main import parsed
 from tests.support.light_model import light_model
 from tests.support.paths import ROOT
 
@@ -74,7 +74,7 @@ COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broke
 def test_every_command_explains_itself_and_knows_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command.split(), "--help"]) == OK
     shown = capsys.readouterr().out
-    assert "Usage: penstock " + command in shown
+    assert "sage: penstock " + command in shown
     assert "--json" in shown or command == "worker"  # a worker prints its own log and has no result
 
 
@@ -312,6 +312,22 @@ def test_an_example_of_another_model_says_what_it_needs(name: str, tmp_path: Pat
     assert cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--set", f"model.path={tmp_path}/org/none"]) in (FAILED, USAGE)
     line = last_line(capsys)
     assert "of the hub is hf:" in line or "GPUs are wanted" in line
+
+
+def test_only_a_command_that_resumes_speaks_of_resuming(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, resumes in (("run", True), ("check", False), ("create", False)):
+        assert cli.main([command, "--help"]) == OK
+        assert ("--resume" in capsys.readouterr().out) == resumes
+
+
+def test_both_entries_of_a_worker_have_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for prog in ("penstock worker", "python -m penstock.workers"):
+        with pytest.raises(SystemExit):
+            parsed(["--help"], prog=prog)
+        texts.append(capsys.readouterr().out.partition("options:")[2])
+    assert texts[0] == texts[1]
+    assert all(option in texts[0] for option in ("--security", "--bootstrap", "--debug", "--health", "--trust-code"))
 
 
 def test_security_settings_come_from_words_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
