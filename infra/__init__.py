@@ -1,1 +1,1 @@
-"""What the pipeline runs on: the Kafka log, the embedded broker, engines, backends, trackers. Imports `topics` and nothing above."""
+"""Foundation of the pipeline: Kafka log, embedded broker, engines, backends, trackers. Imports `topics` and nothing above."""

@@ -1,33 +1,33 @@
-"""The tree of our error types; each message is one line that says what to do.
+"""The tree of error types; each message is one line with the fix.
 
     PenstockError
-    ├── LogError             the log refused or did not answer in time
-    │   ├── LogUnreachable   no broker answers at the address
-    │   ├── RecordMissing    an offset holds no committed record
-    │   ├── Damaged          a batch of records cannot be read at all
+    ├── LogError             the log refused or timed out
+    │   ├── LogUnreachable   no broker responds at the address
+    │   ├── RecordMissing    no committed record at an offset
+    │   ├── Damaged          a batch of records cannot be decoded
     │   ├── SendFailed       nothing was written; sending again is safe
-    │   ├── OutcomeUnknown   it may or may not have been written; look before sending again
+    │   ├── OutcomeUnknown   it may or may not have been written; read the log before sending again
     │   ├── Fenced           another process has taken over this transactional id; stop
-    │   └── LostPartition    another member owns the partition by now; drop the work
+    │   └── LostPartition    another member owns the partition; drop the work
     ├── BrokerError          the embedded broker
     ├── EngineError          generation
     │   └── EngineRefused    settings or a model that an engine cannot work with
     ├── BackendError         training
     │   └── Diverged         a gradient or weights that are not finite
     ├── CheckpointError      a checkpoint cannot be written
-    ├── Unrecoverable        starting again cannot help
+    ├── Unrecoverable        a restart cannot help
     └── TrackingError        experiment tracking
 
-Foreign errors are translated into this tree once, where they arise. `ConfigError`, a person's mistake, stands beside it.
+Errors of libraries are translated into this tree once, where they are raised. `ConfigError`, a mistake of the user, is not part of it.
 """
 
 
 class PenstockError(Exception):
-    """An error whose message is one line for a person; the command line prints it and exits 1."""
+    """Base of the errors shown to the user: one line, exit status 1."""
 
 
 class ConfigError(ValueError):
-    """A person's mistake in the configuration or on the command line, in one line; the command line prints it and exits 2."""
+    """The user's mistake in the configuration or on the command line: one line, exit status 2."""
 
 
 class RunNotFound(ConfigError):
@@ -38,31 +38,31 @@ class RunNotFound(ConfigError):
 
 
 class LogError(PenstockError):
-    """The log refused a request or did not answer within its time limit."""
+    """The log refused a request or did not respond within its time limit."""
 
 
 class LogUnreachable(LogError):
-    """No broker answers at the given address."""
+    """No broker responds at the address."""
 
 
 class RecordMissing(LogError):
-    """No committed record is at an offset that was asked for: it was deleted, or nothing was ever written there."""
+    """No committed record is at a requested offset: it was deleted, or nothing was ever written there."""
 
 
 class Damaged(LogError):
-    """A batch of records fails its checksum or inflates beyond all bounds."""
+    """A batch of records fails its checksum or inflates beyond the limit."""
 
 
 class SendFailed(LogError):
-    """Records were not written, certainly; sending them again cannot duplicate them."""
+    """Records were certainly not written; sending them again cannot duplicate them."""
 
 
 class OutcomeUnknown(LogError):
-    """Records may or may not have been written; only the log itself can tell."""
+    """Records may or may not have been written; only the log has the outcome."""
 
 
 class Fenced(LogError):
-    """Another process writes under this transactional id now; this one must stop."""
+    """Another process writes under this transactional id; this one must stop."""
 
 
 class LostPartition(LogError):
@@ -70,27 +70,27 @@ class LostPartition(LogError):
 
 
 class BrokerError(PenstockError):
-    """The embedded broker cannot be started, stopped or found."""
+    """The embedded broker cannot be started, stopped or located."""
 
 
 class EngineError(PenstockError):
-    """Generation failed or was asked for something it cannot do."""
+    """Generation failed or does not support the request."""
 
 
 class Unrecoverable(PenstockError):
-    """The recorded and the actual state contradict each other: a restart cannot help, a person has to look."""
+    """The recorded state and the actual state disagree. Not retried: the operator has to decide."""
 
 
 class EngineRefused(EngineError, Unrecoverable):
-    """An engine cannot work with these settings, this model or what is installed here."""
+    """An engine cannot work with these settings, this model or the installed packages."""
 
 
 class BackendError(PenstockError):
-    """Training failed or was asked for something it cannot do."""
+    """Training failed or does not support the request."""
 
 
 class Diverged(BackendError, Unrecoverable):
-    """A gradient is not finite: the same weights and samples give it again, so a restart would only take time."""
+    """A gradient is not finite: the same weights and samples give it again, so a restart cannot help."""
 
 
 class CheckpointError(PenstockError):
@@ -98,4 +98,4 @@ class CheckpointError(PenstockError):
 
 
 class TrackingError(PenstockError):
-    """The experiment tracker refused or cannot be reached."""
+    """The experiment tracker refused a request or cannot be reached."""

@@ -1,6 +1,6 @@
-"""The protocol of the log; `KafkaLog` and `MemoryLog` implement it, and one test file runs on both.
+"""The protocol of the log, implemented by `KafkaLog` and `MemoryLog`; one test file runs on both.
 
-The rule: every call has a time limit and returns a value or raises a `LogError` that says what happened.
+Every call has a time limit and returns a value or raises a `LogError`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,22 +12,22 @@ from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
 GIVE_UP_S = 600.0
-"""How long clients wait for a broker that is away, unless the run sets kafka.give_up_s."""
+"""How long clients wait for an unreachable broker, unless the run sets kafka.give_up_s."""
 
 TRANSACTION_S = 10.0
-"""The broker aborts a transaction that has been open for longer: a dead writer blocks readers of committed records for this long."""
+"""The broker aborts a transaction that is open for longer: a crashed writer blocks readers of committed records for this long."""
 
 SESSION_S = 6.0
-"""A member of a group that was not heard of for so long has lost its partitions: the least a broker allows by default."""
+"""A group member that is silent for this long loses its partitions: the least a broker allows by default."""
 
 Partition = tuple[str, int]
 """Topic name and partition number."""
 
 Start = int | Literal["earliest", "latest"]
-"""Where a tail begins: an offset, the first kept record, or the end, for records written from now on."""
+"""Start of a tail: an offset, the first retained record, or the end, for records written from then on."""
 
 MAX_COMMIT_METADATA = 4096
-"""[bytes] Longest text a group may store with a committed offset; brokers refuse more by default (offset.metadata.max.bytes)."""
+"""[bytes] Longest text that a group may store with a committed offset: the broker's default (offset.metadata.max.bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +35,13 @@ class Committed:
     """The offset and metadata a consumer group has committed for one partition."""
 
     offset: int | None
-    """The next record to read; None when nothing was ever committed."""
+    """The next record to read; None if nothing was ever committed."""
     metadata: str = ""
-
-
-"""Chooses start offsets, given the commits; a partition it leaves out starts at its committed offset, else at the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A member's identity as of its last `Assigned`; a transaction carries it so that the log refuses a member of an earlier generation."""
+    """A member's identity in its last `Assigned`; the log refuses transactions with that of an earlier generation."""
 
     group: str
     generation: int
@@ -53,7 +50,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """The member owns exactly these partitions from now on."""
+    """The member owns exactly these partitions."""
 
     partitions: Mapping[Partition, Committed]
     membership: Membership
@@ -78,15 +75,15 @@ Event = Assigned | Revoked | Records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """Who of a consumer group may own which partition: a partition belongs to the first of its pools that has members, and to no other."""
+    """Rule for sharing partitions in a consumer group: each belongs to the first of its pools that has members."""
 
     own: str
-    """The pool of the member that has this object; all others are equal for all members."""
+    """The pool of the member with this object; all other fields are equal for all members."""
     by_partition: tuple[tuple[str, ...], ...]
-    """Partition number -> its pools, the preferred one first."""
+    """Partition number -> its pools, in order of preference."""
 
     def share_out(self, members: Mapping[str, str]) -> dict[str, list[int]]:
-        """Member -> numbers of its partitions, in rising order; `members` has the pool of each.
+        """Member -> numbers of its partitions, ascending; `members` has the pool of each.
 
         Example:
             Pools(own="a", by_partition=(("a",), ("b", "a"), ("b",))).share_out({"x": "a"})  # -> {"x": [0, 1]}
@@ -97,9 +94,9 @@ class Pools:
             if (owner := next((pool for pool in pools if pool in present), None)) is not None:
                 owned.setdefault(owner, []).append(number)
         for pool, numbers in owned.items():
-            those = sorted(member for member, name in members.items() if name == pool)
-            for place, number in enumerate(numbers):
-                shares[those[place * len(those) // len(numbers)]].append(number)
+            group = sorted(member for member, name in members.items() if name == pool)
+            for index, number in enumerate(numbers):
+                shares[group[index * len(group) // len(numbers)]].append(number)
         return shares
 
 
@@ -109,17 +106,17 @@ Commits = Mapping[Partition, tuple[int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """How many brokers keep each record, and how many must have it before it is acknowledged; what is None follows the cluster."""
+    """Replicas of each record, and how many must have it before it is acknowledged; None depends on the cluster."""
 
     replicas: int | None = None
-    """Three, or as many as there are brokers."""
+    """If None, three or the number of brokers."""
     in_sync: int | None = None
-    """Two, where there are as many copies."""
+    """If None, two or the number of replicas."""
     loss_allowed: bool = False
-    """Fewer than two in sync, although there are more brokers, is meant so: then the loss of one node can lose acknowledged records."""
+    """True to accept fewer than two in sync on several brokers: the loss of one node can then lose acknowledged records."""
 
     def on(self, brokers: int) -> tuple[int, int]:
-        """(replicas, in sync) on a cluster of so many brokers. Raises `ValueError` for what cannot be, or would lose records unasked.
+        """(replicas, in sync) on a cluster of `brokers`. Raises `ValueError` if that is impossible or could lose records.
 
         Example:
             Copies().on(3)  # -> (3, 2)
@@ -140,7 +137,7 @@ class Copies:
 
 
 FOLLOWING = Copies()
-"""As many copies as the cluster allows."""
+"""As many replicas as the cluster allows."""
 
 
 def check_commits(offsets: Commits) -> None:
@@ -158,7 +155,7 @@ class Written:
         self._newest: dict[Partition, int] = {}
 
     def check(self, records: Sequence[Outgoing], offsets: Sequence[int]) -> None:
-        """Note where records were written. Raises `Unrecoverable` when the partition had been longer before."""
+        """Record the offsets of new records. Raises `Unrecoverable` if a partition was longer before."""
         for record, offset in zip(records, offsets, strict=True):
             partition = record.topic, record.partition
             if offset <= (newest := self._newest.get(partition, -1)):
@@ -179,7 +176,7 @@ class Pending(Protocol):
 
 
 class Producer(Protocol):
-    """Writes single records, each at once; safe to share between threads."""
+    """Writes single records; safe to share between threads."""
 
     def send(self, outgoing: Outgoing) -> Pending: ...
     def check(self) -> None: ...
@@ -190,7 +187,7 @@ class Producer(Protocol):
 class Transactions(Protocol):
     """Writes records and group offsets together or not at all; for one thread.
 
-    Readers see a transaction some milliseconds after `commit` returned; the next holder of the id sees all of it.
+    Readers see a transaction some milliseconds after `commit` returned; the next owner of the id sees all of it.
     """
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]: ...
@@ -228,8 +225,8 @@ class Member(Protocol):
 class Log(Protocol):
     """An append-only log of topics with partitions, groups and transactions.
 
-    While no broker answers, each call waits as long as `wait_out` says, however short its own time limit, and then raises
-    LogUnreachable; `give_up_s` of a producer or a writer replaces that limit.
+    During an outage each call waits as long as `wait_out` sets, however short its own time limit, and then raises `LogUnreachable`;
+    `give_up_s` of a producer or a writer replaces that limit.
     """
 
     def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None: ...

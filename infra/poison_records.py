@@ -1,7 +1,7 @@
-"""Poison-record guard: an mmapped file names the record being decoded, so that one that killed its reader thrice is skipped.
+"""Poison-record guard: an mmapped file names the record being decoded, so that a record that crashed its reader three times is skipped.
 
-The rule: a record counts one more death each time a process of this name dies while decoding it; decoding it to the end clears
-the count. The kernel keeps the page when a process dies; a machine that loses power loses only counts.
+A record's count rises each time a process of this name ends while it decodes the record, and is cleared when decoding completes. The kernel
+keeps the page when a process is killed; a power failure only loses counts.
 """
 
 import json
@@ -16,25 +16,25 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record, RecordId
 
 MAX_CRASHES = 3
-"""Number of deaths after which a record is not decoded again."""
+"""Number of crashes after which a record is not decoded again."""
 
 _RECORD_ID = struct.Struct("<qqH")
-"""Partition, offset and length of the topic's name, which follows; a byte before them says whether they are valid."""
+"""Partition, offset and length of the topic's name, which follows; the byte before them is 1 if they are valid."""
 _SIZE = mmap.PAGESIZE
 
 
 class Attempts:
-    """Notes which record is being decoded, in a with block; for one thread, not to be nested.
+    """Records in a with block which record is being decoded; for one thread, not to be nested.
 
     Example:
-        with attempts.reading(record):  # raises Unusable(kind="killer") for a record that has killed three times
+        with attempts.reading(record):  # raises Unusable(kind="killer") for a poison record
             decode(record.value)
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Read what the previous process left at `path`; with None, or a path that cannot be written, nothing is kept."""
+        """Load the previous process's state at `path`; with None, or a path that is not writable, nothing is stored."""
         self.crashes: dict[RecordId, int] = {}
-        """Record -> number of deaths while it was being decoded."""
+        """Record -> number of crashes while it was being decoded."""
         self._counts = path.with_name(f"{path.name}.json") if path else None
         self._page = _page(path)
         self._topic = ""
@@ -42,7 +42,7 @@ class Attempts:
         self._load()
 
     def reading(self, record: Record) -> "Attempts":
-        """Note when the block begins that the record is being decoded. Raises `Unusable` for a killer."""
+        """Select the record that the block decodes. Raises `Unusable` for a poison record."""
         if self.crashes:
             self._refuse(record)
         self._record = record
@@ -60,20 +60,19 @@ class Attempts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and not issubclass(kind, Unusable):
-            return  # any other error ends the process: the record stays noted
+            return  # any other error ends the process: the page still names the record
         self._page[0] = 0
         if self.crashes and self._record is not None and self._record.id in self.crashes:
             del self.crashes[self._record.id]
             self._save()
 
     def close(self) -> None:
-        """Close the file."""
         self._page.close()
 
     def _refuse(self, record: Record) -> None:
         count = self.crashes.get(record.id, 0)
         if count >= MAX_CRASHES:
-            raise Unusable(f"{count} processes of this name died while they decoded it", kind="killer")
+            raise Unusable(f"{count} processes of this name ended while they decoded it", kind="killer")
 
     def _load(self) -> None:
         if self._counts is not None:
@@ -93,14 +92,14 @@ class Attempts:
     def _save(self) -> None:
         if self._counts is None:
             return
-        beside = self._counts.with_name(f"{self._counts.name}.tmp")
+        unfinished = self._counts.with_name(f"{self._counts.name}.tmp")
         with suppress(OSError):
-            beside.write_text(json.dumps([[*record_id, count] for record_id, count in self.crashes.items()]))
-            beside.replace(self._counts)
+            unfinished.write_text(json.dumps([[*record_id, count] for record_id, count in self.crashes.items()]))
+            unfinished.replace(self._counts)
 
 
 def _page(path: Path | None) -> mmap.mmap:
-    """A page of the file, or of anonymous memory if the file cannot be opened: then nothing outlives the process."""
+    """A page of the file, or of anonymous memory if the file cannot be opened: then it ends with the process."""
     if path is None:
         return mmap.mmap(-1, _SIZE)
     try:

@@ -1,32 +1,32 @@
 """The table of topics: those of a run, their partitions, and the settings they are created with.
 
-Every topic of a run begins with `<run id>.`, so that one prefixed access rule covers it."""
+Every topic of a run starts with `<run id>.`, so that one prefixed access rule covers it."""
 
 import re
 from dataclasses import dataclass
 
 RUNS_TOPIC = "penstock.runs"
 TOPICS = ("run", "prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
-"""What flows, and what is kept of it."""
+"""Topics of a run that are archived and audited."""
 TURNS = ("calls", "replies")
-"""Turns of trajectories, in runs whose environments have workers of their own; each is in its trajectory's record too: not archived."""
+"""Turns of trajectories, in runs with environment workers. Not archived: each turn is in its trajectory's record too."""
 BY_GROUP = ("prompts", "rollouts", "groups", *TURNS)
 """Topics in which a group stays in one partition."""
 CONTROL = tuple(f"control-{role}" for role in ("launcher", "feeder", "rollout", "scorer", "trainer", "evaluator"))
-"""A topic for each role that alone writes something, or whose evaluations may end a run. Access rules let its Kafka user alone write it.
-Of use only while the run is at work, so neither archived nor audited."""
+"""A topic for each role with exclusive control records or whose evaluations may end a run; only the role's Kafka user may write it.
+Used only while the run is active, so neither archived nor audited."""
 STATE = "state"
-"""What the others add up to, for whoever looks: neither archived nor audited, as it follows from them."""
+"""Snapshot of the others, for readers: neither archived nor audited, as it follows from them."""
 
 MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
 """A payload of 16 MiB with headers and framing: twice the largest piece that is written on purpose."""
 MAX_DEAD_LETTER_BYTES = 18 << 20
 """The largest record inside another one."""
 DELETED_SEGMENT_BYTES = 32 << 20
-"""Of topics whose old records are deleted: disk is freed by whole segments only, and a segment must hold the largest record."""
+"""Of topics whose old records are deleted: disk is freed by full segments only, and a segment must fit the largest record."""
 KEPT_SEGMENT_BYTES = 256 << 20
-"""Of `weights` that are kept: a segment takes a descriptor and two memory maps of the broker. After a kill it reads the newest one of each
-partition again, so they are not longer."""
+"""Of `weights` whose versions are all retained: a segment takes a descriptor and two memory maps of the broker, which after a crash reads
+the newest one of each partition again."""
 
 _RUN_ID = re.compile(r"(?!latest\Z)[a-z0-9][a-z0-9-]{0,63}")
 _RECORD = {
@@ -34,14 +34,14 @@ _RECORD = {
     "retention.ms": "-1",
     "retention.bytes": "-1",
     "max.message.bytes": str(MAX_RECORD_BYTES),
-    # Ours are never compressed; what others compress the broker stores as every reader can read it, unless it inflates beyond the limit.
+    # Ours are never compressed; the broker stores others' so that every reader can decode them, unless they inflate beyond the limit.
     "compression.type": "uncompressed",
 }
 _SETTINGS: dict[str, dict[str, str]] = {
-    # Chunks of old versions are deleted on purpose; without the short delay their files would fill the disk for a minute more.
+    # Chunks of old versions are deleted on purpose; without the short delay their files would occupy the disk for another minute.
     "weights": {**_RECORD, "file.delete.delay.ms": "1000"},
     "dead-letters": {**_RECORD, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)},
-    # A record per writer and two seconds, of which the newest counts; compaction begins with the second segment.
+    # A record per writer every two seconds, of which only the newest counts; compaction starts with the second segment.
     **{topic: {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "max.message.bytes": str(1 << 20)} for topic in CONTROL},
     STATE: {"cleanup.policy": "compact", "segment.bytes": str(DELETED_SEGMENT_BYTES), "max.message.bytes": str(MAX_RECORD_BYTES)},
 }
@@ -49,7 +49,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicSpec:
-    """Name, partitions and settings of a Kafka topic; replication is left to the cluster."""
+    """Name, partitions and settings of a Kafka topic; replication depends on the cluster."""
 
     name: str
     partitions: int
@@ -57,16 +57,16 @@ class TopicSpec:
 
 
 RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": "compact", "max.message.bytes": str(MAX_RECORD_BYTES)})
-"""The one topic that belongs to no run: all can write to it, so nothing that a worker acts on is taken from it."""
+"""The one topic shared by all runs: everyone can write to it, so no worker acts on its records."""
 
 
 def is_run_id(run: str) -> bool:
-    """True for a text that can be the prefix of a topic and the name of a folder, and is no option or keyword of a command."""
+    """True for a text that can be a topic prefix and a folder name, and is no option or keyword of a command."""
     return _RUN_ID.fullmatch(run) is not None
 
 
 def check_run_id(run: str) -> str:
-    """Return the run id; raises `ValueError` if it cannot be the prefix of a topic.
+    """Return the run id. Raises `ValueError` if it cannot be the prefix of a topic.
 
     Example:
         check_run_id("demo-1")  # -> "demo-1"
@@ -96,7 +96,7 @@ def control_topic(run: str, role: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a topic of a cluster belongs to a run, or to all of them.
+    """True if a topic of a cluster belongs to a run or to all of them.
 
     Example:
         is_ours("demo-1.groups")  # -> True
@@ -106,7 +106,7 @@ def is_ours(name: str) -> bool:
 
 
 def control_topics_of(run: str) -> dict[str, TopicSpec]:
-    """A run's control topics by Kafka name: a run of an earlier release lacks them."""
+    """A run's control topics by Kafka name; runs of earlier releases lack them."""
     specs = topics_of(run, partitions=1)
     return {name: specs[name] for name in (topic_name(run, topic) for topic in CONTROL)}
 
@@ -122,10 +122,10 @@ def topics_of(
 ) -> dict[str, TopicSpec]:
     """A run's topics by Kafka name, in a fixed order.
 
-    `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group stays in one number through
-    all; their segments have `sample_segment_bytes`, if None those of the broker. `weights` has one partition for manifests, one for
-    version 0 and the others for chunks; where there are two, the chunks of version 0 are among the others'.
-    Raises `ValueError` for an impossible run id or count.
+    `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group has the same partition number in
+    all; their segments have `sample_segment_bytes`, if None the broker's default. `weights` has one partition for manifests, one for
+    version 0 and the others for chunks; with only two, the chunks of version 0 are in the partition of the others.
+    Raises `ValueError` for an invalid run id or count.
     """
     check_run_id(run)
     if partitions < 1:

@@ -1,6 +1,6 @@
-"""`dead-letters`: an unusable record, whole, with the reason. The role that owns reading a topic -> people.
+"""`dead-letters`: an unusable record, unchanged, with the reason. The role that reads a topic -> operators.
 
-The record is kept unchanged, so that it can be written to its topic again."""
+The record is stored so that it can be written to its topic again."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ CODEC = Codec(
     ),
 )
 SKIPPED = "skipped"
-"""Kind of the letter about a stretch that cannot be read at all, and that a person has told every reader to pass over."""
+"""Kind of a dead letter for an offset range that the operator chose to skip because it cannot be read at all."""
 _NEXT = "next"
 _REQUIRED = ("outcome",)
 _ABOUT_GROUPS = ("prompts", "calls", "replies", "rollouts", "groups")
@@ -73,7 +73,7 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
         offset=record.offset,
         timestamp_ms=record.timestamp_ms,
         kind=kind,
-        reason=reason.encode("utf-8", "replace").decode(),  # an error may quote text that is none
+        reason=reason.encode("utf-8", "replace").decode(),  # an error may quote invalid text
         worker=worker,
         key=record.key,
         headers=record.headers,
@@ -83,7 +83,7 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
 
 
 def to_record(letter: DeadLetter) -> Record:
-    """The refused record as it was."""
+    """The refused record, unchanged."""
     return Record(
         topic=letter.topic,
         partition=letter.partition,
@@ -96,7 +96,7 @@ def to_record(letter: DeadLetter) -> Record:
 
 
 def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worker: str, time_ns: int) -> DeadLetter:
-    """The dead letter about offsets that cannot be read: of what lies there nothing is known."""
+    """The dead letter about an offset range that cannot be read."""
     return DeadLetter(
         topic=topic,
         partition=partition,
@@ -113,28 +113,28 @@ def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worke
 
 
 def skipped(letter: DeadLetter) -> range | None:
-    """The offsets that readers pass over; None for a letter about one record."""
+    """The offsets that readers skip; None for a dead letter about one record."""
     after = dict(letter.headers).get(_NEXT) or b""
     return range(letter.offset, int(after)) if letter.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
 
 
 def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, int], range]]:
-    """(topic, partition) and offsets of all that readers pass over, by these records of a run's dead letters."""
-    found = []
+    """(topic, partition) and offsets of all ranges that readers skip, from the records of a run's dead letters."""
+    skips = []
     for record in letters:
         try:
             letter = read(record, run=run)[1]
         except Unusable:
             continue
         if (offsets := skipped(letter)) is not None:
-            found.append(((letter.topic, letter.partition), offsets))
-    return found
+            skips.append(((letter.topic, letter.partition), offsets))
+    return skips
 
 
 def claimed_group(letter: DeadLetter) -> int | None:
-    """The group that the refused record says it is about, in its header or else its key; None where it names none."""
+    """The group that the refused record names in its header, else in its key; None if it names none."""
     if letter.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
-        return None  # the key of other topics is something else
+        return None  # keys of other topics are no group numbers
     claim = (dict(letter.headers).get("group") or letter.key or b"").decode("ascii", "replace")
     return int(claim) if claim.isascii() and claim.isdigit() and len(claim) < 19 else None
 
@@ -146,7 +146,7 @@ def encode(letter: DeadLetter) -> bytes:
 
 
 def decode(value: Payload) -> DeadLetter:
-    """The dead letter in a payload; raises `Unusable`."""
+    """The dead letter in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "partition", "offset", "time_ns")
     require(is_name(row["topic"]) and is_name(row["worker"]) and is_name(row["kind"]), "topic, worker or kind is not a name")
@@ -160,12 +160,12 @@ def headers(letter: DeadLetter, *, run: str) -> Headers:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     letter = decode(record.value)
     match(checked, outcome=letter.kind, worker=letter.worker)
@@ -173,5 +173,5 @@ def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
 
 
 def _bytes(value: memoryview | None) -> Any:
-    """A copy of a value; `None` for a header that a foreign client sent without one."""
+    """A copy of a value; `None` for a header without one, from a foreign client."""
     return None if value is None else bytes(value)

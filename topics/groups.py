@@ -1,6 +1,6 @@
 """`groups`: the outcome of one group: all its samples with rewards by component, or the reason why there are none. Scorers -> trainer.
 
-A group above the size limit is split into parts. Each part repeats the fields of the whole group; a group that lacks a part is ignored."""
+A group above the size limit is split into parts. Each part repeats the fields of the group; a group that lacks a part is ignored."""
 
 import hashlib
 import math
@@ -22,7 +22,7 @@ from penstock.topics.wire.record import Record
 
 SCHEMA = "groups/1"
 MAX_PART_BYTES = 8 << 20
-"""Half of what the log takes in one record."""
+"""Half of the largest record of the log."""
 
 Outcome = Literal["scored", "filtered", "failed", "abandoned"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -65,13 +65,13 @@ CODEC = Codec(
 
 
 def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
-    left_out = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
+    omitted = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
     sample = pa.struct([
         column("reward", pa.float64()) if field.name == "reward" and not noted else field
         for field in _SCORED
-        if not left_out.get(field.name)
+        if not omitted.get(field.name)
     ])  # fmt: skip
-    fields = [field for field in CODEC.schema if not left_out.get(field.name)]
+    fields = [field for field in CODEC.schema if not omitted.get(field.name)]
     return Codec(SCHEMA, fields=[column("samples", list_of(sample)) if field.name == "samples" else field for field in fields])
 
 
@@ -81,8 +81,8 @@ _CODECS = {
     for limited in (False, True)
     for noted in (False, True)
 }
-"""By whether a group has the time of its rewards, a support, and samples without rewards or logged values: a record of an earlier release
-is encoded to the same bytes."""
+"""Key: the group has reward times, a support, and samples without rewards or with logged values. So a record of an earlier release is
+encoded to the same bytes."""
 _FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "no_reward", "tokens", "reward_mean", "sha256")
 _REQUIRED = ("group", "outcome", "part", "parts", "sha256")
 _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
@@ -94,11 +94,11 @@ class ScoredSample:
 
     rollout: Rollout
     completion: str
-    """The text that the reward functions judged."""
+    """Completion text that was passed to the reward functions."""
     reward: float | None
     """Weighted sum of the components; `None` if no function applies or one broke: the sample is in no mean and is not trained."""
     components: tuple[float | None, ...]
-    """One number per reward function; `None` where the function does not apply."""
+    """One number per reward function; `None` if the function does not apply."""
     reward_error: str | None = None
     """The error of a reward function on this sample; `None` without one."""
     logged: str | None = None
@@ -107,7 +107,7 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group(ByValue):
-    """One group, self-contained: the trainer needs no other record to learn from it."""
+    """One group, self-contained: the trainer needs no other record to train on it."""
 
     group: int
     outcome: Outcome
@@ -130,7 +130,7 @@ class Group(ByValue):
     """When the prompt was admitted."""
     scored_ns: int
     reward_ns: int | None = None
-    """How long its reward functions took; `None` where none was called, or in records of an earlier release."""
+    """Duration of its reward functions; `None` if none was called, or in records of earlier releases."""
     metrics: str | None = None
     """JSON object: the metrics that reward functions logged for the group; `None` without any."""
 
@@ -152,17 +152,17 @@ class Part:
 def encode_parts(group: Group, *, run: str, worker: str, max_bytes: int = MAX_PART_BYTES) -> list[tuple[Headers, bytes]]:
     """Headers and payload of each part, to be written in one transaction; a sample is never split.
 
-    Raises `ValueError` for a sample of another group or one whose arrays do not fit together.
+    Raises `ValueError` for a sample of another group or one whose arrays do not match.
     """
     ranges = list(_ranges(group, max_bytes=max_bytes))
     pieces = [replace(group, samples=group.samples[low:high]) for low, high in ranges]
     payloads = [_encode(piece, part=part, parts=len(pieces)) for part, piece in enumerate(pieces)]
-    whole = headers(group, run=run, worker=worker, sha256=digest(payloads))
-    return [(replace(whole, part=part, parts=len(payloads)), payload) for part, payload in enumerate(payloads)]
+    all_samples = headers(group, run=run, worker=worker, sha256=digest(payloads))
+    return [(replace(all_samples, part=part, parts=len(payloads)), payload) for part, payload in enumerate(payloads)]
 
 
 def encode(group: Group) -> bytes:
-    """The payload of a group in one part, however large."""
+    """The payload of a group in one part of any size."""
     return _encode(group, part=0, parts=1)
 
 
@@ -172,18 +172,18 @@ def encode_part(part: Part) -> bytes:
 
 
 def decode(value: Payload) -> Group:
-    """The group in a payload that is its only part; raises `Unusable`."""
+    """The group in a payload that is its only part. Raises `Unusable`."""
     return decode_parts((value,))
 
 
 def decode_parts(values: Sequence[Payload]) -> Group:
-    """The group in the payloads of all its parts, in their order; raises `Unusable`, also when one of them is missing."""
+    """The group in the payloads of all its parts, in order. Raises `Unusable`, also if a part is missing."""
     require(values, "a group has at least one part")
     parts = [decode_part(value) for value in values]
     first = parts[0].group
     for position, part in enumerate(parts):
         expected = (position, len(parts))
-        require((part.part, part.parts) == expected, f"part {part.part} of {part.parts} stands where {position} of {len(parts)} belongs")
+        require((part.part, part.parts) == expected, f"part {part.part} of {part.parts}, expected part {position} of {len(parts)}")
     if len(parts) == 1:
         return first
     for part in parts[1:]:
@@ -192,7 +192,7 @@ def decode_parts(values: Sequence[Payload]) -> Group:
 
 
 def decode_part(value: Payload) -> Part:
-    """The part of a group in a payload; raises `Unusable`."""
+    """The part of a group in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     part, parts, outcome = row.pop("part"), row.pop("parts"), row["outcome"]
     require_whole(row, "group", "slot", "min_version", "samples_per_prompt", "epoch", "row", "created_ns", "scored_ns", "reward_ns")
@@ -207,18 +207,18 @@ def decode_part(value: Payload) -> Part:
 
 
 def digest(values: Sequence[Payload]) -> str:
-    """Hex SHA-256 over the payloads of all parts, one after the other."""
+    """Hex SHA-256 over the payloads of all parts in order."""
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
 def version_min(rollouts: Sequence[Rollout]) -> int | None:
-    """The oldest policy version any trained token of a group was drawn from; of any token, where none is trained; None without samples."""
+    """The oldest policy version of any trained token of a group; of any token if none is trained; None without samples."""
     trained = [rollout for rollout in rollouts if rollout.loss_mask.any()]
     return min((rollout.version_min for rollout in trained or rollouts), default=None)
 
 
 def mean(rewards: Sequence[float]) -> float:
-    """The mean of some rewards, exact to the last bit but for sums beyond the range of doubles.
+    """The mean of rewards, exact to the last bit unless their sum overflows.
 
     Example:
         mean([0.0, 1.0])  # -> 0.5
@@ -230,12 +230,12 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def lacks_rewards(samples: int | None, no_reward: int | None) -> bool:
-    """True if a group has samples without a reward, and fewer than two with one: its mean reward says nothing of its prompt."""
+    """True if a group has samples without a reward and fewer than two with one: its mean reward is no measure of its prompt."""
     return bool(no_reward) and (samples or 0) - (no_reward or 0) < 2
 
 
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
-    """The headers of a group in one part; versions and tokens are over its samples, the mean reward over those that have a reward.
+    """The headers of a group in one part; versions and tokens cover its samples, the mean reward those that have a reward.
 
     `no_reward` counts the samples without a reward; it is absent if there are none.
     """
@@ -260,7 +260,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     checked = one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
     if checked.part is None or checked.parts is None or not checked.part < checked.parts:
         raise Unusable(f"part {checked.part} of {checked.parts} cannot be", kind="bad-header")
@@ -268,7 +268,7 @@ def check(record: Record, *, run: str) -> Headers:
 
 
 def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Group]:
-    """Headers of the first part, and the group, from the records of all parts in their order; raises `Unusable`."""
+    """Headers of the first part, and the group, from the records of all parts in order. Raises `Unusable`."""
     parts = (records,) if isinstance(records, Record) else tuple(records)
     checked = [check(record, run=run) for record in parts]
     values = [record.value for record in parts]
@@ -281,27 +281,27 @@ def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Grou
 
 
 class GroupAssembler:
-    """Holds the parts of an outcome until the last is here; they share its digest and follow each other, as one transaction wrote them."""
+    """Collects the parts of an outcome, which one transaction wrote: they share its digest and follow each other."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int | None, str | None], list[Record]] = {}
+        self._parts: dict[tuple[int | None, str | None], list[Record]] = {}
 
     def add(self, record: Record, headers: Headers) -> list[Record] | None:
-        """All parts in their order once the last is added; `headers` is what `check` gives. Raises `Unusable` for a part out of order."""
+        """All parts in order once the last is added; `headers` comes from `check`. Raises `Unusable` for a part out of order."""
         outcome = headers.group, headers.sha256
-        held = self._held.get(outcome, [])
-        if headers.part != len(held):
-            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(held)} was expected", kind="mismatch")
-        self._held[outcome] = [*held, record]
-        return self._held.pop(outcome) if len(held) + 1 == headers.parts else None
+        parts = self._parts.get(outcome, [])
+        if headers.part != len(parts):
+            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(parts)} was expected", kind="mismatch")
+        self._parts[outcome] = [*parts, record]
+        return self._parts.pop(outcome) if len(parts) + 1 == headers.parts else None
 
     def held(self) -> Iterator[Record]:
-        """The first parts of the outcomes that are not whole yet."""
-        return (parts[0] for parts in self._held.values())
+        """First parts of outcomes that still lack other parts."""
+        return (parts[0] for parts in self._parts.values())
 
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where each part begins and ends in the samples; sizes are upper bounds, as texts may take four bytes a character."""
+    """Range of samples of each part; sizes are upper bounds, at four bytes a character."""
     fixed = _FIXED_BYTES + 4 * (
         len(group.prompt) + len(group.columns) + len(group.reason or "") + len(group.metrics or "") + sum(map(len, group.reward_names))
     )

@@ -1,6 +1,6 @@
 """`ledger`: the run's events in one order, written by the trainer alone and read by every worker.
 
-A step is committed by exactly one entry; an event without an entry has not happened."""
+An event has happened only if its entry is committed; a step has exactly one."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ from penstock.topics.wire.secrets import without_passwords
 
 SCHEMA = "ledger/1"
 ALL_DONE = "all steps done"
-"""Reason in the last entry of a run that has made all its steps."""
+"""Reason in the last entry of a run that has completed all its steps."""
 EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "rebased", "run-closed"]
 ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 
@@ -48,7 +48,7 @@ _REQUIRED = ("outcome",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One group of a step's plan: the digest identifies what was trained, partition and offset are where to look for it first."""
+    """One group of a step's plan: the digest identifies what was trained; partition and offset are where a reader looks first."""
 
     group: int
     sha256: str
@@ -61,7 +61,7 @@ class Entry:
     """One event of the run; fields that its kind does not use are `None` or empty."""
 
     seq: int
-    """Place in the ledger, from 0."""
+    """Index in the ledger, from 0."""
     kind: EntryKind
     time_ns: int
     step: int | None = None
@@ -80,7 +80,7 @@ class Entry:
     """Hex digest of the weights."""
     metrics: dict[str, float] = field(default_factory=dict)
     details: str | None = None
-    """JSON: configuration, arithmetic fingerprint, reason, status; of a rebased run what its repeated steps gave and what stands here."""
+    """JSON: configuration, arithmetic fingerprint, reason, status; for a rebase, results of the repeated steps and the recorded ones."""
 
 
 def encode(entry: Entry) -> bytes:
@@ -89,13 +89,13 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(value: Payload) -> Entry:
-    """The entry in a payload; raises `Unusable`."""
+    """The entry in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in ENTRY_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
     require_whole(row, "seq", "time_ns", "step", "version")
     for planned in row["plan"]:
         require_whole(planned, "group", "partition")
-        require_whole(planned, "offset", least=-1)  # -1: an import has not found it in its archive
+        require_whole(planned, "offset", least=-1)  # -1: not in the archive that was imported
     numbers = (*row["boundaries"], *row["groups"])
     require(min(numbers, default=0) >= 0, f"boundaries or groups have {min(numbers, default=0)}, which is below 0")
     if row["details"]:
@@ -113,12 +113,12 @@ def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=ENTRY_KINDS)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     entry = decode(record.value)
     match(checked, outcome=entry.kind, policy_version_min=entry.version, policy_version_max=entry.version)
@@ -128,7 +128,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
 def continues(entry: Entry, *, after: int) -> bool:
     """True if an entry is the next after entry `after` (-1: none yet), False if it repeats an earlier one.
 
-    Raises `Unusable(kind="mismatch")` for an entry beyond a gap: a reader that accepted it would take the missing entries for repeats.
+    Raises `Unusable(kind="mismatch")` for an entry after a gap: accepted, it would make the missing entries look like repeats.
     """
     if entry.seq > after + 1:
         raise Unusable(f"entry {entry.seq} follows entry {after}: it is not of this ledger", kind="mismatch")

@@ -1,6 +1,6 @@
 """`metrics`: one worker's measurements. Every worker -> tracker, live view, report.
 
-A measurement carries the time at which it was taken, so that reading it twice gives the same point twice."""
+A measurement carries its time, so that reading it twice gives the same point twice."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ MeasurementKind = Literal["status", "progress", "eval", "final"]
 MEASUREMENT_KINDS: tuple[MeasurementKind, ...] = get_args(MeasurementKind)
 ActivityKind = Literal["work", "wait", "load"]
 EVERY_RUN_HAS = ("feeder", "rollout", "scorer", "trainer", "tracker")
-"""Roles without which a run's measurements are incomplete; others may report as well."""
+"""Roles that every run's measurements include; others may report too."""
 
 CODEC = Codec(
     SCHEMA,
@@ -104,7 +104,7 @@ class Measurement:
     worker: str
     role: str
     incarnation: str
-    """Identifies the process among those that have had the worker's name."""
+    """Distinguishes the processes that have had the worker's name."""
     seq: int
     """Number among the incarnation's measurements, from 0."""
     kind: MeasurementKind
@@ -121,7 +121,7 @@ def encode(measurement: Measurement) -> bytes:
 
 
 def decode(value: Payload) -> Measurement:
-    """The measurement in a payload; raises `Unusable`."""
+    """The measurement in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in MEASUREMENT_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(MEASUREMENT_KINDS)}")
     require_names(row, "worker", "role", "incarnation")
@@ -130,7 +130,7 @@ def decode(value: Payload) -> Measurement:
     require(worker == role or worker.startswith(f"{role}-"), f"worker {worker!r} is not of role {role!r}")
     accuracy = values.get("greedy_accuracy", 0.0)
     require(math.isfinite(accuracy), f"greedy_accuracy is {accuracy}, expected a finite number")
-    require("all_out" not in values or whole(values.get("admitted")) is not None, "'all_out' is there without 'admitted', a whole number")
+    require("all_out" not in values or whole(values.get("admitted")) is not None, "'all_out' without a whole number 'admitted'")
     return Measurement(**row)
 
 
@@ -147,12 +147,12 @@ def headers(measurement: Measurement, *, run: str) -> Headers:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=MEASUREMENT_KINDS)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     measurement = decode(record.value)
     version = measurement.version

@@ -18,7 +18,7 @@ from penstock.topics.wire.record import Record
 
 SCHEMA = "prompts/1"
 MAX_SAMPLES = 1 << 20
-"""Most samples of one prompt."""
+"""Largest number of samples of one prompt."""
 CODEC = Codec(
     SCHEMA,
     fields=(
@@ -54,18 +54,18 @@ class Prompt(ByValue):
     row: int
     """Index of its row in the data set."""
     prompt: str
-    """The text as the model sees it, chat template included."""
+    """The text the model gets, chat template included."""
     messages: str | None
     """JSON list of chat messages; `None` for a plain text prompt."""
     token_ids: Int32s
     """[L]"""
     columns: str
-    """JSON object: the row's other columns, which reward functions get."""
+    """JSON object: the row's other columns, for the reward functions."""
     created_ns: int
     place: int | None = None
-    """Its place in the order of prompts; `None` in records from before it was kept: the group's number."""
+    """Index in the order of prompts; `None` in records of earlier releases, whose index is the group's number."""
     again: int | None = None
-    """The abandoned group whose prompt this is once more."""
+    """The abandoned group that this one retries."""
 
 
 def encode(prompt: Prompt) -> bytes:
@@ -74,7 +74,7 @@ def encode(prompt: Prompt) -> bytes:
 
 
 def decode(value: Payload) -> Prompt:
-    """The prompt in a payload; raises `Unusable`."""
+    """The prompt in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "group", "slot", "min_version", "epoch", "row", "created_ns", "place", "again")
     require_whole(row, "samples_per_prompt", most=MAX_SAMPLES)
@@ -86,18 +86,18 @@ def decode(value: Payload) -> Prompt:
 
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
-    """The headers of a prompt; `policy-version-min` is the oldest version it may be sampled from, `attempt` is 1 if it is asked again."""
+    """The headers of a prompt; `policy-version-min` is the oldest version it may be sampled from, `attempt` is 1 if it is a retry."""
     attempt = None if prompt.again is None else 1
     return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker, attempt=attempt)
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     prompt = decode(record.value)
     match(checked, group=prompt.group, policy_version_min=prompt.min_version, attempt=None if prompt.again is None else 1)
@@ -105,7 +105,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
 
 
 def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
-    """A prompt whose payload must not be decoded, as far as its checked headers tell: its group's outcome is written from it."""
+    """A prompt from checked headers alone, if its payload must not be decoded: used to write its group's outcome."""
     assert headers.group is not None and headers.policy_version_min is not None
     return Prompt(
         group=headers.group,

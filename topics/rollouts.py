@@ -1,7 +1,7 @@
 """`rollouts`: finished samples: tokens, behaviour logprobs, loss mask, policy-version spans. Rollout workers -> scorers.
 
-A record holds one sample (`rollouts/1`) or several of one group (`rollouts/2`, the same columns with a row for each). What is
-acknowledged, recognised as a duplicate and drawn again is the single sample, so headers name each of them."""
+A record has one sample (`rollouts/1`) or several of one group (`rollouts/2`, the same columns with a row for each).
+Acknowledgement, deduplication and regeneration work on single samples, so the headers name each one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -21,12 +21,12 @@ __all__ = ["CODEC", "FINISHES", "SCHEMA", "SEVERAL_SCHEMA", "Finish", "Rollout"]
 SCHEMA = "rollouts/1"
 SEVERAL_SCHEMA = "rollouts/2"
 MAX_SAMPLES = 64
-"""In one record: their numbers and lengths fit into a header."""
+"""In one record: so many numbers and lengths fit into a header."""
 MAX_BYTES = 8 << 20
-"""Half of what the log takes in one record."""
+"""Half of the largest record of the log."""
 CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS), max_rows=MAX_SAMPLES)
 UNLIMITED = Codec(SCHEMA, fields=[field for field in CODEC.schema if field.name != "support"], max_rows=MAX_SAMPLES)
-"""Of records whose samples were all drawn from the whole vocabulary: their bytes are those of before there was a support."""
+"""For samples from the full vocabulary: their bytes equal those of releases without a support."""
 _REQUIRED = ("group", "policy-version-min", "policy-version-max")
 _FACTS = (
     "schema",
@@ -43,7 +43,7 @@ _FACTS = (
 
 
 def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_bytes: int = MAX_BYTES) -> Iterator[list[Rollout]]:
-    """Cut samples of one group into those of one record each, in their order; one sample is never split."""
+    """Split samples of one group into records, in order; one sample is never split."""
     batch: list[Rollout] = []
     size = 0
     for sample in samples:
@@ -58,7 +58,7 @@ def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_b
 
 
 def encode(*samples: Rollout) -> bytes:
-    """The payload of samples of one group, by number; raises `ValueError` where they or their arrays do not fit together."""
+    """The payload of samples of one group, by number. Raises `ValueError` if they or their arrays do not match."""
     if problem := _unlike(samples):
         raise ValueError(problem)
     codec = UNLIMITED if all(sample.support is None for sample in samples) else CODEC
@@ -66,12 +66,12 @@ def encode(*samples: Rollout) -> bytes:
 
 
 def decode(value: Payload) -> Rollout:
-    """The only sample in a payload; raises `Unusable`."""
+    """The only sample in a payload. Raises `Unusable`."""
     return _single(decode_all(value))
 
 
 def decode_all(value: Payload) -> tuple[Rollout, ...]:
-    """The samples in a payload, at least one; raises `Unusable`."""
+    """The samples in a payload, at least one. Raises `Unusable`."""
     samples = tuple(sample_of(row, group=row["group"]) for row in CODEC.decode(value))
     problem = _unlike(samples)
     require(problem is None, problem or "")
@@ -81,8 +81,8 @@ def decode_all(value: Payload) -> tuple[Rollout, ...]:
 def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
     """The headers of a record of these samples.
 
-    Versions are the oldest and the newest of all, `tokens` counts what the policy generated; `outcome` is how they finished, absent
-    where that differs.
+    Versions are the oldest and the newest of all, `tokens` counts what the policy generated; `outcome` is their finish, absent if it
+    differs.
     """
     first, several = samples[0], len(samples) > 1
     finishes = {sample.finish for sample in samples}
@@ -103,7 +103,7 @@ def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
 
 
 def tokens_of(claims: Headers) -> dict[int, int]:
-    """Number -> tokens of each sample of a record, from the headers that `check` returned.
+    """Number -> tokens of each sample of a record, from the headers returned by `check`.
 
     Example:
         tokens_of(Headers(run="r", schema="rollouts/2", sample_tokens=((0, 20), (3, 31))))  # -> {0: 20, 3: 31}
@@ -115,7 +115,7 @@ def tokens_of(claims: Headers) -> dict[int, int]:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     several = ("schema", SEVERAL_SCHEMA.encode()) in record.headers
     schema, which = (SEVERAL_SCHEMA, "sample-tokens") if several else (SCHEMA, "sample")
     claims = one_of(read_headers(record.headers, record.value, run=run, schema=schema, required=(*_REQUIRED, which)), outcomes=FINISHES)
@@ -125,13 +125,13 @@ def check(record: Record, *, run: str) -> Headers:
 
 
 def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Rollout]:
-    """As `read_all`, of a record of one sample."""
+    """Like `read_all`, for a record of one sample."""
     claims, samples = read_all(record, run=run, checked=checked)
     return claims, _single(samples)
 
 
 def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, tuple[Rollout, ...]]:
-    """Headers and samples of a record of `run`, which must agree; raises `Unusable`. `checked`: its headers, if `check` has read them."""
+    """Headers and samples of a record of `run`, which must agree. `checked`: its headers, if already checked. Raises `Unusable`."""
     claims = checked or check(record, run=run)
     samples = decode_all(record.value)
     expected = headers(*samples, run=run)

@@ -1,7 +1,7 @@
-"""`<run>.run`: what a run is, one record. `penstock.runs`: its status by run id, compacted. Launcher, trainer -> every worker.
+"""`<run>.run`: definition of a run, one record. `penstock.runs`: its status by run id, compacted. Launcher, trainer -> every worker.
 
-A worker is given a broker's address and a run id; it reads everything else from the run's own topic. Records of both have one schema;
-one in `penstock.runs` has no configuration, except where an earlier release wrote it, and configures nothing."""
+A worker starts with a broker's address and a run id and reads everything else from the run's own topic. Both topics have one schema; a
+record in `penstock.runs` has no configuration, except in earlier releases, and configures nothing."""
 
 import json
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ CODEC = Codec(
 
 
 NOTHING = "{}"
-"""The configuration in a record that only says a run's status."""
+"""The configuration in a record that has only a run's status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +49,25 @@ class RunRecord:
     run: str
     status: Status
     config: str
-    """JSON: the whole configuration, without passwords."""
+    """JSON: the full configuration, without passwords."""
     info: str
     """JSON: digests of tokenizer, template and stop ids; the reason of a failure."""
     created_ns: int
     updated_ns: int
     revision: int | None = None
-    """Number of this record among those that were signed with the run's key, from 1; None without a signature."""
+    """Number of this record among those signed with the run's key, from 1; None without a signature."""
     mac: str | None = None
     """HMAC-SHA256 (hex) under the run's key over run, revision, created_ns, config and info; None without a key."""
 
 
 def status_of(record: RunRecord) -> RunRecord:
-    """The record for the topic that all runs share: nothing in it is executed or leads to a file."""
+    """The record for the topic that all runs share: no value in it is executed or names a file."""
     steps = {name: value for name, value in json.loads(record.info).items() if name == "steps"}
     return replace(record, config=NOTHING, info=json.dumps(steps), revision=None, mac=None)
 
 
 def with_status(made: RunRecord, status: RunRecord) -> RunRecord:
-    """The run as it was made, with the status of another record of it."""
+    """A run's definition with the status of another record of the run."""
     return replace(made, status=status.status, updated_ns=status.updated_ns)
 
 
@@ -77,7 +77,7 @@ def encode(record: RunRecord) -> bytes:
 
 
 def decode(value: Payload) -> RunRecord:
-    """The run's record in a payload; raises `Unusable`."""
+    """The run's record in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["status"] in STATUSES, f"status is {row['status'][:60]!r}, expected one of {', '.join(STATUSES)}")
     require_whole(row, "created_ns", "updated_ns", "revision")
@@ -88,7 +88,7 @@ def decode(value: Payload) -> RunRecord:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Refuse what is not the tables of a configuration."""
+    """Refuse anything but the tables of a configuration."""
     flat = [name for name, table in config.items() if not isinstance(table, dict)]
     require(not flat, f"config has {flat[:1]} where a table belongs")
     path = config.get("model", {}).get("path", "")
@@ -96,7 +96,7 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _check_info(info: dict[str, Any]) -> None:
-    """Refuse what a list of runs or a worker cannot read: `steps`, `versions` and `prompts` are counts, a parent names a run."""
+    """Refuse values that a list of runs or a worker cannot read: `steps`, `versions` and `prompts` are counts, a parent is a run id."""
     for name in ("steps", "versions", "prompts"):
         value = info.get(name)
         sound = value is None or (type(value) is int and 0 <= value <= MAX_COUNT)
@@ -104,7 +104,7 @@ def _check_info(info: dict[str, Any]) -> None:
     for name in ("forked_from", "rescored_from"):
         parent = info.get(name)
         run = parent.get("run") if isinstance(parent, dict) else None
-        require(parent is None or (isinstance(run, str) and is_run_id(run)), f"info has {name} = {str(parent)[:60]}, which names no run")
+        require(parent is None or (isinstance(run, str) and is_run_id(run)), f"info has {name} = {str(parent)[:60]}, expected a run id")
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:
@@ -113,15 +113,15 @@ def headers(record: RunRecord, *, run: str | None = None) -> Headers:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA), outcomes=STATUSES)
 
 
 def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:
-    """Headers and payload of a run's record, which must agree; any run's without `run`. Raises `Unusable`."""
-    wanted = run if run is not None else (record.key or b"").decode("ascii", "replace")
-    require(is_run_id(wanted), f"run is {wanted[:60]!r}, which is not a run id")
-    checked = check(record, run=wanted)
+    """Headers and payload of a run's record, which must agree; of any run if `run` is None. Raises `Unusable`."""
+    expected = run if run is not None else (record.key or b"").decode("ascii", "replace")
+    require(is_run_id(expected), f"run is {expected[:60]!r}, which is not a run id")
+    checked = check(record, run=expected)
     decoded = decode(record.value)
     match(checked, run=decoded.run, outcome=decoded.status)
     return checked, decoded

@@ -1,6 +1,6 @@
 """The columns of finished samples, which `rollouts` and `groups` share.
 
-Logprobs are of the distribution that was sampled from; they are null, NaN in memory, on tokens the model did not draw."""
+Logprobs are of the distribution that was sampled from; for tokens the policy did not generate they are null, in memory NaN."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ _NAMES = (*(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY) - 1]), _SU
 _TURN_NAMES = tuple(field.name for field in _TURN)
 _EPISODE = ("messages", "environment", "environment_version", "environment_seed")
 _SAMPLE_BYTES = 256
-"""Room for a sample's numbers and offsets; its tokens and texts are counted."""
+"""Upper bound of a sample's numbers and offsets, without its tokens and texts."""
 _TOKEN_BYTES = 10
 _TURN_BYTES = 64
 MODEL = "model"
@@ -70,7 +70,7 @@ MODEL = "model"
 GENERATED = "generated"
 """Key of the messages in `Rollout.messages` that the policy generated."""
 ENVIRONMENT = "environment"
-"""Source of the turn that says why an environment ended a trajectory early."""
+"""Source of the turn with the reason why an environment ended a trajectory early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,76 +82,76 @@ class Turn:
     source: str
     """prompt, model, tool, user or environment."""
     finish: str | None = None
-    """How the model ended it; of the last turn of an aborted trajectory, the cause."""
+    """How the model ended it; in the last turn of an aborted trajectory, the cause."""
     reward: float | None = None
-    """Of a model's turn: what the environment gave for it."""
+    """The environment's reward for a model's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout(ByValue):
-    """One finished sample of a group; T tokens drawn under S policy versions, one after the other."""
+    """One finished sample of a group: T tokens, generated under S consecutive policy versions."""
 
     group: int
     sample: int
     token_ids: Int32s
     """[T]"""
     behaviour_logprobs: Float32s
-    """[T] natural logarithms; NaN on tokens the model did not draw."""
+    """[T] natural-log probabilities; NaN for tokens the policy did not generate."""
     loss_mask: Bools
     """[T] True on tokens to train."""
     span_versions: Int32s
-    """[S] policy version of each span, S >= 1: an empty sample was begun under some version, too."""
+    """[S] policy version of each span, S >= 1: an empty sample has one too."""
     span_starts: Int32s
-    """[S] index of the first token of each span; the first is 0, they never fall, T at most."""
+    """[S] index of the first token of each span: the first is 0, then ascending, at most T."""
     finish: Finish
     temperature: float
     top_p: float
     top_k: int
-    """0 where there is no limit."""
+    """0 if there is no limit."""
     started_ns: int
     ended_ns: int
     worker: str
     segments: tuple[tuple[int, int, int], ...] | None = None
-    """Of a trajectory the sequences to train, one after the other in `token_ids`: start, end, and how many tokens of it come before the
-    first drawn one. That number is 0 where the group's prompt stands before the segment. None: one segment behind the prompt."""
+    """Training sequences of a trajectory, consecutive in `token_ids`: start, end, and the number of its tokens before the first generated
+    one. That number is 0 if the group's prompt precedes the segment. None: one segment after the prompt."""
     turns: tuple[Turn, ...] | None = None
-    """Of a trajectory its parts, in order; None for a single completion."""
+    """Parts of a trajectory, in order; None for a single completion."""
     messages: str | None = None
     """JSON list of the trajectory's chat messages, those of the policy marked with `GENERATED`; None for a single completion."""
     environment: str | None = None
     environment_version: str | None = None
     environment_seed: int | None = None
     support: Int32s | None = None
-    """[T * k] ids that each token was drawn from, k of each one after the other, -1 behind the last; None where that was the whole
-    vocabulary. Logprobs are of the distribution over these ids alone."""
+    """[T * k] ids that each token was sampled from, k per token, padded with -1; None for the full vocabulary. Logprobs are of the
+    distribution over these ids."""
 
     @property
     def broken(self) -> str | None:
-        """Why its environment ended it, or None: then neither its reward nor its tokens count for anything."""
+        """Why its environment ended it, or None. A broken sample has no valid reward and no trained tokens."""
         return cause_of(self.turns)
 
     @property
     def token_versions(self) -> Int32s:
-        """[T] the policy version each token was drawn from."""
+        """[T] policy version of each token."""
         return np.repeat(self.span_versions, np.diff(self.span_starts, append=len(self.token_ids)))
 
     @property
     def version_min(self) -> int:
-        """The oldest policy version any of its trained tokens was drawn from; of any of it, where no token is trained."""
+        """The oldest policy version of its trained tokens; of all tokens if none is trained."""
         if len(self.span_versions) > 1 and not self.loss_mask.all() and self.loss_mask.any():
             return int(self.token_versions[self.loss_mask].min())
         return min(map(int, self.span_versions))
 
     @property
     def version_max(self) -> int:
-        """The newest policy version any of it was drawn from."""
+        """The newest policy version of any token."""
         return max(map(int, self.span_versions))
 
 
 def generated(sample: Any) -> Int32s:
-    """[G] ids that the policy generated for a `Rollout` or an engine's completion; of a trajectory those of its model turns alone.
+    """[G] ids that the policy generated for a `Rollout` or an engine's completion: without the environment's tokens.
 
-    Rewards, lengths and counts of tokens are of these: what an environment said is never among them.
+    Rewards, lengths and token counts are of these.
     """
     ids: Int32s = sample.token_ids
     turns = getattr(sample, "turns", None)
@@ -161,9 +161,9 @@ def generated(sample: Any) -> Int32s:
 
 
 def reward_of(turns: Sequence[Turn] | None) -> float | None:
-    """The sum of the rewards of a trajectory's turns; None where there are none."""
-    given = [turn.reward for turn in turns or () if turn.reward is not None]
-    return sum(given) if given else None
+    """The sum of the rewards of a trajectory's turns; None if there are none."""
+    rewards = [turn.reward for turn in turns or () if turn.reward is not None]
+    return sum(rewards) if rewards else None
 
 
 def cause_of(turns: Sequence[Turn] | None) -> str | None:
@@ -176,7 +176,7 @@ def cause_of(turns: Sequence[Turn] | None) -> str | None:
 
 
 def flaw(rollout: Rollout) -> str | None:
-    """What is wrong with a sample's arrays, or `None`."""
+    """The first inconsistency of a sample's arrays, or `None`."""
     tokens = len(rollout.token_ids)
     if not tokens == len(rollout.behaviour_logprobs) == len(rollout.loss_mask):
         return f"{tokens} tokens, {len(rollout.behaviour_logprobs)} logprobs, {len(rollout.loss_mask)} loss mask elements"
@@ -224,7 +224,7 @@ def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
 
 
 def max_bytes_of(rollout: Rollout) -> int:
-    """An upper bound of what a sample adds to a payload; a character takes four bytes at most."""
+    """Upper bound of a sample's bytes in a payload, at four bytes a character."""
     texts = (rollout.worker, rollout.messages, rollout.environment, rollout.environment_version, *_texts(rollout.turns or ()))
     trajectory = _TURN_BYTES * len(rollout.turns or ()) + 16 * len(rollout.segments or ())
     support = 0 if rollout.support is None else len(rollout.support)
@@ -237,7 +237,7 @@ def _texts(turns: Sequence[Turn]) -> list[str | None]:
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:
-    """Its values by column; raises `ValueError` where its arrays do not fit together."""
+    """Its values by column. Raises `ValueError` if its arrays do not match."""
     if problem := flaw(rollout):
         raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
     row = {"group": rollout.group, **{name: getattr(rollout, name) for name in (*_NAMES, *_EPISODE, "segments")}}
@@ -246,7 +246,7 @@ def sample_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def sample_of(row: Mapping[str, Any], *, group: int) -> Rollout:
-    """The sample of a group in a decoded row; raises `Unusable`."""
+    """The sample of a group in a decoded row. Raises `Unusable`."""
     segments, turns = row["segments"], row["turns"]
     require_whole(row, "sample", "top_k", "started_ns", "ended_ns")
     require_names(row, "worker")

@@ -1,9 +1,9 @@
 """`weights`: one manifest per policy version in partition 0, its bytes in chunks in the others. Trainer -> rollout workers.
 
-A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks are there and its digest fits.
-Chunks of an anchor (`weights/1`) are a whole version; those of a delta (`weights/2`) are what `weight_delta` makes of two versions; those
-of adapters (`weights/3`) are what `weight_adapter` merges into version 0. A later manifest of a version with the same digest says where its
-chunks are instead: they had been lost."""
+A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks exist and its digest matches.
+Chunks of a full snapshot (`weights/1`) are a complete version, those of a delta (`weights/2`) the difference of two (`weight_delta`), those
+of adapters (`weights/3`) are merged into version 0 (`weight_adapter`). A later manifest of a version with the same digest has the new
+offsets of chunks that had been lost."""
 
 import itertools
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from penstock.topics.wire.record import Record
 
 SCHEMA = "weights/1"
 SCHEMAS = {"full": SCHEMA, "delta": "weights/2", "adapter": "weights/3"}
-"""The same columns for each encoding, which a release that does not know it must not take for those of a whole version."""
+"""The same columns for each encoding: a release without an encoding must not take its chunks for a full snapshot."""
 CHUNK_SCHEMA = "weights-chunk/1"
 MANIFESTS, ORIGIN, FIRST = 0, 1, 2
-"""Partitions: that of the manifests, that of version 0, which always stays, and the first of all other versions' chunks."""
+"""Partitions: that of the manifests, that of version 0, which is never deleted, and the first of all other versions' chunks."""
 
 CODEC = Codec(
     SCHEMA,
@@ -47,7 +47,7 @@ CODEC = Codec(
 )
 CHUNK_CODEC = Codec(CHUNK_SCHEMA, fields=(column("version", pa.int64()), column("index", pa.int64()), column("data", pa.binary())))
 NOWHERE = -1
-"""Offset of a chunk that an import has not found in its archive."""
+"""Offset of a chunk that is not in the imported archive."""
 _REQUIRED = ("policy-version-min",)
 
 
@@ -69,15 +69,15 @@ class Manifest:
     step: int
     """Optimizer steps taken before this version."""
     encoding: str
-    """How chunks become tensors; "full": the tensors' bytes; "delta" or "adapter": blocks of `weight_delta` or `weight_adapter`."""
+    """Meaning of the chunks; "full": the tensors' bytes; "delta" or "adapter": blocks of `weight_delta` or `weight_adapter`."""
     base_version: int | None
-    """The version that the chunks change; `None` if they are a whole version."""
+    """The version that the chunks change; `None` for a full snapshot."""
     digest: str
     """Hex SHA-256 over names, types, shapes and bytes of all tensors, independent of the chunks."""
     nbytes: int
     """Bytes in all chunks."""
     names: tuple[str, ...]
-    """None where the chunks change a base, whose tensors they are."""
+    """Empty if the chunks change a base, which has the names."""
     dtypes: tuple[str, ...]
     """Element types, as "float32" or "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
@@ -89,12 +89,12 @@ class Manifest:
 
     @property
     def begins_chain(self) -> bool:
-        """Whether it is put together from its own chunks alone, or from them and version 0, which always stays."""
+        """True if its own chunks are enough to load it, alone or with version 0, which is never deleted."""
         return self.encoding != "delta"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The payload of a manifest; raises `ValueError` where its lists do not fit together."""
+    """The payload of a manifest. Raises `ValueError` if its lists do not match."""
     if problem := _flaw(manifest):
         raise ValueError(f"version {manifest.version}: {problem}")
     return CODEC.encode(as_row(manifest))
@@ -106,7 +106,7 @@ def encode_chunk(chunk: Chunk) -> bytes:
 
 
 def decode(value: Payload) -> Manifest:
-    """The manifest in a payload; raises `Unusable`."""
+    """The manifest in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "version", "step", "base_version", "nbytes", "created_ns")
     manifest = Manifest(**row)
@@ -116,7 +116,7 @@ def decode(value: Payload) -> Manifest:
 
 
 def decode_chunk(value: Payload) -> Chunk:
-    """The chunk in a payload, its data a view of `value`; raises `Unusable`."""
+    """The chunk in a payload, its data a view of `value`. Raises `Unusable`."""
     (row,) = CHUNK_CODEC.decode(value)
     require_whole(row, "version", "index")
     return Chunk(**row)
@@ -133,18 +133,18 @@ def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Heade
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a manifest of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a manifest of `run`, without decoding its payload. Raises `Unusable`."""
     schema = next((name for name in SCHEMAS.values() if ("schema", name.encode()) in record.headers), SCHEMA)
     return read_headers(record.headers, record.value, run=run, schema=schema, required=_REQUIRED)
 
 
 def check_chunk(record: Record, *, run: str) -> Headers:
-    """The headers of a chunk of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a chunk of `run`, without decoding its payload. Raises `Unusable`."""
     return read_headers(record.headers, record.value, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
-    """Headers and payload of a manifest of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a manifest of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     manifest = decode(record.value)
     match(checked, policy_version_min=manifest.version, schema=_schema(manifest))
@@ -152,7 +152,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
 
 
 def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
-    """Headers and payload of a chunk of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a chunk of `run`, which must agree. Raises `Unusable`."""
     checked = check_chunk(record, run=run)
     chunk = decode_chunk(record.value)
     match(checked, policy_version_min=chunk.version, part=chunk.index)
@@ -160,12 +160,12 @@ def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
-    """The manifests that make up a version: its anchor, then what changes it, one by one. Raises `ValueError` where one is missing."""
+    """The manifests from which a version is loaded: its full snapshot, then each delta. Raises `ValueError` if one is missing."""
     links: list[Manifest] = []
     number: int | None = version
     while number is not None:
         if number not in manifests:
-            raise ValueError(f"version {version} cannot be put together: the manifest of version {number} is not there")
+            raise ValueError(f"version {version} cannot be put together: the manifest of version {number} is missing")
         links.append(manifests[number])
         number = links[-1].base_version if links[-1].encoding != "full" else None
         if number is not None and number >= links[-1].version:
@@ -174,12 +174,12 @@ def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
 
 
 def layout(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, element type, shape) of the tensors of a whole version, in the order of their bytes."""
+    """(name, element type, shape) of the tensors of a complete version, in the order of their bytes."""
     return sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True))
 
 
 def chunk_places(manifest: Manifest) -> list[tuple[int, int]]:
-    """(partition, offset) of a version's chunks, in their order."""
+    """(partition, offset) of a version's chunks, in order."""
     return list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""A real Apache Kafka broker for one machine, started with nothing but Python: `embedded` starts, stops and finds it."""
+"""An Apache Kafka broker for one machine, installed and started from Python: `embedded` starts, stops and locates it."""

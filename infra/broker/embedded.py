@@ -1,4 +1,4 @@
-"""Starts, finds and stops the embedded broker of a state directory: there is never more than one, and its data outlive it."""
+"""Starts, locates and stops the embedded broker of a state directory: at most one, whose data outlive it."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from penstock.infra.broker.login import Login
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, state_path, writable, write_private
 
-# A broker is ready within 5 s on an idle machine, within 8 s after kill -9; recovery of a large log after a power cut takes longer.
+# A broker is ready within 5 s on an idle machine, within 8 s after kill -9; recovery of a large log after a power failure takes longer.
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _FORMAT_TIMEOUT_S = 60.0
@@ -39,11 +39,11 @@ class BrokerInfo:
     """The state directory."""
     log_file: Path
     started_s: float | None
-    """Seconds from the start until the broker served; 0.0 when it already ran, None from `status`."""
+    """Seconds from the start until the broker served; 0.0 if it ran already, None from `status`."""
     ended: str | None = None
-    """One line on why it ended although it was not stopped; None otherwise."""
+    """One line on why it ended without being stopped; None otherwise."""
     risk: str | None = None
-    """One line on what its start may have cost; None when it began in order, and from `status`."""
+    """One line on the possible cost of its start; None after a start in order, and from `status`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class _Files:
 
     @property
     def orderly(self) -> Path:
-        """Written by a broker that was stopped, after it left its controller; removed by the next one."""
+        """Written by a broker that was stopped, after it left its controller; deleted by the next one."""
         return self.directory / "data" / ".kafka_cleanshutdown"
 
     def info(self, *, started_s: float | None = None, risk: str | None = None) -> BrokerInfo:
-        pid, chosen = process.running(self.pid_file), ports.remembered(self.directory)
+        pid, last_ports = process.running(self.pid_file), ports.remembered(self.directory)
         return BrokerInfo(
-            bootstrap=f"{settings.HOST}:{chosen.client}" if chosen else "",
+            bootstrap=f"{settings.HOST}:{last_ports.client}" if last_ports else "",
             pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s,
             ended=_why_it_ended(self), risk=risk,
         )  # fmt: skip
@@ -95,7 +95,7 @@ def _silent(message: str) -> None:
 
 
 def start(*, home: Path | None = None, port: int | None = None, progress: Callable[[str], None] = _silent) -> BrokerInfo:
-    """Return the broker of `home` (the state directory) once it serves, starting it unless it runs. Raises `BrokerError`."""
+    """Return the broker of `home` (default: the state directory) once it serves; starts it unless it runs. Raises `BrokerError`."""
     files = _Files(state_directory() if home is None else writable(home.absolute()))
     try:
         return _start(files, port, progress)
@@ -106,24 +106,24 @@ def start(*, home: Path | None = None, port: int | None = None, progress: Callab
 
 
 def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
-    began = time.monotonic()
+    start_s = time.monotonic()
     files.log.parent.mkdir(parents=True, exist_ok=True)
     login.started.add(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
         if process.running(files.pid_file) is not None:
-            chosen = ports.remembered(files.directory)
-            if chosen is None or port not in (None, chosen.client):
+            last_ports = ports.remembered(files.directory)
+            if last_ports is None or port not in (None, last_ports.client):
                 raise BrokerError(f"the broker of {files.home} already runs at another port: stop it with `penstock broker stop` first")
-            if _await_ready(files, chosen.client):
+            if _await_ready(files, last_ports.client):
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
         fencing.end(files.directory)
         risk = _launch(files, ports.choose(files.directory, port), progress)
-        return files.info(started_s=time.monotonic() - began, risk=risk)
+        return files.info(started_s=time.monotonic() - start_s, risk=risk)
 
 
 def stop(home: Path | None = None) -> bool:
-    """Stop the broker of `home`; return whether there was one. After `STOP_TIMEOUT_S` it is killed, which loses nothing."""
+    """Stop the broker of `home`; returns False if there was none. After `STOP_TIMEOUT_S` it is killed, which loses no data."""
     files = _Files(state_path() if home is None else home.absolute())
     if not files.directory.is_dir():
         return False
@@ -140,12 +140,12 @@ def stop(home: Path | None = None) -> bool:
 
 
 def status(home: Path | None = None) -> BrokerInfo:
-    """Return the state of the broker of `home`; starts and stops nothing."""
+    """Return the state of the broker of `home` without starting or stopping it."""
     return _Files(state_path() if home is None else home.absolute()).info()
 
 
 def topic_bytes(home: Path | None = None) -> dict[str, int]:
-    """Topic -> bytes of its partitions on this machine's disk; {} where no broker has run. Starts nothing."""
+    """Topic -> bytes of its partitions on this machine's disk; {} if no broker has run. Does not start one."""
     data, sizes = _Files(state_path() if home is None else home.absolute()).directory / "data", dict[str, int]()
     for folder in data.glob("*-*"):
         topic = folder.name.rpartition("-")[0]
@@ -155,7 +155,7 @@ def topic_bytes(home: Path | None = None) -> dict[str, int]:
 
 
 def _why_it_ended(files: _Files) -> str | None:
-    """One line on why the broker ended; None while it runs, or when it was stopped."""
+    """One line on why the broker ended; None while it runs, or if it was stopped."""
     since = process.log_bytes(files.pid_file)
     if since is None or process.running(files.pid_file) is not None:
         return None
@@ -166,7 +166,7 @@ def _why_it_ended(files: _Files) -> str | None:
 
 
 def _is_full(files: _Files, since: int) -> bool:
-    """True if it ended for lack of disk space; a full disk may have kept it from logging that."""
+    """True if it ended for lack of disk space, which a full disk may have prevented it from logging."""
     return bool(re.search(r"No space left on device|Disk quota exceeded", _text(files.log, since=since))) or (
         files.directory.exists() and shutil.disk_usage(files.directory).free < _LEAST_FREE_BYTES
     )
@@ -182,7 +182,7 @@ def _end(files: _Files, *, timeout_s: float) -> None:
 
 
 def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None]) -> str | None:
-    """Start the broker and return what that may have cost, None if nothing. Raises `BrokerError`."""
+    """Start the broker; returns the possible cost of the start, None if there is none. Raises `BrokerError`."""
     java, class_path = find_java(), jars.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
     (files.directory / "tmp").mkdir()
@@ -197,7 +197,7 @@ def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None])
     killed, risk = not fresh and not files.orderly.exists(), None
     if killed and not any(fencing.fence_predecessor(files.directory, chosen, run, log=files.log) for _ in range(2)):
         risk = (
-            "the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end; "
+            "the killed broker could not be fenced first: a transaction it had acknowledged may have lost its end; "
             "`penstock topics unblock RUN` looks for it"
         )
         progress(risk)
@@ -210,14 +210,14 @@ def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None])
 
 
 def _run(files: _Files, chosen: ports.Ports, java: list[str], since: int) -> bool:
-    """Start Kafka; return True once it serves, False if it ended first."""
+    """Start Kafka; returns True once it serves, False if it ended first."""
     command = [*java, "kafka.Kafka", "server.properties"]
     process.spawn(command, directory=files.directory, output=files.console, pid_file=files.pid_file, log_bytes=since)
     ready = False
     try:
         ready = _await_ready(files, chosen.client)
     finally:
-        if not ready:  # Ctrl-C too: a broker whose start was never reported must not stay behind
+        if not ready:  # also after Ctrl-C: a broker whose start was not reported must not stay behind
             _end(files, timeout_s=2.0)
     return ready
 
@@ -228,7 +228,7 @@ def _write_properties(files: _Files, chosen: ports.Ports, *, data: str) -> None:
 
 
 def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
-    """Make the storage under another name and rename it, so that an interrupted start leaves no incomplete one."""
+    """Create the storage under another name and rename it, so that an interrupted start leaves no incomplete one."""
     data, unfinished = files.directory / "data", files.directory / "data.unfinished"
     if data.exists():
         raise BrokerError(f"{data} has no meta.properties, so it is not a broker's storage: move it away, or set PENSTOCK_HOME elsewhere")
@@ -246,7 +246,7 @@ def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
 
 
 def _await_ready(files: _Files, port: int) -> bool:
-    """Return True once the broker answers with this storage's cluster id, False if it ends before."""
+    """Return True once the broker responds with this storage's cluster id, False if it ends first."""
     cluster_id = re.search(r"^cluster\.id=(\S+)$", files.identity.read_text(), re.MULTILINE)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while cluster_id is None or _cluster_id(files, port) != cluster_id[1]:
@@ -259,22 +259,22 @@ def _await_ready(files: _Files, port: int) -> bool:
 
 
 def _cluster_id(files: _Files, port: int) -> str | None:
-    """The cluster id of the broker that serves at this port; a broker that does not know the password is given it."""
+    """The cluster id of the broker at this port; sets the password of a broker that does not have it yet."""
     own = settings.own_password(_text(files.properties))
     user = login.read(files.directory) if own is None else login.ensure(files.directory)
     try:
         return probe.cluster_id(settings.HOST, port, timeout_s=2.0, login=user)
     except probe.Refused:
         if own is None:
-            raise BrokerError("the broker that runs asks for no password: `penstock broker stop`, then start it again") from None
-        # Another program at the port must not get this password: the log proves that the port is the broker's as long as it runs.
+            raise BrokerError("the running broker asks for no password: `penstock broker stop`, then start it again") from None
+        # Another program at the port must not get this password: the log proves that the port is the running broker's.
         if user is not None and _listens(files, port):
             probe.set_password(settings.HOST, port, user, by=Login(settings.OWN_USER, own), timeout_s=2.0)
         return None
 
 
 def _listens(files: _Files, port: int) -> bool:
-    """True if the broker that was started last has logged that it listens at this port. Raises `BrokerError` if that may be deleted."""
+    """True if the broker that was started last has logged that it listens at this port. Raises `BrokerError` if that log may be deleted."""
     since = process.log_bytes(files.pid_file)
     if since is None:
         return False
@@ -293,24 +293,24 @@ def _listens(files: _Files, port: int) -> bool:
 
 
 def _errors(files: _Files, since: int) -> str:
-    """Return the last errors and their exception from the broker's log after byte `since`, empty when there are none."""
+    """The last errors and their exception in the broker's log after byte `since`; empty if there are none."""
     text = _text(files.log, since=since)
-    # A controller that gets a request before it is active, as at most starts, logs that as an error.
+    # At most starts a controller gets a request before it is active and logs that as an error.
     errors = [line for line in re.findall(r"^\[[^\]]*\] (?:ERROR|FATAL) (.*)$", text, re.MULTILINE) if _NOT_YET not in line]
     causes = re.findall(r"^(?:Caused by: )?[\w.$]+(?:Exception|Error): .*$", text, re.MULTILINE)
     return _last_lines("\n".join(errors[-2:] + causes[-1:])) if errors else ""
 
 
 def _last_lines(text: str) -> str:
-    kept = [line.strip() for line in text.splitlines() if line.strip()][-3:]
-    return " | ".join(kept)[-500:] or "it said nothing"
+    lines = [line.strip() for line in text.splitlines() if line.strip()][-3:]
+    return " | ".join(lines)[-500:] or "without output"
 
 
 def _text(path: Path, *, since: int = 0) -> str:
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(since if since <= _size(path) else 0)  # smaller than before: it has been rotated
+        file.seek(since if since <= _size(path) else 0)  # smaller than before: it was rotated
         return file.read().decode(errors="replace")
 
 

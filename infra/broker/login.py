@@ -1,6 +1,6 @@
-"""The password of an embedded broker: in a file of its user alone, in the broker's folder.
+"""The password of an embedded broker, in a private file in the broker's folder.
 
-The file has the names of librdkafka's settings, so that other programs take it as it is (`kcat -F FILE`).
+The file has the names of librdkafka's settings, so that other programs can use it (`kcat -F FILE`).
 """
 
 import secrets
@@ -16,7 +16,7 @@ FILE, USER, MECHANISM, PROTOCOL = "client.properties", "penstock", "SCRAM-SHA-25
 _PASSWORD_BYTES = 32
 
 started: set[Path] = set()
-"""Directories of the brokers that this process has started in other state directories than its own."""
+"""Directories of brokers in other state directories that this process has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Login:
     password: str = field(repr=False)
 
     def security(self) -> dict[str, str]:
-        """The settings of a client, by the names of `kafka.security`."""
+        """Settings of a client, by the names of `kafka.security`."""
         return {
             "security_protocol": PROTOCOL,
             "sasl_mechanism": MECHANISM,
@@ -37,19 +37,19 @@ class Login:
 
 
 def at(bootstrap: str) -> Login | None:
-    """The login of the embedded broker at this address, if it is this user's and asks for one. Raises `BrokerError`."""
+    """The login of the embedded broker at this address, if it belongs to this user and has one. Raises `BrokerError`."""
     host, _, port = bootstrap.strip().rpartition(":")
     if host not in (HOST, "localhost"):
         return None
     for directory in (state_path() / "broker", *started):
-        chosen = ports.remembered(directory)
-        if chosen is not None and str(chosen.client) == port:
+        last_ports = ports.remembered(directory)
+        if last_ports is not None and str(last_ports.client) == port:
             return read(directory)
     return None
 
 
 def read(directory: Path) -> Login | None:
-    """The login in a broker's directory; None for a broker that was last started without one. Raises `BrokerError`."""
+    """The login in a broker's directory; None if the broker was last started without one. Raises `BrokerError`."""
     file = directory / FILE
     try:
         settings = dict(line.split("=", 1) for line in file.read_text(encoding="ascii").splitlines() if "=" in line)
@@ -63,10 +63,10 @@ def read(directory: Path) -> Login | None:
 
 
 def ensure(directory: Path) -> Login:
-    """The login in a broker's directory, made unless it is there. Raises `BrokerError`."""
-    if (kept := read(directory)) is not None:
-        return kept
-    made = Login(USER, secrets.token_urlsafe(_PASSWORD_BYTES))
-    lines = {"security.protocol": PROTOCOL, "sasl.mechanism": MECHANISM, "sasl.username": made.user, "sasl.password": made.password}
+    """The login in a broker's directory, created if missing. Raises `BrokerError`."""
+    if (login := read(directory)) is not None:
+        return login
+    login = Login(USER, secrets.token_urlsafe(_PASSWORD_BYTES))
+    lines = {"security.protocol": PROTOCOL, "sasl.mechanism": MECHANISM, "sasl.username": login.user, "sasl.password": login.password}
     write_private(directory / FILE, "".join(f"{name}={value}\n" for name, value in lines.items()))
-    return made
+    return login

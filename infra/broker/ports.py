@@ -1,4 +1,4 @@
-"""The broker's two loopback ports: chosen once and remembered beside its data, so that its address outlives a restart."""
+"""The broker's two loopback ports, stored with its data so that its address stays the same after a restart."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ from penstock.infra.broker.settings import HOST
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import write_private
 
-# Below the ports that systems give to outgoing connections (32768 and up), where a remembered one could be taken by chance.
+# Below the ports of outgoing connections (32768 and up), which could occupy a stored one by chance.
 _RANGE = range(20000, 30000)
 _TRIES = 200
 _FILE = "ports.json"
@@ -20,7 +20,7 @@ _FILE = "ports.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Where clients connect, and where the broker talks to its own controller."""
+    """Port of the clients, and port of the broker's own controller."""
 
     client: int
     controller: int
@@ -29,16 +29,16 @@ class Ports:
 def remembered(directory: Path) -> Ports | None:
     """Return the ports last chosen for the broker of this directory."""
     try:
-        noted = json.loads((directory / _FILE).read_text())
-        return Ports(client=int(noted["client"]), controller=int(noted["controller"]))
+        stored = json.loads((directory / _FILE).read_text())
+        return Ports(client=int(stored["client"]), controller=int(stored["controller"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def choose(directory: Path, port: int | None) -> Ports:
-    """Return the ports to start with and remember them; `BrokerError` when another program has the client port.
+    """Choose the ports of a start and store them. Raises `BrokerError` if another program has the client port.
 
-    No client knows the controller's port, so one that is taken is replaced silently.
+    No client uses the controller's port, so an occupied one is replaced silently.
     """
     before = remembered(directory)
     client = port if port is not None else before.client if before else _free(avoid=0)
@@ -49,13 +49,13 @@ def choose(directory: Path, port: int | None) -> Ports:
             f"(`penstock broker start --port N`)"
         )
     controller = before.controller if before and before.controller != client and is_free(before.controller) else _free(avoid=client)
-    chosen = Ports(client=client, controller=controller)
+    ports = Ports(client=client, controller=controller)
     write_private(directory / _FILE, json.dumps({"client": client, "controller": controller}))
-    return chosen
+    return ports
 
 
 def is_free(port: int) -> bool:
-    """True if a server could listen on this loopback port now; `BrokerError` for a number that is no port."""
+    """True if a server could listen on this loopback port now. Raises `BrokerError` for an invalid port."""
     if not 1 <= port <= 65535:
         raise BrokerError(f"{port} is not a port: choose one between 1024 and 65535")
     with socket.socket() as server:
@@ -68,7 +68,7 @@ def is_free(port: int) -> bool:
 
 
 def new_cluster_id() -> str:
-    """Return a random cluster id as Kafka writes them: a UUID in URL-safe base64 that does not look like an option."""
+    """Return a random cluster id in Kafka's format: a UUID in URL-safe base64 that does not look like an option."""
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not text.startswith("-"):

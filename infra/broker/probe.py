@@ -1,11 +1,10 @@
-"""Checks that a Kafka broker serves: it answers a metadata request with itself among the live brokers.
+"""Checks that the embedded broker serves, and sets its password, by single requests of Kafka's protocol.
 
-An accepted connection is not enough: the socket is open a second before the broker may be used.
+A broker serves if it responds to a metadata request with itself among the live brokers. An accepted connection is not enough: the socket is
+open a second before the broker can be used.
 """
 
-import base64
 import hashlib
-import hmac
 import secrets
 import socket
 import struct
@@ -16,7 +15,7 @@ from penstock.infra.broker.login import MECHANISM, Login
 
 _SASL_HANDSHAKE, _SASL_AUTHENTICATE = (17, 1), (36, 0)
 _CLIENT, _CORRELATION = b"penstock-probe", 1
-_LARGEST_RESPONSE, _MOST_ITERATIONS = 1 << 20, 1 << 16
+_LARGEST_RESPONSE = 1 << 20
 _METADATA, _ALTER_SCRAM_CREDENTIALS = (3, 2), (51, 0)
 _SHA_256, _ITERATIONS = 1, 4096
 _UNREADABLE = (OSError, struct.error, UnicodeDecodeError, ValueError, KeyError)
@@ -27,7 +26,7 @@ class Refused(Exception):
 
 
 class Session:
-    """One connection; raises `OSError` or `struct.error` if no Kafka broker responds in time."""
+    """One connection. Raises `OSError` or `struct.error` if no Kafka broker responds in time."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
         self._socket = socket.create_connection((host, port), timeout=timeout_s)
@@ -40,7 +39,7 @@ class Session:
         self._socket.close()
 
     def request(self, api: tuple[int, int], body: bytes, *, flexible: bool = False) -> bytes:
-        """Send a request of (API key, version); returns the body of the response. `flexible`: headers with tagged fields."""
+        """Send a request of (API key, version) and return the body of the response. `flexible`: headers with tagged fields."""
         tags = b"\0" if flexible else b""
         message = struct.pack(">hhih", *api, _CORRELATION, len(_CLIENT)) + _CLIENT + tags + body
         self._socket.sendall(struct.pack(">i", len(message)) + message)
@@ -49,29 +48,22 @@ class Session:
             raise ConnectionError("the response is not Kafka's")
         response = self._read(size)
         if struct.unpack_from(">i", response)[0] != _CORRELATION:
-            raise ConnectionError("the response is of another request")
+            raise ConnectionError("the response belongs to another request")
         return response[4 + len(tags) :]
 
     def log_in(self, login: Login) -> None:
-        """Authenticate by SCRAM. Raises `Refused`."""
-        nonce = secrets.token_hex(16)
-        bare = f"n={login.user},r={nonce}"
-        first = self._authenticate(MECHANISM, f"n,,{bare}".encode()).decode()
-        fields = dict(field.split("=", 1) for field in first.split(",") if "=" in field)
-        iterations = int(fields["i"])
-        if not fields["r"].startswith(nonce) or not 0 < iterations <= _MOST_ITERATIONS:
-            raise ConnectionError("the response is not of this exchange")
-        salted = hashlib.pbkdf2_hmac("sha256", login.password.encode(), base64.b64decode(fields["s"]), iterations)
-        client_key, server_key = _hmac(salted, b"Client Key"), _hmac(salted, b"Server Key")
-        final = f"c=biws,r={fields['r']}"
-        exchange = f"{bare},{first},{final}".encode()
-        proof = bytes(a ^ b for a, b in zip(client_key, _hmac(hashlib.sha256(client_key).digest(), exchange), strict=True))
-        verifier = self._continue(f"{final},p={base64.b64encode(proof).decode()}".encode())
-        if not hmac.compare_digest(verifier, b"v=" + base64.b64encode(_hmac(server_key, exchange))):
-            raise ConnectionError("the program at this port does not have the password")
+        """Authenticate by SCRAM (RFC 5802), which never sends the password: another program at the port learns nothing.
+
+        Raises `Refused`, or `ValueError` if the server does not have the password.
+        """
+        from kafka.net.sasl.scram import ScramClient  # a broker without a password does not need the client library
+
+        client = ScramClient(login.user, login.password, MECHANISM)
+        client.process_server_first_message(self._authenticate(MECHANISM, client.first_message()))
+        client.process_server_final_message(self._continue(client.final_message()))
 
     def log_in_plainly(self, login: Login) -> None:
-        """Authenticate by PLAIN, which sends the password: only to a port that is known to be the broker's. Raises `Refused`."""
+        """Authenticate by PLAIN, which sends the password: only at a port that is certainly the broker's. Raises `Refused`."""
         self._authenticate("PLAIN", f"\0{login.user}\0{login.password}".encode())
 
     def _authenticate(self, mechanism: str, message: bytes) -> bytes:
@@ -100,7 +92,7 @@ class Session:
 
 
 def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = None) -> str | None:
-    """Return the cluster id of the broker at this address, or None while none serves there. Raises `Refused`."""
+    """Return the cluster id of the broker at this address, None while none serves there. Raises `Refused`."""
     try:
         with Session(host, port, timeout_s=timeout_s) as session:
             if login is not None:
@@ -111,7 +103,7 @@ def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = 
 
 
 def set_password(host: str, port: int, login: Login, *, by: Login, timeout_s: float) -> None:
-    """Have the broker accept `login`, as the user `by` that its properties name; no effect while it does not serve. Raises `Refused`."""
+    """Let the broker accept `login`, as its own user `by`; without effect while it does not serve. Raises `Refused`."""
     salt = secrets.token_bytes(16)
     salted = hashlib.pbkdf2_hmac("sha256", login.password.encode(), salt, _ITERATIONS)
     # Kafka protocol guide, AlterUserScramCredentials version 0: no deletions, one upsertion, tagged fields empty.
@@ -150,7 +142,3 @@ def read_string(response: bytes, at: int) -> tuple[str | None, int]:
 
 def _string(text: bytes) -> bytes:
     return struct.pack(">h", len(text)) + text
-
-
-def _hmac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")

@@ -1,4 +1,4 @@
-"""Processes by pid and start time: a reused pid is never taken for ours, let alone killed."""
+"""Processes identified by pid and start time: a reused pid is never taken for ours."""
 
 import fcntl
 import json
@@ -14,14 +14,14 @@ from penstock.infra.broker.java import environment
 from penstock.infra.paths import write_private
 
 PATIENCE_S, CHECK_EVERY_S = 2.0, 0.05
-"""A lock is waited for in silence at first: whoever looks whether the broker runs holds it for an instant."""
+"""Time for which a lock is waited for silently: a status query owns it for an instant."""
 
-# Children of this process, kept so that they are reaped when they end.
+# Children of this process, so that they are reaped when they end.
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
 def start_mark(pid: int) -> str | None:
-    """Return a mark that distinguishes this process from any other with its pid, or None when none is alive (a zombie is not)."""
+    """Return a text that distinguishes this process from any other with its pid; None if it has ended (a zombie has)."""
     child = _children.get(pid)
     if child is not None and child.poll() is not None:
         del _children[pid]
@@ -32,7 +32,7 @@ def start_mark(pid: int) -> str | None:
         except OSError:
             return None
         state, threads, ticks = fields[0], int(fields[17]), fields[19]  # proc(5): state, num_threads, starttime since the boot
-        if state in "ZX" and threads <= 1:  # with more than one thread, the others still hold ports and files
+        if state in "ZX" and threads <= 1:  # with more threads, the others still have ports and files
             return None
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{ticks}"
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
@@ -41,9 +41,9 @@ def start_mark(pid: int) -> str | None:
 
 
 def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, log_bytes: int = 0) -> int:
-    """Start a Java program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`.
+    """Start a Java program in a session of its own, so that Ctrl-C in this terminal does not reach it; stores it in `pid_file`.
 
-    `log_bytes` is the size of its log before the start: its own output follows from there.
+    `log_bytes` is the size of its log before the start, and the offset of its own output.
     """
     with output.open("wb") as console:
         child = subprocess.Popen(
@@ -56,17 +56,17 @@ def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, 
 
 
 def running(pid_file: Path) -> int | None:
-    """Return the pid noted in `pid_file` if that very process still runs."""
+    """Return the pid in `pid_file` if that very process still runs."""
     try:
-        noted = json.loads(pid_file.read_text())
-        pid, started = int(noted["pid"]), noted["started"]
+        stored = json.loads(pid_file.read_text())
+        pid, started = int(stored["pid"]), stored["started"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return pid if started is not None and start_mark(pid) == started else None
 
 
 def log_bytes(pid_file: Path) -> int | None:
-    """Return the offset at which the log of the process noted in `pid_file` begins, running or not; None when none is noted."""
+    """Offset of the process's own output in its log, from `pid_file`, running or not; None if no process is stored."""
     try:
         return int(json.loads(pid_file.read_text()).get("log_bytes", 0))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -74,7 +74,7 @@ def log_bytes(pid_file: Path) -> int | None:
 
 
 def end(pid_file: Path, *, timeout_s: float) -> bool:
-    """End the noted process with SIGTERM, after `timeout_s` seconds with SIGKILL; return whether it ended by itself."""
+    """End the stored process by SIGTERM, after `timeout_s` seconds by SIGKILL; returns True if SIGTERM was enough."""
     gentle = True
     for signal_number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
         pid = running(pid_file)
@@ -93,16 +93,16 @@ def end(pid_file: Path, *, timeout_s: float) -> bool:
 
 @contextmanager
 def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path` against other processes and threads; `waiting` is called once if that takes `PATIENCE_S`."""
+    """Lock `path` exclusively against other processes and threads; `waiting` is called once if that takes `PATIENCE_S`."""
     with path.open("w") as file:
-        asked = time.monotonic()
+        start_s = time.monotonic()
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(CHECK_EVERY_S)
-            if time.monotonic() - asked >= PATIENCE_S:
+            if time.monotonic() - start_s >= PATIENCE_S:
                 waiting()
                 fcntl.flock(file, fcntl.LOCK_EX)
                 break

@@ -1,4 +1,4 @@
-"""Every setting of the embedded broker, each with its reason; paths are relative to the broker's own directory."""
+"""All settings of the embedded broker, each with its reason; paths are relative to the broker's own directory."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _SINGLE_NODE = {
     "process.roles": "broker,controller",
     "node.id": str(NODE_ID),
     "controller.listener.names": "CONTROLLER",
-    # Every listener asks for a password. PLAIN is between the broker and itself; clients prove that they have theirs without sending it.
+    # Every listener requires a password. PLAIN is between the broker and itself; clients authenticate without sending theirs.
     "listener.security.protocol.map": "CLIENT:SASL_PLAINTEXT,CONTROLLER:SASL_PLAINTEXT",
     "listener.name.controller.sasl.enabled.mechanisms": "PLAIN",
     "sasl.mechanism.controller.protocol": "PLAIN",
@@ -24,7 +24,7 @@ _SINGLE_NODE = {
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
     "min.insync.replicas": "1",
-    # 50 partitions each by default: 100 logs to open and to flush for a handful of groups and transactional ids.
+    # The default of 50 partitions each means 100 logs to open and flush for a few groups and transactional ids.
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.num.partitions": "4",
 }
@@ -36,30 +36,30 @@ _BEHAVIOUR = {
     "message.max.bytes": str(18 * 1024 * 1024 + 64 * 1024),
     # A group starts with the members it has; the 3 s default waits for more at every start.
     "group.initial.rebalance.delay.ms": "0",
-    # Lets workers ask for sessions shorter than 6 s, so that a killed worker's partitions move on within 2 s.
+    # Allows sessions shorter than 6 s, so that a killed worker's partitions are reassigned within 2 s.
     "group.min.session.timeout.ms": "1000",
     # A broker that was frozen, with its machine or alone, stays in service: a controller that fences the only broker leaves every
     # partition without a leader for a moment, in which Kafka 4.3.1 can lose the end of a transaction (`fencing`).
     "broker.session.timeout.ms": "30000",
     "broker.heartbeat.interval.ms": "500",
-    # An overdue transaction of a dead worker blocks every read_committed reader: check each second, not every ten.
+    # An overdue transaction of a killed worker blocks every read_committed reader: check each second, not every ten.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
-    # A broker that was frozen for a minute has the reconnections of all its clients queued; the default queue of 50 turns the others away.
+    # After a minute's freeze the reconnections of all clients are queued; the default queue of 50 refuses the others.
     "socket.listen.backlog.size": "1000",
     # A run may be resumed after months: group offsets expire after 7 days by default.
     "offsets.retention.minutes": str(10 * 365 * 24 * 60),
 }
 
 _DISK = {
-    # A plan names group records by offset and a checkpoint counts on the ledger records before it. With this, a record is on disk
-    # before it is acknowledged and before anyone can read it, so a power cut never takes a record that a checkpoint depends on; the
-    # same holds for transaction markers and group offsets. By default Kafka leaves that to the operating system (tens of seconds)
+    # A plan names group records by offset, and a checkpoint depends on the ledger records before it. With this setting a record is on
+    # disk before it is acknowledged and before any reader sees it, so a power failure never loses a record that a checkpoint depends on;
+    # the same holds for transaction markers and group offsets. By default Kafka leaves that to the operating system (tens of seconds)
     # and to replicas, which a single broker does not have. Cost: one fsync per batch, not per record.
     "log.flush.interval.messages": "1",
     # Old weights are deleted segment by segment: check every 5 s instead of every 5 minutes, from the first second on.
     "log.retention.check.interval.ms": "5000",
     "log.initial.task.delay.ms": "1000",
-    # The default takes 128 of the 512 MB heap for compaction, which here sees a few thousand keys.
+    # The default takes 128 of the 512 MB heap for compaction of a few thousand keys.
     "log.cleaner.dedupe.buffer.size": str(8 * 1024 * 1024),
 }
 
@@ -71,7 +71,7 @@ JVM = (
     "-XX:+UseSerialGC",
     # C1 only: starts in 2.6 s instead of 4.1 s; C2 pays off only for TLS, which a loopback does not use.
     "-XX:TieredStopAtLevel=1",
-    # A broker out of memory answers with errors or not at all: let it exit and log why.
+    # A broker out of memory responds with errors or not at all: let it exit and log the cause.
     "-XX:+ExitOnOutOfMemoryError",
     # No files in the shared temporary directory.
     "-XX:-UsePerfData",
@@ -84,7 +84,7 @@ JVM = (
 # Java 22 and later warn about the native compression libraries without it.
 JVM_FROM_22 = ("--enable-native-access=ALL-UNNAMED",)
 
-# 8 MB and two older files: a broker that complains for weeks takes 24 MB. Without KafkaConfig each start lists 400 settings five times.
+# 8 MB and two older files: a broker that logs errors for weeks takes 24 MB. Without KafkaConfig each start lists 400 settings five times.
 LOG4J = """\
 status = error
 appender.file.type = RollingFile
@@ -108,9 +108,9 @@ rootLogger.appenderRef.file.ref = file
 
 
 def server_properties(*, port: int, controller_port: int, data: str, password: str) -> str:
-    """Return the text of `server.properties`; both listeners are bound to the loopback and to nothing else.
+    """Return the text of `server.properties`; both listeners are bound to the loopback only.
 
-    `password` is the one of the broker at its own listeners, made for each start; it has no quotation mark and no backslash.
+    `password` is the broker's at its own listeners, new at each start; it has no quotation mark and no backslash.
     """
     client, controller = f"CLIENT://{HOST}:{port}", f"CONTROLLER://{HOST}:{controller_port}"
     addresses = {
@@ -129,13 +129,13 @@ def server_properties(*, port: int, controller_port: int, data: str, password: s
 
 
 def own_password(properties: str) -> str | None:
-    """The broker's own password in the text of `server.properties`; None in one without."""
-    found = re.search(rf'user_{OWN_USER}="([^"]*)"', properties)
-    return found[1] if found else None
+    """The broker's own password in the text of `server.properties`; None if it has none."""
+    match = re.search(rf'user_{OWN_USER}="([^"]*)"', properties)
+    return match[1] if match else None
 
 
 def fencing_properties(*, controller_port: int, data: str, password: str) -> str:
-    """Return the properties of the same node as a controller only, which fences a missing broker as soon as possible."""
+    """Properties of the same node as a controller only, which fences a missing broker as soon as possible."""
     properties = {
         "process.roles": "controller",
         "listeners": f"CONTROLLER://{HOST}:{controller_port}",

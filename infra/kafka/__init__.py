@@ -1,1 +1,1 @@
-"""The log on Apache Kafka: `KafkaLog` and its parts; only this package knows the client library."""
+"""The log on Apache Kafka. No other package imports the client library, except `infra/broker` for SCRAM."""

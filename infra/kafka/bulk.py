@@ -1,6 +1,6 @@
 """Reads whole partitions and writes records in bulk through librdkafka, for exports and imports.
 
-The rule: memory holds only librdkafka's queues and one block of records, however long a partition is; its errors become ours here.
+Memory is bounded by librdkafka's queues and one block of records.
 """
 
 import time
@@ -20,15 +20,15 @@ BLOCK_BYTES = 8 << 20
 BLOCK_RECORDS = 2000
 FETCH_BYTES = 8 << 20
 QUEUE_KIB = 24 << 10
-ANSWER_S = 60.0
+ACK_TIMEOUT_S = 60.0
 SILENT_S = 60.0
-"""Give up on a broker that sends nothing for this long although there is more to read."""
+"""Timeout for a broker that sends nothing although there is more to read."""
 POLL_S = 0.02
-"""Longest wait for a batch of records to fill up once some have come."""
+"""Longest wait for further records once some have arrived."""
 
 
 class _Client:
-    """Keeps the reason for a missing connection, which librdkafka reports only to its error callback."""
+    """Stores the cause of a missing connection, which librdkafka passes only to its error callback."""
 
     def __init__(self) -> None:
         self._problem: str | None = None
@@ -45,7 +45,7 @@ class BulkReader(_Client):
         self._read_dead_letters = read_dead_letters
         settings = {
             **librdkafka(connection),
-            "group.id": f"{connection.client_id}-bulk",  # the client demands one; no group is joined and nothing is committed
+            "group.id": f"{connection.client_id}-bulk",  # required by the client; it joins no group and commits nothing
             "enable.auto.commit": False,
             "auto.offset.reset": "error",  # records that retention deletes during the read are an error, not a gap
             "isolation.level": "read_committed",
@@ -59,26 +59,26 @@ class BulkReader(_Client):
         }
         with _translated(f"{connection.bootstrap} cannot be read"):
             self._consumer = Consumer(settings)
-        self._asked: set[str] = set()
+        self._topics: set[str] = set()
 
     def read(self, topic: str, partition: int, *, first: int, end: int) -> Iterator[list[Record]]:
-        """The committed records from offset `first` on and below `end`, in blocks. Raises `LogError`."""
+        """Yield the committed records from offset `first` up to below `end`, in blocks. Raises `LogError`."""
         self._consumer.assign([TopicPartition(topic, partition, first)])
-        if topic not in self._asked:  # librdkafka itself asks for a new topic's leaders only every second
-            self._asked.add(topic)
-            with suppress(KafkaException):  # without an answer it asks again by itself
+        if topic not in self._topics:  # librdkafka looks up the leaders of a new topic only once a second
+            self._topics.add(topic)
+            with suppress(KafkaException):  # it retries by itself
                 self._consumer.list_topics(topic, 1.0)
         records: list[Record] = []
-        size, largest, last_answer = 0, 0, time.monotonic()
+        size, largest, last_response = 0, 0, time.monotonic()
         position = first
         while position < end:
-            # No more at once than fill the block if they are as large as the largest one so far.
+            # At most as many as fill the block if all are as large as the largest record so far.
             room = (BLOCK_BYTES - size) // largest if largest else 1
             messages = self._consumer.consume(min(end - position, BLOCK_RECORDS - len(records), max(room, 1)), POLL_S)
-            if not messages and time.monotonic() - last_answer > SILENT_S:
+            if not messages and time.monotonic() - last_response > SILENT_S:
                 raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
             if messages:
-                last_answer = time.monotonic()
+                last_response = time.monotonic()
             for message in messages:
                 if (error := message.error()) is not None:
                     if error.code() == KafkaError._BAD_MSG and (after := self._offset_after_skip(message)) is not None:
@@ -87,7 +87,7 @@ class BulkReader(_Client):
                         break
                     if error.code() != KafkaError._PARTITION_EOF:
                         raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
-                    position = end  # only transaction markers are left below it
+                    position = end  # below it are only transaction markers
                     break
                 record = _record(message)
                 position = record.offset + 1
@@ -104,14 +104,13 @@ class BulkReader(_Client):
             yield records
 
     def _offset_after_skip(self, message: Any) -> int | None:
-        """The offset behind this damaged batch, if a person has had the run's readers skip it (`penstock topics skip`)."""
+        """Return the offset after this damaged batch if the operator had readers skip it (`penstock topics skip`)."""
         partition, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
         records = [] if self._read_dead_letters is None else self._read_dead_letters(f"{run}.dead-letters")
         skips = dead_letters.stretches(records, run=run)
         return next((offsets.stop for tp, offsets in skips if tp == partition and message.offset() in offsets), None)
 
     def close(self) -> None:
-        """Close the consumer."""
         self._consumer.close()
 
 
@@ -121,9 +120,9 @@ def writing(connection: Connection) -> dict[str, Any]:
         **librdkafka(connection),
         "enable.idempotence": True,
         "acks": "all",
-        # With a second request on its way a new topic loses records that were acknowledged: the broker refuses the first batch
-        # while it is not yet the leader, accepts the second one, whose sequence number it cannot check, and takes the first for a
-        # duplicate when it is sent again. docs/upstream/a-new-topic-loses-its-first-batch.md
+        # With two requests in flight a new topic loses acknowledged records: a broker that is not yet the leader refuses the first batch,
+        # accepts the second without being able to check its sequence number, and takes the resent first batch for a duplicate.
+        # docs/upstream/a-new-topic-loses-its-first-batch.md
         "max.in.flight.requests.per.connection": 1,
         "linger.ms": 5,
         "batch.size": 1_000_000,
@@ -133,7 +132,7 @@ def writing(connection: Connection) -> dict[str, Any]:
 
 
 class BulkWriter(_Client):
-    """Appends records with their timestamps, in the order given; for one thread."""
+    """Appends records with their timestamps, in order; for one thread."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -157,13 +156,13 @@ class BulkWriter(_Client):
         self._produce(topic, partition=0, key=key, value=None)
 
     def flush(self) -> None:
-        """Wait until everything is acknowledged. Raises `LogError`."""
-        if self._producer.flush(ANSWER_S):
-            raise LogError(f"records were not acknowledged within {ANSWER_S:g} s: {self._problem or 'the broker is silent'}")
+        """Wait until all records are acknowledged. Raises `LogError`."""
+        if self._producer.flush(ACK_TIMEOUT_S):
+            raise LogError(f"records were not acknowledged within {ACK_TIMEOUT_S:g} s: {self._problem or 'the broker is silent'}")
         self._check()
 
     def _produce(self, topic: str, **record: Any) -> None:
-        until = time.monotonic() + ANSWER_S
+        until = time.monotonic() + ACK_TIMEOUT_S
         with _translated(f"{topic}: a record was not written"):
             while True:
                 try:
@@ -172,7 +171,9 @@ class BulkWriter(_Client):
                 except BufferError as error:  # the client's queue is full
                     self._producer.poll(0.1)
                     if time.monotonic() > until:
-                        raise LogError(f"{topic}: nothing was acknowledged for {ANSWER_S:g} s: {self._problem or 'silence'}") from error
+                        raise LogError(
+                            f"{topic}: nothing was acknowledged for {ACK_TIMEOUT_S:g} s: {self._problem or 'silence'}"
+                        ) from error
         self._producer.poll(0)
         self._check()
 

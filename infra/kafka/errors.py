@@ -1,7 +1,4 @@
-"""Makes the client library's objects, and translates its errors into ours.
-
-The rule: a client that cannot be made leaves nothing running behind.
-"""
+"""Creates clients of the client library and translates its errors into ours."""
 
 import logging
 import re
@@ -19,7 +16,7 @@ from penstock.infra.kafka.settings import Connection, connecting
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
-# It warns at each connection that SCRAM sends a password in the clear, which it does not.
+# At each connection it warns that SCRAM sends a password in the clear, which it does not.
 logging.getLogger("kafka.net.sasl.scram").setLevel(logging.ERROR)
 
 NEVER_WRITTEN = (
@@ -40,9 +37,9 @@ UNREACHABLE = (
     errors.KafkaTimeoutError,
     errors.MetadataEmptyBrokerList,
     errors.Cancelled,
-    errors.UnknownBrokerIdError,  # a broker that has just come back does not lead its partitions yet
+    errors.UnknownBrokerIdError,  # a broker that has just returned does not lead its partitions yet
 )
-"""Errors a client raises while no broker answers."""
+"""Errors a client raises while no broker responds."""
 GENERATION_OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
 _FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
 _FORBIDDEN = (
@@ -55,7 +52,7 @@ REFUSED = (*_FORBIDDEN, errors.SaslAuthenticationFailedError)
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line of at most 300 characters, with what to do about a missing right."""
+    """Format an error as one line of at most 300 characters, with the fix for a missing right."""
     if isinstance(error, errors.InvalidTimestampError):
         return "the broker finds the record's time too far from its own: set this machine's clock"
     text = " ".join(str(error).split()) or type(error).__name__
@@ -66,7 +63,7 @@ def one_line(error: BaseException) -> str:
 
 
 def translate(error: BaseException, what: str) -> LogError:
-    """Translate an `error` of the client library into ours; `what` names the attempt and its object."""
+    """Translate an error of the client library; `what` names the attempt and its object."""
     if isinstance(error, LogError):
         return error
     text = f"{what}: {one_line(error)}"
@@ -85,7 +82,7 @@ _REFUSAL = re.compile(r"Authentication failed[^)]*|CERTIFICATE_VERIFY_FAILED[^(\
 
 
 class _Reasons(logging.Handler):
-    """Keeps the reasons that the client library only logs while it fails to reach a broker."""
+    """Collects the causes that the client library only logs when it cannot reach a broker."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -93,20 +90,20 @@ class _Reasons(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if found := _REFUSAL.search(text):
-            self.refused = found[0]
+        if match := _REFUSAL.search(text):
+            self.refused = match[0]
         if "Bootstrap connection" not in text or not self.last:
             self.last = text
 
 
 def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, Any]) -> Any:
-    """A client of class `kind`; raises LogUnreachable in one line when no broker answers in time."""
+    """Return a client of class `kind`. Raises `LogUnreachable` if no broker responds in time, with nothing left running."""
     faults.apply()
-    made: list[Any] = []
+    network_clients: list[Any] = []
 
     def net_client(**configs: Any) -> Any:
-        made.append(KafkaNetClient(**configs, **connecting()))
-        return made[0]
+        network_clients.append(KafkaNetClient(**configs, **connecting()))
+        return network_clients[0]
 
     reasons = _Reasons()
     net_log = logging.getLogger("kafka.net")
@@ -114,7 +111,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     try:
         return kind(**settings, kafka_client=net_client)
     except errors.KafkaError as error:
-        for client in made:
+        for client in network_clients:
             client.close()
         if reasons.refused:
             reason = one_line(RuntimeError(reasons.refused))
@@ -138,13 +135,13 @@ def _unreachable(connection: Connection, reason: str, hint: str = "") -> LogUnre
 
 
 def probe(connection: Connection) -> None:
-    """Raise LogUnreachable with the reason, at once, if nothing listens at any of the addresses."""
+    """Raise `LogUnreachable` at once, with the cause, if no address accepts connections."""
     reason = ""
     servers = connection.servers()
-    patience_s = min(5.0, connection.unreachable_after_s) / len(servers)
+    timeout_s = min(5.0, connection.unreachable_after_s) / len(servers)
     for host, port in servers:
         try:
-            socket.create_connection((host, int(port)), timeout=patience_s).close()
+            socket.create_connection((host, int(port)), timeout=timeout_s).close()
         except OSError as error:
             reason = getattr(error, "strerror", None) or one_line(error)
         else:
@@ -154,7 +151,7 @@ def probe(connection: Connection) -> None:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Translate errors of the client library that the block raises into ours."""
+    """Translate errors of the client library that the block raises."""
     try:
         yield
     except errors.KafkaError as error:

@@ -1,6 +1,6 @@
 """`KafkaLog`: the log on Apache Kafka.
 
-The rule: a log object is cheap and shared; each tail, member, producer and transactional writer has a client of its own.
+A log is cheap and shared; each tail, member, producer and transactional writer has a client of its own.
 """
 
 import logging
@@ -24,15 +24,15 @@ from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, C
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
-# It warns whenever a busy machine gives the client's thread no core for a moment.
+# It warns whenever a busy machine leaves the client's thread without a core for a moment.
 logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
 
 _LONGEST_S = 7 * 86400.0
-"""Client settings count milliseconds in 32 bits."""
+"""Limit of client settings, which count milliseconds in 32 bits."""
 
 
 class KafkaLog:
-    """A connection to one Kafka cluster; raises LogUnreachable in one line when no broker answers in `unreachable_after_s`."""
+    """A connection to one Kafka cluster. Raises `LogUnreachable` if no broker responds within `unreachable_after_s`."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class KafkaLog:
             self._contact.report_to(notify)
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
-        """Create the topics that are missing; raises LogError when one that exists has other partitions or settings.
+        """Create missing topics. Raises `LogError` if an existing one has other partitions or settings.
 
-        Returns a line for each of which the cluster keeps fewer copies.
+        Returns a line for each topic with fewer replicas than `copies` requests.
         """
         return self._admin.create(specs, copies)
 
     def weaknesses(self) -> list[Weakness]:
-        """Where this cluster would lose acknowledged records with one of its brokers."""
+        """Settings and topics with which this cluster loses acknowledged records together with one broker."""
         return weaknesses(self._admin)
 
     def topics(self, prefix: str = "") -> list[str]:
@@ -76,50 +76,50 @@ class KafkaLog:
         return self._admin.topics(prefix)
 
     def delete_topics(self, names: Iterable[str]) -> None:
-        """Delete topics with all their records; those that do not exist are no error."""
+        """Delete topics with all their records; missing ones are no error."""
         self._admin.delete(names)
 
     def partitions(self, topic: str) -> int | None:
-        """How many partitions a topic has; None when it does not exist."""
+        """Number of partitions of a topic; None if it does not exist."""
         return self._admin.partitions(topic)
 
     def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Partition -> the first offset that is still kept."""
+        """Partition -> the first offset that retention has not deleted."""
         return self._admin.offsets(partitions, end=False, committed=True)
 
     def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
-        """Partition -> offset of the first record with this timestamp or a later one, the next offset where there is none."""
-        wanted = list(partitions)
-        ends = self._admin.offsets(wanted, end=True, committed=False)
-        found = self._admin.offsets(wanted, end=False, committed=False, time_ms=time_ms)
-        return {partition: offset if offset >= 0 else ends[partition] for partition, offset in found.items()}
+        """Partition -> offset of the first record at or after this time, the end offset if there is none."""
+        partitions = list(partitions)
+        ends = self._admin.offsets(partitions, end=True, committed=False)
+        offsets = self._admin.offsets(partitions, end=False, committed=False, time_ms=time_ms)
+        return {partition: offset if offset >= 0 else ends[partition] for partition, offset in offsets.items()}
 
     def delete_records(self, before: Mapping[Partition, int]) -> None:
-        """Delete the records before these offsets for good; disk is freed by whole segments, soon after."""
+        """Delete the records before these offsets; disk is freed soon after, by whole segments."""
         self._admin.delete_records(before)
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
+        """Partition -> one past the last readable offset; with `committed`, at most the start of the first open transaction."""
         return self._admin.offsets(partitions, end=True, committed=committed)
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> KafkaTail:
-        """A reader of exactly these partitions; `group` only keeps offsets for it.
+        """Return a reader of exactly these partitions; `group` only stores offsets.
 
-        `fetch_bytes`: how much of a partition is asked for at once, by one who wants little of what is there.
+        `fetch_bytes`: size of one request to a partition, for a caller that needs few of its records.
         """
         return self._tail(starts, group=group, read_dead_letters=self.read_dead_letters, fetch_bytes=fetch_bytes)
 
-    def _tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **chosen: Any) -> KafkaTail:
-        """As `tail`; without `letters` it stops at whatever is damaged."""
-        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, group=group, **chosen)
+    def _tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **options: Any) -> KafkaTail:
+        """Like `tail`; without `read_dead_letters` it stops at damaged records."""
+        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, group=group, **options)
 
     def hanging(self, topics: Iterable[str], *, patience_s: float = hanging.PATIENCE_S) -> list[Hanging]:
-        """Transactions in these topics that nobody will end, which takes a while to tell; group offsets are looked at, too."""
+        """Open transactions that no coordinator will end, of these topics and of group offsets. Takes a while if any is open."""
         return hanging.find(self._admin, [*topics, hanging.GROUP_OFFSETS], patience_s=patience_s)
 
-    def end_hanging(self, found: Hanging, *, commit: bool) -> None:
-        """Write the missing end of a transaction; needs the right to alter the cluster."""
-        hanging.end(self._admin, found, commit=commit)
+    def end_hanging(self, transaction: Hanging, *, commit: bool) -> None:
+        """Write the missing end of a transaction; requires the right to alter the cluster."""
+        hanging.end(self._admin, transaction, commit=commit)
 
     @property
     def connection(self) -> Connection:
@@ -137,10 +137,10 @@ class KafkaLog:
         session_s: float = SESSION_S,
         pools: Pools | None = None,
     ) -> KafkaMember:
-        """A member of a consumer group; equal partition numbers of topics with equal counts go to one member.
+        """Return a member of a consumer group; equal partition numbers of topics with equal counts go to one member.
 
-        One that gathers waits some milliseconds for more where few records have come: cheaper, and later. `pools` says which partitions
-        it may own; all members of a group have them, or none has.
+        With `gathers` it waits some milliseconds for more after a poll with few records: cheaper, and later. `pools` limits the
+        partitions it may own; either all members of a group have pools or none.
         """
         member = KafkaMember(
             self._connection,
@@ -162,7 +162,7 @@ class KafkaLog:
     def producer(
         self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0
     ) -> KafkaProducerOfRecords:
-        """A writer of single records; use `linger_ms` 0 when the caller waits for each record."""
+        """Return a writer of single records; use `linger_ms` 0 if the caller waits for each record."""
         return KafkaProducerOfRecords(
             self._connection,
             self._costs,
@@ -174,7 +174,7 @@ class KafkaLog:
         )
 
     def read_dead_letters(self, topic: str) -> list[Record]:
-        """The dead letters that are there, for a reader that has met something it cannot read."""
+        """Records of a dead-letter topic, for a reader that has met an unreadable record; none if the topic is missing."""
         if self.partitions(topic) is None:
             return []
         tail = self._tail({(topic, 0): "earliest"})
@@ -183,12 +183,12 @@ class KafkaLog:
         finally:
             tail.close()
 
-    def first_readable(self, at: Partition, offset: int) -> int:
-        """The first offset from `offset` on at which nothing damaged lies: `offset` itself where it can be read."""
-        return first_readable(self, lambda start: self._tail({at: start}), at, offset)
+    def first_readable(self, partition: Partition, offset: int) -> int:
+        """Return the first offset from `offset` on that is not damaged; `offset` itself if it can be read."""
+        return first_readable(self, lambda start: self._tail({partition: start}), partition, offset)
 
     def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
-        """The value of the newest record with this key, of all that was written when this is called; None if there is none."""
+        """Value of the newest record with this key among all written before the call; None if there is none."""
         tail = self.tail({(topic, partition): "earliest"})
         try:
             return next((record.value for record in reversed(tail.read_to_end(include_open=True)) if record.key == key), None)
@@ -201,10 +201,10 @@ class KafkaLog:
     def transactions(
         self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
     ) -> KafkaTransactions:
-        """A writer of transactions; it takes the id from any other process that holds it.
+        """Return a writer of transactions; it takes the id over from any other process.
 
-        `claim` is written first. The newest record with its key says whose the id is: a writer whom the broker refuses goes on only
-        if that record is its own, without a claim never. So the claim's value must be of this process alone.
+        `claim` is written first. A writer that the broker fences continues only if the newest record with the claim's key is its own
+        claim, and never without a claim. So the claim's value must be unique to this process.
         """
         return KafkaTransactions(
             self._connection,
@@ -220,18 +220,18 @@ class KafkaLog:
         )
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The committed records at exactly these offsets, in the order given; raises RecordMissing naming those that are missing.
+        """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets.
 
-        Waits for an open transaction that holds back an offset: each partition learns of a commit at a different moment.
+        Waits for an open transaction that hides an offset: partitions learn of a commit at different times.
         """
         return self._offsets.read((topic, partition), offsets, timeout_s=timeout_s)
 
     def costs(self) -> dict[str, float]:
-        """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on the client's network threads."""
+        """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on network threads."""
         return self._costs.totals()
 
     def counts(self) -> dict[str, float]:
-        """What has happened to this log's clients so far, and `lag`: records that its group members have not taken yet."""
+        """Events of this log's clients so far, and `lag`: records that its group members have not taken yet."""
         counts = {name: float(self._contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
         members = list(self._members)
         return {**counts, "lag": float(sum(member.lag() for member in members))} if members else counts

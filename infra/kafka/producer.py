@@ -1,7 +1,4 @@
-"""Writing single records.
-
-The rule: a record is acknowledged by the log, or its `Pending` and the next `flush` raise; nothing is lost silently.
-"""
+"""Writes single records: each is acknowledged, or its `Pending` and the next `flush` raise."""
 
 import threading
 import time
@@ -20,11 +17,11 @@ from penstock.infra.kafka.settings import Connection
 from penstock.topics.wire.record import Outgoing
 
 _RECORD_OVERHEAD = 512
-"""[bytes] a small record holds in memory beyond its value: futures, headers, batch bookkeeping."""
+"""[bytes] of futures, headers and batch bookkeeping that a record occupies beyond its value."""
 
 
 def send(kafka: Any, outgoing: Outgoing) -> Any:
-    """Give a record to a client and return its future. Raises KafkaError; KafkaTimeoutError while the topic is unknown."""
+    """Pass a record to a client and return its future. Raises `KafkaError`; `KafkaTimeoutError` while the topic is unknown."""
     headers = list(outgoing.headers)
     return kafka.send(outgoing.topic, outgoing.value, key=outgoing.key, headers=headers, partition=outgoing.partition)
 
@@ -45,12 +42,12 @@ class KafkaPending:
         self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
 
     def offset(self, timeout_s: float | None = None) -> int:
-        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError; None waits as long as the producer."""
+        """Return the offset; None waits as long as the producer. Raises `SendFailed`, `OutcomeUnknown`, or `LogError` after `timeout_s`."""
         try:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:
             if not self._future.is_done and timeout_s is not None:
-                raise LogError(f"no answer from {self._what} within {timeout_s:.0f} s; the record is still on its way") from None
+                raise LogError(f"no answer from {self._what} within {timeout_s:.0f} s; the record is still in flight") from None
             raise edge.translate(error, f"cannot write to {self._what}") from error
         return offset
 
@@ -59,7 +56,7 @@ class KafkaPending:
         return bool(self._future.is_done)
 
     def error(self) -> Exception | None:
-        """The reason it was not written; None while in flight or when written."""
+        """Why it was not written; None while in flight or once written."""
         failed = self._future.exception
         return None if failed is None else edge.translate(failed, f"cannot write to {self._what}")
 
@@ -82,86 +79,83 @@ class KafkaProducerOfRecords:
         self._budget, self._give_up_s = max_in_flight_bytes, give_up_s
         configs = settings.producer(connection, give_up_s=give_up_s, linger_ms=linger_ms)
         self._kafka = contact.reach(lambda: edge.make(KafkaProducer, connection, configs))
-        self._meter = costs.meter("send_s")
         costs.watch(private_api.io_thread(self._kafka), "io_s")
         self._room = threading.Condition()
-        self._held = 0
+        self._in_flight = 0
         self._waiting = 0
         self._failure: LogError | None = None
 
     def send(self, outgoing: Outgoing) -> KafkaPending:
-        """Send a record; blocks while the byte budget is used up. Raises LogError after `give_up_s`."""
-        began = time.thread_time()
-        size = len(outgoing.value) + _RECORD_OVERHEAD
-        self._reserve(size)
-        try:
-            future = self._append(outgoing)
-        except BaseException:
-            self._release(size)
-            raise
-        pending = KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
-        with self._room:
-            self._meter.seconds += time.thread_time() - began
-        return pending
+        """Send a record; blocks while the byte budget is used up. Raises `LogError` after `give_up_s`."""
+        with self._costs.count("send_s"):
+            size = len(outgoing.value) + _RECORD_OVERHEAD
+            self._reserve(size)
+            try:
+                future = self._append(outgoing)
+            except BaseException:
+                self._release(size)
+                raise
+            return KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
 
     def _reserve(self, size: int) -> None:
         with self._room:
-            if self._held and self._held + size > self._budget:
+            if self._in_flight and self._in_flight + size > self._budget:
                 self._waiting += 1
-                free = self._room.wait_for(lambda: not self._held or self._held + size <= self._budget, self._give_up_s)
+                free = self._room.wait_for(lambda: not self._in_flight or self._in_flight + size <= self._budget, self._give_up_s)
                 self._waiting -= 1
                 if not free:
-                    raise SendFailed(f"the broker took nothing for {self._give_up_s:.0f} s with {self._held} bytes waiting; is it running?")
-            self._held += size
-            self._wait.begin()
+                    raise SendFailed(
+                        f"the broker took nothing for {self._give_up_s:.0f} s with {self._in_flight} bytes waiting; is it running?"
+                    )
+            self._in_flight += size
+            self._wait.start()
 
     def _append(self, outgoing: Outgoing) -> Any:
-        """Give the record to the client, waiting for the topic's metadata while the broker is away."""
-        self._admin.require([(outgoing.topic, outgoing.partition)])  # waiting for a missing topic would be in vain
+        """Pass the record to the client; waits for the topic's metadata during an outage."""
+        self._admin.require([(outgoing.topic, outgoing.partition)])  # waiting for a missing topic would never end
         deadline = time.monotonic() + self._give_up_s
         while True:
             try:
                 return send(self._kafka, outgoing)
             except errors.KafkaTimeoutError as error:
                 if time.monotonic() > deadline:
-                    raise SendFailed(f"no broker told about {outgoing.topic} for {self._give_up_s:.0f} s") from error
+                    raise SendFailed(f"no broker sent metadata of {outgoing.topic} within {self._give_up_s:.0f} s") from error
             except (errors.KafkaError, ValueError) as error:
                 raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
 
     def _settle(self, size: int, failure: LogError | None) -> None:
-        """Note that a record is acknowledged or has failed."""
+        """Record that a send was acknowledged or has failed."""
         if failure is None:
-            self._wait.answered(more=True)
+            self._wait.responded(more=True)
         elif self._failure is None:
             self._failure = failure
         self._release(size)
 
     def _release(self, size: int) -> None:
         with self._room:
-            self._held -= size
-            if not self._held:
+            self._in_flight -= size
+            if not self._in_flight:
                 self._wait.end()
             if self._waiting:
                 self._room.notify_all()
 
     def check(self) -> None:
-        """Raise the first failure since the last flush; a caller that sends without waiting calls this from time to time."""
+        """Raise the first failure since the last flush; for callers that send without waiting."""
         if self._failure is not None:
             raise self._failure
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Wait until every record sent so far is written; raises the first failure since the last flush."""
+        """Wait until every record sent so far is acknowledged. Raises the first failure since the last flush."""
         try:
             self._kafka.flush(timeout_s)
         except errors.KafkaTimeoutError:
-            raise OutcomeUnknown(f"{self._held} bytes are not acknowledged after {timeout_s:.0f} s") from None
+            raise OutcomeUnknown(f"{self._in_flight} bytes are not acknowledged after {timeout_s:.0f} s") from None
         with self._room:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Finish what is in flight, within `timeout_s`, and stop."""
+        """Finish the records in flight, within `timeout_s`, and stop."""
         self._costs.unwatch(private_api.io_thread(self._kafka))
-        self._costs.retire(self._meter)
         private_api.close_producer(self._kafka, timeout_s)

@@ -1,4 +1,4 @@
-"""Every setting of every Kafka client, with its reason; no client is made with settings from anywhere else."""
+"""All settings of all Kafka clients, each with its reason."""
 
 import base64
 import json
@@ -18,15 +18,15 @@ from penstock.infra.errors import LogError
 TOKEN_FILE, TOKEN_COMMAND = "sasl_oauth_token_file", "sasl_oauth_token_command"
 TOKEN_COMMAND_S = 20.0
 TOKEN_REUSE_S = 30.0
-"""A command's token is used again for so long: a worker opens many connections at once."""
+"""How long a command's token is reused: a worker opens many connections at once."""
 UNDATED_TOKEN_S = 300.0
-"""How long a token without `exp` is taken to be good."""
+"""Assumed lifetime of a token without `exp`."""
 
 MAX_RECORD_BYTES = 18 << 20
 """The largest record of any topic (a dead letter around a 16 MiB record)."""
 
 FETCH_BYTES = 32 << 20
-"""One answer of the broker; room for the largest record and for thousands of small ones."""
+"""Of one response of the broker; fits the largest record and thousands of small ones."""
 
 SECURITY_KEYS = frozenset(
     {
@@ -45,14 +45,14 @@ SECURITY_KEYS = frozenset(
 )
 
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER")
-"""What both clients can do; librdkafka's wheels are built without GSSAPI."""
+"""Supported by both clients; librdkafka's wheels are built without GSSAPI."""
 
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Broker address and credentials, for every client alike; raises ValueError for a bad address or security setting."""
+    """Broker address and credentials of all clients. Raises `ValueError` for a bad address or security setting."""
 
     bootstrap: str
     client_id: str
@@ -62,29 +62,29 @@ class Connection:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.security) - SECURITY_KEYS)
         if unknown:
-            raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; known are {', '.join(sorted(SECURITY_KEYS))}")
+            raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; supported are {', '.join(sorted(SECURITY_KEYS))}")
         for host, port in self.servers():
             if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
         mechanism = self.security.get("sasl_mechanism", "PLAIN")
         if str(mechanism).upper() not in MECHANISMS:
-            raise ValueError(f"kafka security setting sasl_mechanism={mechanism!r} is not supported; known are {', '.join(MECHANISMS)}")
+            raise ValueError(f"kafka security setting sasl_mechanism={mechanism!r} is not supported; choose {', '.join(MECHANISMS)}")
         if str(mechanism).upper() == "OAUTHBEARER" and not _has_token(self.security):
             raise ValueError(f"kafka security setting sasl_mechanism=OAUTHBEARER needs {TOKEN_FILE} or {TOKEN_COMMAND}")
         if "ssl_check_hostname" in self.security:
-            # The command line and TOML give strings, and "false" is true to a client.
+            # Strings come from the command line and TOML, and a client takes "false" for true.
             check_hostname = str(self.security["ssl_check_hostname"])
             if check_hostname.strip().lower() not in _SWITCHES:
                 raise ValueError(f"kafka security setting ssl_check_hostname={check_hostname!r} is neither true nor false")
             object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[check_hostname.strip().lower()]})
 
     def credentials(self) -> Mapping[str, Any]:
-        """The login of this user's embedded broker at its address, `security` at any other. Raises `BrokerError`."""
+        """The login of this user's embedded broker if it is at this address, else `security`. Raises `BrokerError`."""
         own = login.at(self.bootstrap)
         return self.security if own is None else own.security()
 
     def servers(self) -> list[tuple[str, str]]:
-        """Host and port of each bootstrap server, an IPv6 address without its brackets."""
+        """Host and port of each bootstrap server, IPv6 addresses without brackets."""
         pairs = [server.strip().rpartition(":") for server in self.bootstrap.split(",")]
         return [(host.strip("[]"), port) for host, _, port in pairs]
 
@@ -99,11 +99,11 @@ _LIBRDKAFKA_SECURITY = {
     "ssl_keyfile": "ssl.key.location",
     "ssl_password": "ssl.key.password",
 }
-"""Security settings: our name, which is kafka-python's -> librdkafka's."""
+"""kafka-python's name of a security setting -> librdkafka's."""
 
 
 def librdkafka(connection: Connection) -> dict[str, Any]:
-    """Settings of both clients for bulk reading and writing."""
+    """Settings that librdkafka's consumer and producer share."""
     settings = {"bootstrap.servers": connection.bootstrap, "client.id": connection.client_id, "log_level": 0}
     security = connection.credentials()
     settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in security.items() if name in _LIBRDKAFKA_SECURITY}
@@ -124,11 +124,11 @@ def common(connection: Connection) -> dict[str, Any]:
     return {
         "bootstrap_servers": [server.strip() for server in connection.bootstrap.split(",")],
         "client_id": connection.client_id,
-        # The default of 30 s keeps a client silent for 90 s after a broker has been restarted three times.
+        # With the default of 30 s a client is silent for 90 s after three restarts of a broker.
         "reconnect_backoff_max_ms": 1000,
-        # A frozen broker or a half-open connection is given up after this and tried again.
+        # Timeout for a frozen broker or a half-open connection, which is then tried again.
         "request_timeout_ms": 15_000,
-        # "Unable to bootstrap" is all a wrong address, password or certificate ever says; say it soon.
+        # A wrong address, password or certificate only ever gives "Unable to bootstrap": report it soon.
         "bootstrap_timeout_ms": int(connection.unreachable_after_s * 1000),
         **{name: value for name, value in security.items() if name not in (TOKEN_FILE, TOKEN_COMMAND)},
         **({"sasl_oauth_token_provider": Tokens(security)} if _has_token(security) else {}),
@@ -136,9 +136,9 @@ def common(connection: Connection) -> dict[str, Any]:
 
 
 def connecting() -> dict[str, Any]:
-    """Settings of every client's network part that the client itself does not take."""
-    # A frozen broker's queue of new connections fills up, and the system asks again ever more seldom: after a minute first half a
-    # minute later. An attempt that is given up and begun anew comes through within seconds of the broker's return.
+    """Settings of every client's network part that the client's constructor does not take."""
+    # A frozen broker's queue of new connections fills up, and the system retries ever more seldom: after a minute only every 30 s.
+    # A new attempt every 5 s connects within seconds of the broker's return.
     return {"socket_connection_setup_timeout_ms": 5000, "socket_connection_setup_timeout_max_ms": 5000}
 
 
@@ -148,33 +148,33 @@ def admin(connection: Connection) -> dict[str, Any]:
 
 
 def consumer(connection: Connection, *, group: str | None) -> dict[str, Any]:
-    """Settings for reading: of named partitions when `group` is None or only keeps offsets, as a group member with `membership`."""
+    """Settings for reading: named partitions if `group` is None or only stores offsets, as a group member together with `membership`."""
     return {
         **common(connection),
         "group_id": group,
         "metrics_enabled": False,  # they cost CPU on every fetch and are never read
-        "isolation_level": "read_committed",  # the client's own default is uncommitted
-        # A tail seeks to where it begins. An offset that is not kept, or was never written, must not become a silent jump.
+        "isolation_level": "read_committed",  # kafka-python's default is read_uncommitted
+        # A tail seeks to its start. A deleted or unwritten offset must not become a silent jump.
         "auto_offset_reset": "none",
-        "allow_auto_create_topics": False,  # a forgotten worker of a deleted run would make its topics again, with other settings
+        "allow_auto_create_topics": False,  # a stray worker of a deleted run would create its topics again, with other settings
         "enable_auto_commit": False,  # offsets are committed for work that is done, never for records merely read
         "fetch_max_bytes": FETCH_BYTES,
         "max_partition_fetch_bytes": FETCH_BYTES,
         "max_poll_records": 500,
-        "fetch_max_wait_ms": 500,  # the broker answers at once when there is data; this is only the interval of an idle reader
-        # Offsets and positions are retried this often, and a new reader waits for its topics' metadata in steps of this length.
+        "fetch_max_wait_ms": 500,  # the broker responds at once if there is data; this is only the interval of an idle reader
+        # Interval of retries for offsets and positions, and of a new reader's requests for its topics' metadata.
         "retry_backoff_ms": 20,
     }
 
 
 def membership(session_s: float, assignor: Any) -> dict[str, Any]:
-    """Settings of a group member on top of `consumer`; one that was not heard of for `session_s` loses its partitions."""
+    """Settings of a group member on top of `consumer`; a member silent for `session_s` loses its partitions."""
     return {
         "partition_assignment_strategy": [assignor],
         "session_timeout_ms": int(session_s * 1000),  # a killed member's partitions move after this
-        "heartbeat_interval_ms": 500,  # how soon a member learns of a rebalance, and thus how long a joiner waits
+        "heartbeat_interval_ms": 500,  # a member notices a rebalance within this, and a joiner waits as long
         "retry_backoff_ms": 50,
-        "max_poll_interval_ms": 60_000,  # a thread of its own polls each second, so a minute of silence means it is dead
+        "max_poll_interval_ms": 60_000,  # the member's own thread polls each second, so a minute of silence means that it has ended
     }
 
 
@@ -198,9 +198,9 @@ def producer(connection: Connection, *, give_up_s: float, linger_ms: float) -> d
 
 
 def transactional(connection: Connection, *, transactional_id: str, timeout_s: float) -> dict[str, Any]:
-    """Settings for writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass."""
+    """Settings for transactions of at most `timeout_s`; the broker aborts an overdue one and unblocks readers."""
     return {
-        **producer(connection, give_up_s=timeout_s, linger_ms=0),  # adding partitions takes a round trip, in which the records gather
+        **producer(connection, give_up_s=timeout_s, linger_ms=0),  # adding partitions takes a round trip, which gathers records
         "transactional_id": transactional_id,
         "transaction_timeout_ms": int(timeout_s * 1000),
         # With the default of 100 ms back-to-back transactions take 105-215 ms each, with 2 ms about 6-12 ms.
@@ -209,22 +209,22 @@ def transactional(connection: Connection, *, transactional_id: str, timeout_s: f
 
 
 class Tokens(AbstractTokenProvider):  # type: ignore[misc]
-    """Both clients' source of tokens. Raises `LogError` in one line that does not hold the token."""
+    """Source of OAuth tokens for both clients. Raises `LogError` in one line that does not contain the token."""
 
     def __init__(self, security: Mapping[str, Any]) -> None:
         self._file, self._command = security.get(TOKEN_FILE), security.get(TOKEN_COMMAND)
-        self._kept, self._until = "", 0.0
+        self._token, self._reuse_until = "", 0.0
 
     def token(self) -> str:
         """A token that is valid now."""
         if self._file is not None:
             return self._checked(self._read(), self._file)
-        if time.monotonic() >= self._until:
-            self._kept, self._until = self._checked(self._run(), self._command), time.monotonic() + TOKEN_REUSE_S
-        return self._kept
+        if time.monotonic() >= self._reuse_until:
+            self._token, self._reuse_until = self._checked(self._run(), self._command), time.monotonic() + TOKEN_REUSE_S
+        return self._token
 
     def for_librdkafka(self, _: str) -> tuple[str, float]:
-        """(token, its end in seconds since the epoch), as librdkafka asks for it."""
+        """(token, expiry in seconds since the epoch), as librdkafka's callback returns it."""
         token = self.token()
         return token, expires_s(token) or time.time() + UNDATED_TOKEN_S
 
@@ -252,7 +252,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
 
 
 def expires_s(token: str) -> float | None:
-    """The claim `exp` of a JSON web token; None without one.
+    """The claim `exp` of a JSON web token; None if it has none.
 
     Example:
         expires_s("e30.eyJleHAiOiA1fQ.")  # -> 5.0

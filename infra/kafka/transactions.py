@@ -1,8 +1,8 @@
 """Writes records and group offsets together or not at all.
 
-The rule: a producer that met any error is never used again. Its successor takes the id only if no other process has, checks
-whether the last transaction was committed, and repeats it only when it certainly was not. Whose the id is, the newest claim in the
-log says: after every renewal it is read again, before anything else is written.
+A producer that met any error is never used again. Its successor takes the id only if no other process has, checks whether the last
+transaction was committed, and repeats it only if it certainly was not. The newest claim in the log names the owner of the id: it is
+read after every renewal of the epoch, before anything else is written.
 """
 
 import time
@@ -26,13 +26,13 @@ from penstock.infra.log import Commits, Membership, Written
 from penstock.topics.wire.record import Outgoing
 
 Visible = Callable[[str, int, int], bool]
-"""Returns whether a committed record is at (topic, partition, offset); raises LogError when that cannot be read."""
+"""Returns True if a committed record is at (topic, partition, offset). Raises `LogError` if that cannot be read."""
 
 Newest = Callable[[str, int, bytes | None], bytes | None]
-"""Returns the value of the newest committed record with (topic, partition, key); raises LogError when that cannot be read."""
+"""Returns the value of the newest committed record with (topic, partition, key). Raises `LogError` if that cannot be read."""
 
 _FINAL = (*edge.NEVER_WRITTEN, *edge.REFUSED, ValueError, TypeError)
-"""Errors that another attempt would meet again. All others are transient, even Fenced when only our own transaction took too long."""
+"""Errors that are not retried. All others are transient, even `Fenced` if only our own transaction took too long."""
 
 
 class KafkaTransactions:
@@ -57,56 +57,57 @@ class KafkaTransactions:
         self._contact, self._wait = contact, Wait(contact)
         self._id, self._timeout_s, self._give_up_s = transactional_id, timeout_s, give_up_s
         self._configs = settings.transactional(connection, transactional_id=transactional_id, timeout_s=timeout_s)
-        self._meter = costs.meter("send_s")
         self._identity: Any = None
-        """Producer id and epoch as last known; None before the id was taken: then nobody else's epoch outlives ours."""
+        """Last producer id and epoch; None before the id was taken: then no other epoch is newer than ours."""
         self._kafka: Any = None
         self._fenced, self._written = False, Written()
-        self._wait.begin()
+        self._wait.start()
         self._take_over(time.monotonic() + give_up_s)
-        self._wait.answered()
+        self._wait.responded()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
-        """Write all of it or nothing and return the records' offsets; waits for a broker that is away.
+        """Write everything or nothing and return the records' offsets; waits out an outage.
 
-        Raises SendFailed when certainly nothing was written, OutcomeUnknown when that is uncertain, Fenced when another
-        process has this id, LostPartition when `member`'s assignment is over, LogUnreachable when the broker stays away: what
-        became of the records is unknown then, too.
+        Raises `SendFailed` if certainly nothing was written, `OutcomeUnknown` if that is uncertain, `Fenced` if another process has
+        taken this id, `LostPartition` if `member`'s generation is over, `LogUnreachable` after `give_up_s`: then, too, the outcome is
+        unknown.
         """
         if offsets and member is None:
             raise ValueError("offsets in a transaction need the membership they are committed for")
-        began = time.thread_time()
         deadline = time.monotonic() + self._give_up_s
-        self._wait.begin()
+        self._wait.start()
         try:
-            self._admin.require((record.topic, record.partition) for record in records)  # waiting for a missing one would be in vain
+            self._admin.require((record.topic, record.partition) for record in records)  # waiting for a missing one would never end
         except LogUnreachable:
             raise
         except LogError as error:
             raise SendFailed(f"nothing was written as {self._id}: {error}") from error
         try:
-            while True:
-                try:
-                    self._open(deadline)
-                    written = self._attempt(records, offsets or {}, member, deadline)
-                    self._wait.answered()
-                    self._written.check(records, written)
-                    return written
-                except LogUnreachable as error:
-                    raise self._contact.unreachable(self._give_up_s) from error
-                except SendFailed as failure:
-                    if isinstance(failure.__cause__, _FINAL):
-                        raise
-                    if time.monotonic() > deadline:
-                        raise self._contact.unreachable(self._give_up_s) from failure
-                    self._contact.counts["transaction_retries"] += 1
-                    time.sleep(0.05)
+            with self._costs.count("send_s"):
+                return self._commit(records, offsets or {}, member, deadline)
         finally:
             self._wait.end()
-            self._meter.seconds += time.thread_time() - began
+
+    def _commit(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None, deadline: float) -> list[int]:
+        while True:
+            try:
+                self._open(deadline)
+                written = self._attempt(records, offsets, member, deadline)
+                self._wait.responded()
+                self._written.check(records, written)
+                return written
+            except LogUnreachable as error:
+                raise self._contact.unreachable(self._give_up_s) from error
+            except SendFailed as failure:
+                if isinstance(failure.__cause__, _FINAL):
+                    raise
+                if time.monotonic() > deadline:
+                    raise self._contact.unreachable(self._give_up_s) from failure
+                self._contact.counts["transaction_retries"] += 1
+                time.sleep(0.05)
 
     def _attempt(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None, deadline: float) -> list[int]:
-        """Run one transaction from begin to end; on any error the producer is discarded."""
+        """Run one transaction; discards the producer on any error."""
         kafka = self._kafka
         end = time.monotonic() + self._timeout_s
         try:
@@ -117,7 +118,7 @@ class KafkaTransactions:
                 private_api.send_offsets(kafka, consumer.to_kafka(offsets), group, self._timeout_s)
             written = [future.get(max(0.01, end - time.monotonic())).offset for future in futures]
         except (errors.KafkaError, ValueError, TypeError) as error:
-            cause = private_api.first_error(kafka) or error  # later calls only report that something failed before
+            cause = private_api.first_error(kafka) or error  # later calls only report that an earlier one failed
             self._drop()
             raise self._unwritten(cause) from cause
         faults.reach("transaction.sent")
@@ -130,17 +131,17 @@ class KafkaTransactions:
         return written
 
     def _unwritten(self, error: Exception) -> Exception:
-        """The error to raise for a failure before the commit was sent; the successor aborts what was begun."""
+        """The error to raise for a failure before the commit was sent; the successor aborts the transaction."""
         what = f"nothing was written as {self._id}"
         if isinstance(error, edge.GENERATION_OVER):
             return LostPartition(f"{what}: the consumer group has moved on to another generation")
         return SendFailed(f"{what}: {edge.one_line(error)}")
 
     def _settle(self, records: Sequence[Outgoing], written: Sequence[int], error: Exception, deadline: float) -> None:
-        """After a commit without an answer: return when it was committed, else raise SendFailed or OutcomeUnknown."""
-        unknown = OutcomeUnknown(f"no answer to the commit as {self._id}: read the log to learn whether it was written")
+        """Find out the outcome of a commit that timed out: return if it was committed, else raise `SendFailed` or `OutcomeUnknown`."""
+        unknown = OutcomeUnknown(f"no answer to the commit as {self._id}: read the log to find out whether it was written")
         try:
-            self._open(deadline)  # by its return the old transaction has ended one way or the other
+            self._open(deadline)  # when it returns, the old transaction is committed or aborted
             if not records:
                 raise unknown from error
             visible = self._visible(records[0].topic, records[0].partition, written[0])
@@ -158,9 +159,9 @@ class KafkaTransactions:
         private_api.close_producer(kafka, 0)
 
     def _take_over(self, deadline: float) -> None:
-        """Take the id from whoever has it, and write the claim under the fresh epoch, before anything else.
+        """Take the id from its current owner and write the claim under the fresh epoch, before anything else.
 
-        An attempt that fails begins again with another fresh epoch: until the claim stands, a writer that renews its own may come between.
+        A failed attempt restarts with another fresh epoch: before the claim is written, a writer that renews its own may interfere.
         """
         while True:
             self._open(deadline)
@@ -179,7 +180,7 @@ class KafkaTransactions:
                 time.sleep(0.05)
 
     def _open(self, deadline: float) -> None:
-        """Make the producer if there is none; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
+        """Create the producer if there is none; waits for the broker until `deadline`. Raises `Fenced` or `LogUnreachable`."""
         while self._kafka is None:
             if self._fenced:
                 raise self._refusal()
@@ -197,7 +198,7 @@ class KafkaTransactions:
                 self._costs.watch(private_api.io_thread(kafka), "io_s")
 
     def _open_failed(self, error: errors.KafkaError | LogError, deadline: float) -> None:
-        """Return where another attempt may do, else raise."""
+        """Raise unless another attempt may succeed."""
         if isinstance(error, errors.ProducerFencedError):
             self._adopt_own_epoch(error)
         elif isinstance(error, LogError) and not isinstance(error, LogUnreachable):
@@ -207,9 +208,9 @@ class KafkaTransactions:
         time.sleep(0.05)
 
     def _adopt_own_epoch(self, error: errors.ProducerFencedError) -> None:
-        """Take the epoch that the broker has raised ours to, unless another process did that; then raise Fenced.
+        """Adopt the epoch to which the broker has raised ours. Raises `Fenced` if another process raised it.
 
-        A broker that dies between raising the epoch and answering leaves us with the old one, also after its restart.
+        A broker that crashes between raising the epoch and responding leaves us with the old one, also after its restart.
         """
         if self._claim is None or self._identity is None:
             self._fenced = True
@@ -219,7 +220,7 @@ class KafkaTransactions:
         self._identity = type(self._identity)(holder.producer_id, holder.epoch)
 
     def _require_own_claim(self) -> None:
-        """Raise Fenced for good unless the newest claim is ours; nothing to ask before ours is written."""
+        """Raise `Fenced` for good unless the newest claim is ours; without effect before ours is written."""
         claim = self._claim
         if claim is None or self._identity is None:
             return
@@ -233,7 +234,6 @@ class KafkaTransactions:
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop, within `timeout_s`."""
-        self._costs.retire(self._meter)
         if self._kafka is not None:
             kafka, self._kafka = self._kafka, None
             self._costs.unwatch(private_api.io_thread(kafka))

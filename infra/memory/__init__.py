@@ -1,1 +1,1 @@
-"""The in-memory twin of the log."""
+"""The in-memory log for tests and simulations."""

@@ -1,6 +1,6 @@
 """The log within one process: the interface of `KafkaLog` without a broker, for tests and simulations.
 
-The rule: one lock makes every step atomic; what a test sees here holds on Kafka too, except for outages and for time.
+One lock makes every step atomic. Methods behave like those of `KafkaLog` and its clients, except for outages and time.
 """
 
 import threading
@@ -34,15 +34,12 @@ class MemoryPending:
         self._offset = offset
 
     def offset(self, timeout_s: float | None = None) -> int:
-        """The record's offset."""
         return self._offset
 
     def done(self) -> bool:
-        """Always true."""
         return True
 
     def error(self) -> Exception | None:
-        """Always None."""
         return None
 
 
@@ -53,7 +50,6 @@ class MemoryProducer:
         self._state = state
 
     def send(self, outgoing: Outgoing) -> MemoryPending:
-        """Write a record; raises LogError if the topic or partition does not exist."""
         with self._state.change:
             offset = self._state.part((outgoing.topic, outgoing.partition)).append(outgoing)
             self._state.change.notify_all()
@@ -66,7 +62,7 @@ class MemoryProducer:
         """Do nothing: every record is already written."""
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to close."""
 
 
 class MemoryTransactions:
@@ -80,13 +76,12 @@ class MemoryTransactions:
             self._settle()
 
     def _settle(self) -> None:
-        """Complete the id's last transaction: a broker begins none before the last one has its markers."""
+        """Complete the id's last transaction: a broker starts none before the last one has its markers."""
         last = self._state.pending.pop(self._id, None)
         if last is not None:
             last.commit()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
-        """Write all of it or nothing and return the records' offsets; raises Fenced, LostPartition or SendFailed."""
         if offsets and member is None:
             raise ValueError("offsets in a transaction need the membership they are committed for")
         check_commits(offsets or {})
@@ -120,94 +115,84 @@ class MemoryTransactions:
             return transaction.offsets
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to close."""
 
 
 class MemoryLog:
     """Topics, groups and transactional ids in this process's memory; share one object between threads.
 
-    `markers_late_s`: readers get a transaction this long after its commit returned, as on a broker that is slow to write the markers.
+    `markers_late_s`: delay between a commit and its visibility to readers, as on a broker that is slow to write markers.
     """
 
     def __init__(self, *, markers_late_s: float = 0.0) -> None:
         self._state, self._markers_late_s = State(), markers_late_s
 
     def open_transaction(self, records: Sequence[Outgoing]) -> Transaction:
-        """Write `records` as another process that has not committed them yet would: they block readers of committed records."""
+        """Write `records` as another process would that has not committed them yet: they block readers of committed records."""
         return Transaction(self._state, records)
 
     def truncate(self, partition: Partition, end: int) -> None:
-        """Lose the records from offset `end` on, as when a replica that lags behind becomes the leader (unclean.leader.election)."""
+        """Lose the records from offset `end` on, as when a lagging replica becomes the leader (unclean.leader.election)."""
         with self._state.change:
             self._state.part(partition).cut(end)
             self._state.change.notify_all()
 
     def evict(self, group: str, member_id: str) -> None:
-        """Remove a member of a group, as a broker does with one that is silent for its session timeout."""
+        """Remove a member of a group, as a broker does after its session timeout."""
         with self._state.change:
             if self._state.group(group).members.pop(member_id, None) is not None:
                 self._state.rebalance(self._state.group(group))
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
-        """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
         with self._state.change:
             for name, spec in specs.items():
                 existing, _ = self._state.topics.get(name, (spec, []))
                 if existing.partitions != spec.partitions:
-                    raise LogError(f"topic {name} has {existing.partitions} partitions, {spec.partitions} are wanted")
+                    raise LogError(f"topic {name} has {existing.partitions} partitions, expected {spec.partitions}")
                 if dict(existing.configs) != dict(spec.configs):
-                    raise LogError(f"topic {name} has settings {dict(existing.configs)}, wanted are {dict(spec.configs)}")
+                    raise LogError(f"topic {name} has settings {dict(existing.configs)}, expected {dict(spec.configs)}")
                 self._state.topics.setdefault(name, (spec, [Part() for _ in range(spec.partitions)]))
             self._state.change.notify_all()
         return []
 
     def topics(self, prefix: str = "") -> list[str]:
-        """Names of the topics that start with `prefix`, sorted."""
         with self._state.change:
             return sorted(name for name in self._state.topics if name.startswith(prefix))
 
     def delete_topics(self, names: Iterable[str]) -> None:
-        """Delete topics with all their records; those that do not exist are no error."""
         with self._state.change:
             for name in names:
                 self._state.topics.pop(name, None)
 
     def partitions(self, topic: str) -> int | None:
-        """How many partitions a topic has; None when it does not exist."""
         with self._state.change:
             return len(self._state.topics[topic][1]) if topic in self._state.topics else None
 
     def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Partition -> the first offset that is still kept."""
         with self._state.change:
-            return {partition: self._state.part(partition).begin for partition in partitions}
+            return {partition: self._state.part(partition).start for partition in partitions}
 
     def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
-        """Partition -> offset of the first record with this timestamp or a later one, the next offset where there is none."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in partitions}
-            later = {at: [held.offset for held in part.records if held.timestamp_ms >= time_ms] for at, part in parts.items()}
-            return {at: min(later[at], default=part.end) for at, part in parts.items()}
+            return {
+                partition: min((record.offset for record in part.records if record.timestamp_ms >= time_ms), default=part.end)
+                for partition, part in parts.items()
+            }
 
     def delete_records(self, before: Mapping[Partition, int]) -> None:
-        """Delete the records before these offsets for good."""
         with self._state.change:
             for partition, offset in before.items():
                 part = self._state.part(partition)
-                part.begin = max(part.begin, min(offset, part.end))
-                part.records = [record for record in part.records if record.offset >= part.begin]
+                part.start = max(part.start, min(offset, part.end))
+                part.records = [record for record in part.records if record.offset >= part.start]
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in partitions}
             return {partition: part.stable_end if committed else part.end for partition, part in parts.items()}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The committed records at exactly these offsets, in the order given; waits for an open transaction that holds one back.
-
-        Raises RecordMissing naming those that are missing, or LogError after `timeout_s`.
-        """
         where = f"{topic}/{partition}"
         with self._state.change:
             part = self._state.part((topic, partition))
@@ -222,7 +207,7 @@ class MemoryLog:
         return [records[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> MemoryTail:
-        """A reader of exactly these partitions; `group` only keeps offsets for it, and nothing is fetched ahead."""
+        """Return a reader of exactly these partitions; `group` only stores offsets, and nothing is prefetched."""
         return MemoryTail(self._state, starts, group=group)
 
     def member(
@@ -236,31 +221,28 @@ class MemoryLog:
         session_s: float = SESSION_S,
         pools: Pools | None = None,
     ) -> MemoryMember:
-        """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
         return MemoryMember(self._state, group, topics, max_records=max_records, pools=pools)
 
     def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None:
         """Do nothing: there are no outages."""
 
     def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> MemoryProducer:
-        """A writer of single records."""
         return MemoryProducer(self._state)
 
     def transactions(
         self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
     ) -> MemoryTransactions:
-        """A writer of transactions; it takes the id from any other that holds it, and writes `claim` first."""
+        """Return a writer of transactions; it takes the id over from any other and writes `claim` first."""
         writer = MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
         if claim is not None:
             writer.commit([claim])
         return writer
 
     def costs(self) -> dict[str, float]:
-        """Zeros: the in-memory log costs no CPU time worth counting."""
+        """Zeros: the CPU time of the in-memory log does not matter."""
         return {"send_s": 0.0, "poll_s": 0.0, "io_s": 0.0}
 
     def counts(self) -> dict[str, float]:
-        """Nothing: there is no cluster whose answers could be counted."""
         return {}
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""Tails and group members of the in-memory log.
-
-The rule: both only hold positions; the log decides what is readable and who owns what, under its one lock.
-"""
+"""Tails and group members of the in-memory log: positions only; the log decides what is readable and who owns what."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,43 +21,43 @@ from penstock.topics.wire.record import Record
 
 
 class _Reader:
-    """Positions in partitions, and the records behind them."""
+    """Positions in partitions, and the records after them."""
 
     def __init__(self, state: State, *, jumps: bool = False) -> None:
         self._state, self._jumps = state, jumps
         self.positions: dict[Partition, int] = {}
         self._cuts: dict[Partition, int] = {}
-        """Number of times each partition had been cut back when it was last read."""
+        """Number of times each partition had been truncated when it was last read."""
 
     def move(self, partition: Partition, offset: int) -> None:
-        """Continue at `offset`."""
         self.positions[partition] = offset
         self._cuts[partition] = len(self._state.part(partition).cuts)
 
     def advance(self, limit: int) -> list[Record]:
-        """At most `limit` records that are readable now; positions move past them."""
+        """At most `limit` readable records; positions move past them."""
         records: list[Record] = []
         for partition, position in self.positions.items():
             part = self._state.part(partition)
             first = self._valid(partition, part, position)
-            some = part.between(first, part.stable_end, limit - len(records))
-            records += some
+            batch = part.between(first, part.stable_end, limit - len(records))
+            records += batch
             full = len(records) >= limit
-            self.positions[partition] = some[-1].offset + 1 if full and some else first if full else max(first, part.stable_end)
+            self.positions[partition] = batch[-1].offset + 1 if full and batch else first if full else max(first, part.stable_end)
             if full:
                 break
         return records
 
     def _valid(self, partition: Partition, part: Part, position: int) -> int:
-        """A position that exists: the end of a partition that was cut back; any other is an error, or jumps to the first that is kept."""
+        """An existing position: the end of a truncated partition; from any other it jumps to the first retained offset, or raises."""
         seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
         position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
-        there = part.begin <= position <= part.end
-        if not there and not self._jumps:
+        exists = part.start <= position <= part.end
+        if not exists and not self._jumps:
             where = f"{partition[0]}/{partition[1]}"
-            kept = f"{part.begin} to {part.end - 1} are there"
-            raise RecordMissing(f"{where}: offset {position} is wanted, {kept}: records were deleted, or lost with a broker")
-        return position if there else part.begin
+            raise RecordMissing(
+                f"{where}: offset {position} is missing, it has {part.start} to {part.end - 1}: records were deleted, or lost with a broker"
+            )
+        return position if exists else part.start
 
 
 class MemoryTail:
@@ -74,21 +71,19 @@ class MemoryTail:
         self.add(starts)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
-        """Read these partitions as well; one that is already read moves to its new start."""
         with self._state.change:
             for partition, start in partitions.items():
                 part = self._state.part(partition)
                 if not isinstance(start, int) and start not in ("earliest", "latest"):
                     raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
-                self._reader.move(partition, start if isinstance(start, int) else part.begin if start == "earliest" else part.stable_end)
+                self._reader.move(partition, start if isinstance(start, int) else part.start if start == "earliest" else part.stable_end)
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
-        """Records that arrive within `timeout_s`, in offset order within each partition; possibly none."""
         with self._state.change:
             return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
 
     def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
-        """Everything up to the current ends; with `include_open`, also what open transactions have written, once they have ended."""
+        """Everything up to the current end offsets; with `include_open`, waits for open transactions and returns their records too."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in self._reader.positions}
             ends = {partition: part.end for partition, part in parts.items()}
@@ -100,43 +95,38 @@ class MemoryTail:
 
     @property
     def partitions(self) -> list[Partition]:
-        """What it reads."""
         return list(self._reader.positions)
 
     def position(self, partition: Partition) -> int:
-        """The offset of the next record this tail delivers."""
         if partition not in self._reader.positions:
             raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
         return self._reader.positions[partition]
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """Continue at `offset`."""
         self.position(partition)
         self._reader.move(partition, offset)
 
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
-        """Commit offsets for the group; raises LogError when there is no group."""
         check_commits(offsets)
         if self._group is None:
             raise LogError("a tail without a group cannot commit")
         with self._state.change:
-            noted = {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
-            self._state.group(self._group).offsets |= noted
+            commits = {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
+            self._state.group(self._group).offsets |= commits
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
-        """The group's committed offsets for the partitions of this tail."""
         if self._group is None:
             raise LogError("a tail without a group has no committed offsets")
         with self._state.change:
-            noted = self._state.group(self._group).offsets
-            return {partition: noted.get(partition, Committed(offset=None)) for partition in self._reader.positions}
+            commits = self._state.group(self._group).offsets
+            return {partition: commits.get(partition, Committed(offset=None)) for partition in self._reader.positions}
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Do nothing: there are no resources to close."""
 
 
 class MemoryMember:
-    """One member of a consumer group; its next take after a rebalance returns Revoked, then Assigned, then records."""
+    """One member of a consumer group; its first take after a rebalance returns Revoked, then Assigned, then records."""
 
     outage_s = 0.0
 
@@ -157,7 +147,7 @@ class MemoryMember:
             state.rebalance(self._group)
 
     def _share(self) -> list[Partition]:
-        """This member's partitions: a contiguous range of each topic, as Kafka's range assignor gives them, or what its pool has."""
+        """This member's partitions: a contiguous range of each topic, as by Kafka's range assignor, or its pool's share."""
         if self._pools is not None:
             numbers = self._pools.share_out({member: self._group.pools[member] for member in self._group.members})[self.member_id]
             return [(topic, number) for topic in self._topics for number in numbers]
@@ -171,13 +161,12 @@ class MemoryMember:
         return share
 
     def take(self, timeout_s: float) -> list[Event]:
-        """Events since the last call, in order; waits up to `timeout_s` for the first."""
         events: list[Event] = []
         with self._state.change:
-            self._state.change.wait_for(lambda: self._look(events), timeout_s)
+            self._state.change.wait_for(lambda: self._advance(events), timeout_s)
         return events
 
-    def _look(self, events: list[Event]) -> bool:
+    def _advance(self, events: list[Event]) -> bool:
         if self.member_id not in self._group.members:  # evicted while it was silent: it joins again, as Kafka's members do
             self._group.members[self.member_id] = self._topics
             self._state.rebalance(self._group)
@@ -187,7 +176,7 @@ class MemoryMember:
             self._assigned = tuple(self._share())
             self._membership = Membership(group=self._name, generation=self._group.generation, member_id=self.member_id)
             committed = {partition: self._group.offsets.get(partition, Committed(offset=None)) for partition in self._assigned}
-            starts = {partition: noted.offset or 0 for partition, noted in committed.items()}
+            starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
             self._reader.positions = {}
             for partition, start in starts.items():
                 self._reader.move(partition, start)
@@ -198,7 +187,6 @@ class MemoryMember:
         return bool(events)
 
     def commit(self, offsets: Commits) -> bool:
-        """Commit offsets for the group; returns False and commits none if a partition is not owned (any more)."""
         check_commits(offsets)
         with self._state.change:
             current = self._membership is not None and self._membership.generation == self._group.generation
@@ -208,11 +196,9 @@ class MemoryMember:
             return True
 
     def membership(self) -> Membership | None:
-        """The membership as of the last Assigned that was taken; None before."""
         return self._membership
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Leave the group."""
         with self._state.change:
             if self._group.members.pop(self.member_id, None) is not None:
                 self._state.rebalance(self._group)

@@ -1,6 +1,6 @@
-"""A child run beneath a pipeline run's MLflow run: the result of working on the run's records afterwards.
+"""A child run of a pipeline run's MLflow run, with results of later work on the run's records.
 
-The rule: it never carries the tag by which a pipeline run finds its own MLflow run; the parent is only referred to.
+It never carries the tag that identifies a pipeline run's own MLflow run; it only refers to its parent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ PARENT_TAG = "mlflow.parentRunId"
 
 
 class ChildRun:
-    """A new MLflow run; `target` names the parent pipeline run and holds the child's own parameters and tags.
+    """A new MLflow run; `target` names the parent pipeline run and has the child's own parameters and tags.
 
     Every method may raise `TrackingError`.
     """
@@ -20,20 +20,19 @@ class ChildRun:
         self._uri = target.uri
         with translated(target.uri):
             self._client, self._entities = connect(target.uri)
-            existing = self._client.get_experiment_by_name(target.experiment)
-            experiment = (
-                existing.experiment_id
-                if existing
+            experiment = self._client.get_experiment_by_name(target.experiment)
+            experiment_id = (
+                experiment.experiment_id
+                if experiment
                 else self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
             )
-            first = next(iter(runs_of(self._client, experiment, target.run)), None)
+            first = next(iter(runs_of(self._client, experiment_id, target.run)), None)
             self.parent_id = None if first is None else str(first.info.run_id)
             parent = {PARENT_TAG: self.parent_id} if self.parent_id else {}
-            self.run_id: str = self._client.create_run(experiment, tags={**target.tags, **parent}, run_name=name).info.run_id
+            self.run_id: str = self._client.create_run(experiment_id, tags={**target.tags, **parent}, run_name=name).info.run_id
             log_params(self._client, self._entities, self.run_id, target.params)
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send points."""
         metrics = metrics_of(self._entities, points)
         with translated(self._uri):
             for start in range(0, len(metrics), MAX_POINTS):

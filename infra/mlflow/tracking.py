@@ -1,7 +1,7 @@
-"""MLflow: one MLflow run per pipeline run.
+"""One MLflow run per pipeline run.
 
-The rule: a pipeline run never has a second one. After its points a tag notes how far they were delivered, so that a restarted
-tracker continues there; a point delivered twice is one point, as MLflow's databases keep one row for each (name, step, time, value).
+A pipeline run never has a second one. After its points a tag stores how far they were delivered, so that a restarted tracker continues
+there; a point delivered twice is one point, as MLflow's databases have one row for each (name, step, time, value).
 """
 
 import fcntl
@@ -26,11 +26,12 @@ RUN_TAG = "penstock.run"
 POSITION_TAG = "penstock.position"
 REASON_TAG = "penstock.reason"
 MAX_POINTS = 1000
-"""Metrics in one request: the server's limit."""
+"""Number of metrics in one request: the server's limit."""
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 500
 MAX_NAME_CHARS = 250
 
+_SQLITE = "sqlite:///"
 _UNNAMEABLE = re.compile(r"[^/\w.\- :]")
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")
 _ENVIRONMENT = {
@@ -38,7 +39,7 @@ _ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
-    # The client's own retries would hide an outage for minutes; ours are reported and end with the run.
+    # The client's own retries would hide an outage for minutes; the uploader's are reported and end with the run.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
@@ -46,7 +47,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One value of one metric; logged twice it is still one point, because its time is that of its record."""
+    """One value of one metric; logged twice it is one point, because its time is that of its record."""
 
     key: str
     value: float
@@ -62,14 +63,14 @@ class Target:
     uri: str
     experiment: str
     artifacts: str | None = None
-    """URI of the artifact store for a new experiment; None leaves the choice to the server."""
+    """URI of the artifact store of a new experiment; the server's default if None."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
     """The data sets: `name`, `source`, `digest`, `rows` and `context` of each."""
     start_ms: int | None = None
     over: bool = False
-    """True if the pipeline run has ended already: missing points are delivered without showing it as running."""
+    """True if the pipeline run has ended: missing points are delivered without showing it as running."""
 
     @property
     def local(self) -> bool:
@@ -78,42 +79,42 @@ class Target:
 
 
 class MlflowRun:
-    """The MLflow run of one pipeline run: found by its tag or made, never made twice. Every method may raise `TrackingError`."""
+    """The MLflow run of one pipeline run, identified by its tag; created once. Every method may raise `TrackingError`."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         with translated(target.uri):
             self._client, self._entities = connect(target.uri)
-            found = self._find_or_create()
-            self.run_id: str = found.info.run_id
-            self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
+            run = self._find_or_create()
+            self.run_id: str = run.info.run_id
+            self.position: dict[str, int] = _position(run.data.tags.get(POSITION_TAG))
             log_params(self._client, self._entities, self.run_id, target.params)
             if target.data:
                 self._client.log_inputs(self.run_id, inputs(self._entities, target.data))
-            if found.info.status != "RUNNING" and not target.over:  # an earlier tracker was asked to stop
+            if run.info.status != "RUNNING" and not target.over:  # an earlier tracker was stopped
                 self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:
-        """Send points, and note after the last of them how far each source has been delivered."""
-        now = {**self.position, **position}
+        """Send points; the last request also stores how far each source has been delivered."""
+        merged = {**self.position, **position}
         metrics = metrics_of(self._entities, points)
-        tag = self._entities.RunTag(POSITION_TAG, json.dumps(now))
-        limit = MAX_POINTS - 1  # the server's limit is on items of all kinds together; one is the tag
+        tag = self._entities.RunTag(POSITION_TAG, json.dumps(merged))
+        limit = MAX_POINTS - 1  # the server's limit covers items of all kinds; one is the tag
         with translated(self.target.uri):
             for start in range(0, max(1, len(metrics)), limit):
                 last = start + limit >= len(metrics)
                 self._client.log_batch(self.run_id, metrics=metrics[start : start + limit], tags=[tag] if last else [])
-        self.position = now
+        self.position = merged
 
     def register(self, checkpoints: RegisteredCheckpoints) -> None:
-        """Make the checkpoints that exist the versions of the registered model that has the pipeline run's id."""
+        """Make the existing checkpoints the versions of the registered model named after the pipeline run."""
         with translated(self.target.uri):
             register(self._client, name=self.target.run, run_id=self.run_id, checkpoints=checkpoints, local=self.target.local)
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = (), reason: str | None = None) -> None:
-        """Set FINISHED, KILLED or FAILED and the reason, then attach files; `end_ms` is when the pipeline run ended, by default now."""
+        """Set FINISHED, KILLED or FAILED and the reason, then attach files; `end_ms`: end of the pipeline run, by default now."""
         with translated(self.target.uri):
-            # A request that timed out may have made a second run after we searched.
+            # A request that timed out may have created a second run after the search.
             if self._find_or_create().info.run_id != self.run_id:
                 shown = without_password(self.target.uri)
                 raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
@@ -136,13 +137,13 @@ class MlflowRun:
             tags = {**target.tags, RUN_TAG: target.run}
             self._client.create_run(number, start_time=target.start_ms, tags=tags, run_name=target.run)
         first, *others = runs_of(self._client, number, target.run)
-        for other in others:  # made in the same instant, by a second tracker or by a request whose answer was given up on
+        for other in others:  # created at the same time, by a second tracker or by a request that had timed out
             self._client.delete_run(other.info.run_id)
         return first
 
 
 def connect(uri: str) -> tuple[Any, Any]:
-    """A client of the server, or of the database file that is made where there is none, and the module of its entities."""
+    """A client of the server, or of the database file, created if missing; and the module of its entities."""
     mlflow = load_mlflow()
     make_database(uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
     return mlflow.MlflowClient(tracking_uri=uri), importlib.import_module("mlflow.entities")
@@ -160,14 +161,14 @@ def metrics_of(entities: Any, points: Sequence[Point]) -> list[Any]:
 
 
 def log_params(client: Any, entities: Any, run_id: str, values: Mapping[str, str]) -> None:
-    """Send parameters, in as many requests as the server's limit asks for."""
+    """Send parameters, in requests within the server's limit."""
     params = [entities.Param(key, value[:MAX_PARAM_CHARS]) for key, value in sorted(values.items())]
     for start in range(0, len(params), MAX_PARAMS):
         client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
 
 
 def nameable(key: str) -> str:
-    """A metric's name as MLflow accepts it; a refused one would block every point behind it.
+    """A metric's name in MLflow's character set; a refused one would block every later point.
 
     Example:
         nameable("train/a//b?")  # -> "train/a/_/b_"
@@ -185,7 +186,7 @@ def _position(tag: str | None) -> dict[str, int]:
 
 
 def load_mlflow() -> Any:
-    """MLflow's client library, quiet. Raises `TrackingError` where it is not installed."""
+    """MLflow's client library with quiet logging. Raises `TrackingError` if it is not installed."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -199,7 +200,7 @@ def load_mlflow() -> Any:
 
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
-    """Turn what MLflow's client raises into `TrackingError`, one line."""
+    """Translate errors of MLflow's client into `TrackingError`, one line."""
     try:
         yield
     except TrackingError:
@@ -213,7 +214,7 @@ def translated(uri: str) -> Iterator[None]:
 
 
 def _foreign_errors() -> tuple[type[BaseException], ...]:
-    """Exception types that MLflow's client raises; the small client comes without a database."""
+    """Exception types that MLflow's client raises; the skinny client comes without a database."""
     kinds: list[type[BaseException]] = [OSError]
     names = (("mlflow.exceptions", "MlflowException"), ("sqlalchemy.exc", "SQLAlchemyError"), ("alembic.util.exc", "CommandError"))
     for module, name in names:
@@ -224,31 +225,32 @@ def _foreign_errors() -> tuple[type[BaseException], ...]:
     return tuple(kinds)
 
 
-PREFIX = "sqlite:///"
-
-
 def make_database(uri: str, *, fill: Callable[[str], None]) -> None:
-    """Make the file that a `sqlite:///` address names, if there is none; `fill` makes the tables at the address it gets."""
+    """Create the database file of a `sqlite:///` address if it is missing; `fill` creates the tables at the address it gets.
+
+    MLflow creates tables over seconds and without transactions; a process killed meanwhile would leave a database that MLflow cannot open.
+    So they are created in another file, which is renamed when it is complete.
+    """
     path = _file(uri)
-    if path is None or _there(path):
+    if path is None or _has_content(path):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
+    unfinished = path.with_name(f".{path.name}.new")
     # A killed process releases the lock; the next one starts over.
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _there(path):
+        if _has_content(path):
             return
-        for left in (beside, beside.with_name(f"{beside.name}-journal")):
-            left.unlink(missing_ok=True)
-        fill(f"{PREFIX}{beside}")
-        beside.rename(path)
+        for old in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
+            old.unlink(missing_ok=True)
+        fill(f"{_SQLITE}{unfinished}")
+        unfinished.rename(path)
 
 
-def _there(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
 def _file(uri: str) -> Path | None:
-    name = uri.removeprefix(PREFIX)
+    name = uri.removeprefix(_SQLITE)
     return Path(name) if name and name != uri and not name.startswith((":memory:", "file:")) else None

@@ -1,6 +1,6 @@
-"""Delivers points to MLflow from a thread of its own, however often the server goes away.
+"""Delivers points to MLflow from a thread of its own, through any outage of the server.
 
-The rule: no caller waits for MLflow, and no point is lost or held in memory: undelivered ones are read again from the journal.
+No caller waits for MLflow, and no undelivered point is lost or stored in memory: the journal is read again.
 """
 
 import threading
@@ -18,12 +18,12 @@ from penstock.topics.wire.secrets import without_password
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 GATHER_S = 2.0
-"""Collect points for this long into one request: a full request costs as much as one with a single point."""
+"""Time for which points are collected into one request: a full request costs as much as one with a single point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """The points of one record; numbers grow within a source."""
+    """The points of one record; numbers rise within a source."""
 
     source: str
     number: int
@@ -31,19 +31,19 @@ class Delivery:
 
 
 class Journal(Protocol):
-    """All points to deliver, in order, on disk, to be read as often as needed."""
+    """All points to deliver, in order, on disk; can be read repeatedly."""
 
     @property
     def end(self) -> int: ...
     @property
     def points(self) -> int: ...
-    def read(self, place: int, *, max_points: int) -> tuple[Sequence[Delivery], int]: ...
+    def read(self, offset: int, *, max_points: int) -> tuple[Sequence[Delivery], int]: ...
     def sync(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The work left for when every point is delivered."""
+    """Work to do once every point is delivered."""
 
     status: str
     end_ms: int | None
@@ -52,13 +52,13 @@ class Ending:
 
 
 class Uploader:
-    """Delivers a journal to MLflow from a thread of its own, with growing pauses while the server does not answer."""
+    """Delivers a journal to MLflow from a thread of its own, with growing pauses while the server does not respond."""
 
     def __init__(self, target: Target, journal: Journal, *, notify: Callable[[str], None]) -> None:
         self.shown_uri = without_password(target.uri)
         self.run_id: str | None = None
         self.failing = False
-        """True if MLflow refused or did not answer the last request."""
+        """True if the last request was refused or timed out."""
         self._target, self._journal, self._notify = target, journal, notify
         self._offset = self._passed = 0
         self._delivered: Mapping[str, int] = {}
@@ -70,13 +70,13 @@ class Uploader:
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
 
     def start(self) -> None:
-        """Begin to deliver, unless that has begun; whoever waits for something begins it, too."""
+        """Start the thread unless it has started."""
         if self._thread.ident is None:
             self._thread.start()
 
     @property
     def queued(self) -> int:
-        """Number of the journal's points that are not known to have reached MLflow."""
+        """Number of the journal's points without confirmed delivery."""
         return self._journal.points - self._passed
 
     def more(self, checkpoints: RegisteredCheckpoints) -> None:
@@ -86,14 +86,14 @@ class Uploader:
             self._changed.notify_all()
 
     def wait_for_run(self, timeout_s: float) -> str | None:
-        """The MLflow run's id; waits for it up to `timeout_s`, None if the server has not answered by then."""
+        """Return the MLflow run's id; waits for it up to `timeout_s`, then None."""
         self.start()
         with self._changed:
             self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
             return self.run_id
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = (), reason: str | None = None) -> None:
-        """Ask the thread to deliver the remaining points, set the status, attach the files and end; `wait` waits for that."""
+        """Let the thread deliver the remaining points, set the status, attach the files and end; `wait` waits for that."""
         self.start()
         with self._changed:
             self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts), reason=reason)
@@ -111,7 +111,7 @@ class Uploader:
                 self._advance()
             except TrackingError as error:
                 self._failed(str(error))
-            except Exception as error:  # the thread's edge: artifact stores raise any error of their own clients
+            except Exception as error:  # the edge of the thread: artifact stores raise any error of their own clients
                 self._failed(f"MLflow at {self.shown_uri}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             else:
                 if self.failing:
@@ -125,10 +125,10 @@ class Uploader:
         if not self.failing:
             self._notify(f"{cause}; the run goes on, and its points wait in metrics.jsonl")
         self.failing = True
-        self._mlflow_run = None  # how much arrived is unknown: ask the server when it answers again
+        self._mlflow_run = None  # how much arrived is unknown: read it from the server when it responds again
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next attempt; once asked to end, hardly at all: the caller limits the time."""
+        """Wait before the next attempt; briefly once `finish` was called, whose caller limits the time."""
         with self._changed:
             if self._ending is None and self._changed.wait_for(lambda: self._ending, seconds):
                 return
@@ -159,11 +159,11 @@ class Uploader:
         self._done = over
 
     def _to_register(self) -> bool:
-        """Whether the registry is out of date; on a server, which gets the models themselves, it is updated after everything else."""
+        """True if the registry is out of date; a server, which gets the models themselves, is updated after everything else."""
         return self._target.local and self._checkpoints != self._registered
 
     def _connect(self) -> MlflowRun:
-        """Find the MLflow run; if it has less than was delivered, restart the journal from its beginning."""
+        """Find the MLflow run; if it has fewer points than were delivered, restart the journal from its start."""
         run = MlflowRun(self._target)
         if run.run_id != self.run_id or any(run.position.get(source, 0) < number for source, number in self._delivered.items()):
             self._offset = self._passed = 0
@@ -173,7 +173,7 @@ class Uploader:
         return run
 
     def _gather(self) -> None:
-        """Wait until there is something to do, and `GATHER_S` more for further points."""
+        """Wait until there is work, and `GATHER_S` more for further points."""
         with self._changed:
             self._changed.wait_for(lambda: self._journal.end > self._offset or self._ending or self._to_register())
             self._changed.wait_for(lambda: self._ending or self.queued >= MAX_POINTS, GATHER_S)

@@ -1,1 +1,1 @@
-"""Child processes in which users' functions run under a time limit with a retry, and what they reach of ours."""
+"""Child processes that run users' functions under time limits, with retries."""

@@ -1,7 +1,7 @@
-"""The child's side of `pool` and `sessions`: answers each JSON line `[number, payload]` with one of that number until the parent ends.
+"""The child's side of `pool` and `sessions`: serves JSON lines `[number, payload]` until the parent ends.
 
-Handlers are called in the main thread where no event loop runs, so that they may use signals and `asyncio.run`. Nothing that the code
-prints reaches the two pipes.
+Handlers are called in the main thread while no event loop runs, so they may use signals and `asyncio.run`. Output of user code never
+reaches the two pipes.
 """
 
 import importlib
@@ -20,13 +20,13 @@ from penstock.infra.sandbox.signals import restore_defaults
 from penstock.topics.wire.well_formed import well_formed_json
 
 LINE_BYTES = 64 << 20
-"""Of the longest request to a handler that serves several at once, and of the longest result."""
+"""Of the longest request to a concurrent handler, and of the longest result."""
 
 _notes: list[Callable[[str], None]] = []
 
 
 def doing(what: str) -> None:
-    """Tell the parent what this child works on, for the reason of its end if it hangs or crashes; outside a child it does nothing."""
+    """Report to the parent what this child works on, for its error if the child hangs or crashes; without effect outside a child."""
     for note in _notes:
         note(what)
 
@@ -35,14 +35,14 @@ def main() -> None:
     """Serve `sys.argv[1]`, a `module:function`."""
     restore_defaults()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    # A user's print goes to stderr and a user's input() reads nothing: only our messages use the pipes.
+    # Output of user code goes to stderr and its input() reads nothing: only our messages use the pipes.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     try:
         module, _, name = sys.argv[1].partition(":")
         handler = getattr(importlib.import_module(module), name)(json.loads(requests.readline()))
-    # The edge of this process: the reason goes to the parent.
+    # The edge of this process: the parent gets the reason.
     except BaseException as error:
         _reply(replies, {"broken": reason(error)})
         return
@@ -58,10 +58,10 @@ def main() -> None:
 
 
 def _outcome(handler: Callable[[Any], Any], payload: Any) -> dict[str, Any]:
-    """The result or the error of one call; an alarm that the handler has set ends with it."""
+    """The result or the error of one call; cancels an alarm that the handler has set."""
     try:
         return {"result": handler(payload)}
-    # The edge of this process: a user's function may raise anything, KeyboardInterrupt and exit() included.
+    # The edge of this process: a user's function may raise anything, including KeyboardInterrupt and SystemExit.
     except BaseException as error:
         return {"error": reason(error)}
     finally:
@@ -69,18 +69,18 @@ def _outcome(handler: Callable[[Any], Any], payload: Any) -> dict[str, Any]:
 
 
 def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
-    """Answer lines `[number, payload]` as the awaitables of the handler end; a line `[number]` gives that call up.
+    """Reply to lines `[number, payload]` as the handler's awaitables end; a line `[number]` cancels that call.
 
-    The loop runs between the calls of the handler, never during one.
+    The event loop runs between calls of the handler, never during one.
     """
-    import asyncio  # which most children have no use for
+    import asyncio  # most children do not need it
 
     calls = dict[int, asyncio.Task[dict[str, Any]]]()
 
-    async def answer(begun: Awaitable[Any]) -> dict[str, Any]:
+    async def outcome(awaitable: Awaitable[Any]) -> dict[str, Any]:
         try:
-            return {"result": await begun}
-        # The edge of this process, too: only what the parent gives up is cancelled.
+            return {"result": await awaitable}
+        # Also the edge of this process: only calls that the parent cancels are cancelled.
         except BaseException as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
@@ -88,7 +88,7 @@ def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -
 
     def ended(call: asyncio.Task[dict[str, Any]], number: int) -> None:
         calls.pop(number, None)
-        _reply(replies, {"call": number, **({"error": "was given up"} if call.cancelled() else call.result())})
+        _reply(replies, {"call": number, **({"error": "was cancelled"} if call.cancelled() else call.result())})
 
     with asyncio.Runner() as runner:
         loop, lines = runner.get_loop(), asyncio.StreamReader(limit=LINE_BYTES, loop=runner.get_loop())
@@ -99,26 +99,26 @@ def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -
                 if number in calls:
                     calls[number].cancel()
                 continue
-            begun = _outcome(handler, payload[0])
-            if inspect.isawaitable(begun.get("result")):
-                calls[number] = loop.create_task(answer(begun["result"]))
+            reply = _outcome(handler, payload[0])
+            if inspect.isawaitable(reply.get("result")):
+                calls[number] = loop.create_task(outcome(reply["result"]))
                 calls[number].add_done_callback(partial(ended, number=number))
             else:
-                _reply(replies, {"call": number, **begun})
+                _reply(replies, {"call": number, **reply})
 
 
 def _awaited(loop: Any, task: Any) -> Any:
-    """Run the loop until the task is done, however often another task's KeyboardInterrupt or SystemExit stops the loop."""
+    """Run the loop until the task is done, even if another task's KeyboardInterrupt or SystemExit stops the loop."""
     while True:
         try:
             return loop.run_until_complete(task)
-        except (KeyboardInterrupt, SystemExit):  # who awaits that task gets it, too
+        except (KeyboardInterrupt, SystemExit):  # the awaiter of that task gets it too
             if task.done():
                 raise
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line, with the place it was raised at; our own errors already are one line."""
+    """Format an exception in one line with its file and line; our own errors are one line already."""
     text = text_of(error, characters=600)
     if type(error).__module__.partition(".")[0] == "penstock":
         return text
@@ -128,24 +128,24 @@ def reason(error: BaseException) -> str:
 
 
 def text_of(error: BaseException, *, characters: int) -> str:
-    """The text of an exception in one line, cut; it may be a user's, whose `__str__` raises."""
+    """The text of an exception in one line, truncated; a user's `__str__` may raise."""
     try:
         return " ".join(str(error).split())[:characters]
     except Exception:
         return "its text cannot be read"
 
 
-def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
+def _reply(replies: Any, reply: Mapping[str, Any]) -> None:
     try:
-        text = json.dumps(answer)
+        text = json.dumps(reply)
         if "\\ud" in text:  # a surrogate, perhaps without its other half
-            answer, replaced = well_formed_json(answer)
-            text = json.dumps({**answer, "replaced": replaced})
+            reply, replaced = well_formed_json(reply)
+            text = json.dumps({**reply, "replaced": replaced})
         line = text.encode() + b"\n"
         if len(line) > LINE_BYTES:
             raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are allowed")
     except (TypeError, ValueError, RecursionError) as error:
-        line = json.dumps({"call": answer.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
+        line = json.dumps({"call": reply.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
     sent = 0
     while sent < len(line):
         sent += replies.write(line[sent:])

@@ -1,4 +1,4 @@
-"""Digest of a user's source file and of the modules in its folder that it imports. None of them is run."""
+"""Digest of a user's source file and of the modules in its folder that it imports; none of them is executed."""
 
 import ast
 import hashlib
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def digest_of(file: Path, text: bytes) -> str:
-    """SHA-256 (hex) of a file's bytes, or, if it imports modules of its own folder, of all of theirs too."""
+    """SHA-256 (hex) of a file's bytes or, if it imports modules of its own folder, of all of them."""
     files = {file: text}
     waiting = [file]
     while waiting:
@@ -17,7 +17,7 @@ def digest_of(file: Path, text: bytes) -> str:
                 waiting.append(imported)
     if len(files) == 1:
         return hashlib.sha256(text).hexdigest()
-    lines = sorted(f"{found.relative_to(file.parent)} {hashlib.sha256(content).hexdigest()}" for found, content in files.items())
+    lines = sorted(f"{path.relative_to(file.parent)} {hashlib.sha256(content).hexdigest()}" for path, content in files.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""One child of a pool: its pipes, which never block, and the calls it works on."""
+"""One child of a pool: its non-blocking pipes and its current calls."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from penstock.infra.sandbox.spawn import end_child, spawn
 Key = TypeVar("Key")
 READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 80 << 20
-"""Of one answer: more than a child sends."""
+"""Of one reply: more than a child sends."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,28 +25,28 @@ class Call(Generic[Key]):
     attempts_left: int
     timeout_s: float
     alone: bool = False
-    """Whether it gets a child to itself, because a child died while it worked on this call and others, and any of them may be the cause."""
+    """True if it gets a child to itself: a child crashed while it worked on this call and others, and any of them may be the cause."""
     deadline: float = float("inf")
     called: float = 0.0
     stopped: str | None = None
-    """Why the child was asked to give it up; None if it was not."""
+    """Reason of its cancellation; None if it was not cancelled."""
     cancelled: bool = False
 
 
 class PipedChild(Generic[Key]):
-    """A child process, the requests still to be written to it, and the answers read so far."""
+    """A child process, its unsent requests and its replies."""
 
     def __init__(self, target: str, *, rules: ChildRules, deadline: float) -> None:
         self.process, self.lifeline = spawn(target, rules)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         self.deadline = deadline
-        """For its start."""
+        """Deadline of its start."""
         self.ready = False
         self.at_once = 1
-        """Calls it works on side by side."""
+        """Number of concurrent calls."""
         self.can_cancel = False
-        """Whether it can give up a call and live on."""
+        """True if it can cancel a call without being killed."""
         self.doing = ""
         """Its current work, as it last reported it."""
         self.calls: dict[int, Call[Key]] = {}
@@ -57,16 +57,16 @@ class PipedChild(Generic[Key]):
 
     @property
     def active_calls(self) -> int:
-        """Number of its calls whose answers are still wanted."""
+        """Number of calls whose results are needed."""
         return sum(not call.cancelled for call in self.calls.values())
 
     def has_room(self, call: Call[Key]) -> bool:
-        """Whether it can take another call."""
-        room = 1 if call.alone or any(held.alone for held in self.calls.values()) else self.at_once
+        """True if it can take another call."""
+        room = 1 if call.alone or any(other.alone for other in self.calls.values()) else self.at_once
         return self.ready and len(self.calls) < room
 
     def call(self, number: int, call: Call[Key]) -> None:
-        """Send a call; its limit runs from when it is written whole."""
+        """Send a call; its time limit starts when it is completely written."""
         self.calls[number] = call
         self.doing = ""
         call.called = time.monotonic()
@@ -75,23 +75,23 @@ class PipedChild(Generic[Key]):
         self.send(f"[{number}, {call.payload}]")
 
     def cancel(self, number: int, reason: str, *, grace_s: float) -> None:
-        """Tell it to give up a call, which it has to answer within `grace_s`."""
+        """Request the cancellation of a call, which the child has to confirm within `grace_s`."""
         self.calls[number].stopped, self.calls[number].deadline = reason, time.monotonic() + grace_s
         self.send(f"[{number}]")
 
     def send(self, line: str) -> None:
-        """Write as much as the pipe takes; `write` goes on with the rest."""
+        """Queue a line and write as much as the pipe takes; `write` continues."""
         self._unsent += line.encode() + b"\n"
         self.write()
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits for the pipe."""
+        """True if data wait for the pipe."""
         return bool(self._unsent)
 
     def write(self) -> None:
-        """Write what waits, as much as the pipe takes."""
-        # A broken pipe is a dead child, which its closed stdout reports.
+        """Write as much of the queue as the pipe takes."""
+        # A broken pipe means that the child has ended, which its closed stdout reports.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
                 del self._unsent[: os.write(self.stdin, self._unsent)]
@@ -102,10 +102,10 @@ class PipedChild(Generic[Key]):
             self._sending.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The complete answers, and True if the child has ended; answers that it sent before its end count.
+        """The complete replies, and True if the child has ended; replies sent before its end count.
 
         Raises:
-            ValueError: the code in the child has written to the pipe of the answers.
+            ValueError: the code in the child has written to the pipe of the replies.
         """
         ended = False
         with contextlib.suppress(BlockingIOError):
@@ -116,14 +116,14 @@ class PipedChild(Generic[Key]):
             ended = True
         *lines, rest = self._unread.split(b"\n")
         self._unread = rest
-        return [self._answer(line) for line in lines], ended
+        return [self._parsed(line) for line in lines], ended
 
-    def _answer(self, line: bytearray) -> dict[str, Any]:
+    def _parsed(self, line: bytearray) -> dict[str, Any]:
         match json.loads(line):
-            case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as answer if self.ready:
-                return dict(answer)
-            case {"ready": True, "at_once": int(), "can_cancel": bool()} | {"broken": str()} as answer if not self.ready:
-                return dict(answer)
+            case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as reply if self.ready:
+                return dict(reply)
+            case {"ready": True, "at_once": int(), "can_cancel": bool()} | {"broken": str()} as reply if not self.ready:
+                return dict(reply)
         raise ValueError
 
     def close(self) -> None:

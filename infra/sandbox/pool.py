@@ -1,7 +1,7 @@
 """Child processes that run code which may hang, crash or print; each call has a time limit of its own.
 
-The rule: a call ends in bounded time, as `Done` or as `Failed` with the reason; a child that overran is killed with everything it started.
-One thread drives a pool; children speak JSON lines over pipes, so nothing they send is ever executed.
+A call ends in bounded time, as `Done` or as `Failed` with the reason; a child that overran is killed with everything it started. One thread
+drives a pool; children send JSON lines over pipes, so nothing they send is ever executed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from penstock.infra.sandbox.rules import REWARD, ChildRules
 from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child
 
 GRACE_S = 2.0
-"""Within which a child that works on several calls has to give up one of them; else it hangs."""
+"""Time within which a child with several calls has to cancel one of them; else it hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Done(Generic[Key]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Generic[Key]):
-    """A call that failed in every attempt, with the last attempt's reason."""
+    """A call that failed in every attempt, with the reason of the last one."""
 
     key: Key
     reason: str
@@ -44,10 +44,10 @@ class Failed(Generic[Key]):
 class ChildPool(Generic[Key]):
     """`size` children that serve `target`, a `module:function` that takes `init` and returns the handler of one payload.
 
-    Not thread-safe. `init`, payloads and results are JSON values. A handler that is a coroutine function works on as many calls side by
-    side as its attribute `at_once` says. A call that fails, overruns `timeout_s` or kills its child is tried again `retries` times; where a
-    child dies with several calls in hand, each of them is tried again in a child of its own, and what happens there is its own fault. The
-    limit runs from when a started child has the call, so imports (limit `start_timeout_s`) do not count.
+    Not thread-safe. `init`, payloads and results are JSON values. A handler that is a coroutine function works on `at_once` calls
+    concurrently, its attribute. A call that fails, overruns `timeout_s` or crashes its child is tried again `retries` times; if a child
+    crashes with several calls, each is tried again in a child of its own. The time limit starts when a running child has the call, so
+    imports (limit `start_timeout_s`) do not count.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ChildPool(Generic[Key]):
         self._failed_starts = 0
         self._children: list[PipedChild[Key]] = []
         self.busy_s = 0.0
-        """Seconds of its children at work: one in which half of the calls that they can work on side by side are there counts half."""
+        """Seconds of work of its children: with half of the possible concurrent calls, a second counts half."""
         self._counted = time.monotonic()
         for _ in range(size):
             self._start()
@@ -83,13 +83,13 @@ class ChildPool(Generic[Key]):
         return len(self._waiting) + len(self._ended) + sum(child.active_calls for child in self._children)
 
     def submit(self, key: Key, payload: object, *, timeout_s: float | None = None) -> None:
-        """Queue a call; it goes to a child at once if one is free. `timeout_s` replaces the pool's limit for this call."""
+        """Queue a call, for a child at once if one is free. `timeout_s` replaces the pool's limit for this call."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._waiting.append(Call(key=key, payload=json.dumps(payload), attempts_left=1 + self._retries, timeout_s=limit_s))
         self._dispatch()
 
     def cancel(self, keys: Container[Key]) -> None:
-        """Drop these calls, whatever became of them; a child that works on one gives it up, or is killed and started anew."""
+        """Drop these calls and their results; a child that works on one cancels it, or is killed and replaced."""
         self._count_time()
         self._waiting = deque(call for call in self._waiting if call.key not in keys)
         self._ended = [result for result in self._ended if result.key not in keys]
@@ -103,10 +103,10 @@ class ChildPool(Generic[Key]):
                 self._start()
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Finished calls, in the order they finished; waits up to `timeout_s` for the first, and not at all if none is pending.
+        """Finished calls, in the order they finished; waits up to `timeout_s` for the first, but not if none is pending.
 
         Raises:
-            ChildError: the target itself does not load, or three children in a row died before they were ready.
+            ChildError: the target itself does not load, or three children in a row ended before they were ready.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -122,7 +122,7 @@ class ChildPool(Generic[Key]):
                     self._watch(key.data)
                 else:
                     self._read(key.data)
-            # Check limits after reading: an answer that was in the pipe while the caller was busy is not late.
+            # Check limits after reading: a reply that was in the pipe while the caller was busy is not late.
             self._stop_overdue()
             if self._ended or not self.pending or time.monotonic() >= end:
                 self._dispatch()
@@ -168,13 +168,13 @@ class ChildPool(Generic[Key]):
             free = [child for child in self._children if child.has_room(self._waiting[0])]
             if not free:
                 return
-            child, call = min(free, key=lambda one: len(one.calls)), self._waiting.popleft()
+            child, call = min(free, key=lambda child: len(child.calls)), self._waiting.popleft()
             call.attempts_left -= 1
             child.call(next(self._numbers), call)
             self._watch(child)
 
     def _watch(self, child: PipedChild[Key]) -> None:
-        """Wait for the child's pipe as long as something is to be written."""
+        """Watch the child's pipe while data wait for it."""
         watched = child.stdin in self._selector.get_map()
         if child.unsent and not watched:
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
@@ -183,33 +183,33 @@ class ChildPool(Generic[Key]):
 
     def _read(self, child: PipedChild[Key]) -> None:
         try:
-            answers, ended = child.read()
+            replies, ended = child.read()
         except (ValueError, RecursionError):
             self._replace(child, STRAY)
             return
-        for answer in answers:
-            self._take(child, answer)
+        for reply in replies:
+            self._take(child, reply)
         if ended:
             self._replace(child, end_child(child.process, child.lifeline))
 
-    def _take(self, child: PipedChild[Key], answer: dict[str, Any]) -> None:
-        if "broken" in answer:
-            raise ChildError(f"cannot serve {self._target}: {answer['broken']}")
-        if "doing" in answer:
-            child.doing = answer["doing"]
+    def _take(self, child: PipedChild[Key], reply: dict[str, Any]) -> None:
+        if "broken" in reply:
+            raise ChildError(f"cannot serve {self._target}: {reply['broken']}")
+        if "doing" in reply:
+            child.doing = reply["doing"]
             return
         self._count_time()
-        if "ready" in answer:
+        if "ready" in reply:
             child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
-            child.at_once, child.can_cancel = answer["at_once"], answer["can_cancel"]
+            child.at_once, child.can_cancel = reply["at_once"], reply["can_cancel"]
             return
-        call = child.calls.pop(answer["call"], None)
+        call = child.calls.pop(reply["call"], None)
         if call is None or call.cancelled:
             return
-        if "error" in answer:
-            self._fail(call, call.stopped or answer["error"])
+        if "error" in reply:
+            self._fail(call, call.stopped or reply["error"])
         else:
-            self._ended.append(Done(key=call.key, result=answer["result"], seconds=time.monotonic() - call.called))
+            self._ended.append(Done(key=call.key, result=reply["result"], seconds=time.monotonic() - call.called))
 
     def _stop_overdue(self) -> None:
         now = time.monotonic()
@@ -259,9 +259,9 @@ class ChildPool(Generic[Key]):
 
 
 def _of(child: PipedChild[Any], reason: str) -> str:
-    """The reason with what the child was doing, where that can only be of the one call that it worked on.
+    """Prefix the reason with what the child was doing, if that can only belong to its one call.
 
     Example:
-        _of(child, "died with signal SIGSEGV")  # -> "reward f died with signal SIGSEGV"
+        _of(child, "ended with signal SIGSEGV")  # -> "reward f ended with signal SIGSEGV"
     """
     return f"{child.doing} {reason}" if child.doing and len(child.calls) == 1 else reason

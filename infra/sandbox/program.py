@@ -1,4 +1,4 @@
-"""Runs a user's program as a child process: its output is kept in part, and nothing of it outlives its end or its parent."""
+"""Runs a user's program as a child process: the end of its output is stored, and no process of it outlives its end or its parent."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from penstock.infra.sandbox.rules import ChildRules, child_environment
 from penstock.infra.sandbox.spawn import CONTINUED_S, KILLED_S, ORDERLY_S, Lifeline, keeper_of, kill_stopped
 
 OUTPUT_BYTES = 4096
-"""Of a program's output: the last ones."""
+"""Number of last bytes of a program's output that are stored."""
 
 
 class Program:
@@ -22,7 +22,7 @@ class Program:
     def __init__(self, process: asyncio.subprocess.Process, lifeline: Lifeline, stdin: bytes) -> None:
         self._process, self._lifeline = process, lifeline
         self._reason = ""
-        self._kept = bytearray()
+        self._tail = bytearray()
         self._talking = asyncio.create_task(self._talk(stdin))
         self._ending = asyncio.create_task(process.wait())
 
@@ -46,14 +46,14 @@ class Program:
         return cls(process, lifeline, stdin)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal, once it and all that it has started have ended, but for what SIGKILL does not end."""
+        """Its exit status, negative for a signal, after it and everything it started have ended, except what SIGKILL does not end."""
         while (status := await self._ends(CONTINUED_S)) is None:
             pass
         await self._close()
         return status
 
     async def kill(self) -> None:
-        """End it by SIGTERM, and a second later everything that it has started; in bounded time, even if something is left."""
+        """End it by SIGTERM and, a second later, everything it started; in bounded time, even if a process remains."""
         self._lifeline.end_orderly()
         await self._ends(ORDERLY_S)
         self._lifeline.end()
@@ -68,7 +68,7 @@ class Program:
         await self._close()
 
     async def _ends(self, limit_s: float) -> int | None:
-        """The exit status, None after `limit_s`. asyncio waits for the end of its pipes, too, which what is left may hold."""
+        """The exit status, None after `limit_s`. asyncio also waits for the end of its pipes, which a remaining process may have open."""
         if self._process.returncode is None:
             await asyncio.wait({self._ending}, timeout=limit_s)
         return self._process.returncode
@@ -80,15 +80,15 @@ class Program:
 
     @property
     def output(self) -> str:
-        """The end of what it wrote, standard output and errors together; if a limit ended it, which."""
-        return self._kept.decode(errors="replace") + (f"\n{self._reason}" if self._reason else "")
+        """The end of its output, standard output and errors together; and the limit that ended it, if any."""
+        return self._tail.decode(errors="replace") + (f"\n{self._reason}" if self._reason else "")
 
     async def _talk(self, stdin: bytes) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         writing = asyncio.create_task(_give(self._process.stdin, stdin))
         try:
             while piece := await self._process.stdout.read(1 << 16):
-                self._kept = (self._kept + piece)[-OUTPUT_BYTES:]
+                self._tail = (self._tail + piece)[-OUTPUT_BYTES:]
         finally:
             writing.cancel()
 
@@ -102,7 +102,7 @@ async def _give(pipe: asyncio.StreamWriter, stdin: bytes) -> None:
 
 
 def how_it_ended(status: int, output: str) -> str:
-    """An exit status and the last line of the output, in a line.
+    """Format an exit status and the last line of the output in one line.
 
     Example:
         how_it_ended(1, "...\\nKeyError: 'x'\\n")  # -> "exit status 1: KeyError: 'x'"

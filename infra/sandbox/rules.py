@@ -1,4 +1,4 @@
-"""Rules for child processes that run code of the user: environment variables, limits, isolation."""
+"""Rules for child processes that run user code: environment variables, limits, isolation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Literal
 Isolation = Literal["none", "landlock", "bwrap", "auto"]
 
 REWARD_TOKEN = "PENSTOCK_REWARD_TOKEN"
-"""Environment variable with what is sent to a reward service as `Authorization: Bearer …`."""
+"""Environment variable with the token sent to a reward service as `Authorization: Bearer …`."""
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "PWD", "CREDENTIAL", "AUTH", "SECURITY")
 _LISTED = """
 PATH HOME USER LOGNAME SHELL PWD LANG LANGUAGE LC_* TZ TERM COLUMNS TMPDIR TEMP TMP XDG_* LD_LIBRARY_PATH LD_PRELOAD
@@ -19,9 +19,9 @@ HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy https_proxy no_proxy all_pr
 SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
 """
 NAMES = frozenset(name for name in _LISTED.split() if not name.endswith("*"))
-"""Variables that children get."""
+"""Names of variables that children get."""
 STARTS = tuple(name.removesuffix("*") for name in _LISTED.split() if name.endswith("*"))
-"""Starts of the names of further variables that children get."""
+"""Prefixes of further variables that children get."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class ChildRules:
     pass_env: tuple[str, ...] = ()
     """Names of further environment variables that children get."""
     memory_gb: float | None = None
-    """Of one child with all that it has started; half of the machine's if None."""
+    """Of one child with everything it started; half of the machine's memory if None."""
     max_processes: int = 512
-    """Of one child with all that it has started."""
+    """Of one child with everything it started."""
     file_gb: float = 64.0
     """Of one file."""
     isolate: Isolation | None = None
@@ -45,11 +45,11 @@ class ChildRules:
 
 
 REWARD, ENVIRONMENT = ChildRules(section="reward"), ChildRules(section="environment")
-"""The rules of a configuration without such keys."""
+"""Rules of a configuration without such keys."""
 
 
 def child_environment(environ: Mapping[str, str], pass_env: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a child gets: those of the list, those whose value is a path, and those named in `pass_env`.
+    """The variables that a child gets: listed ones, those whose value is a path, and those named in `pass_env`.
 
     A name that contains one of `SECRET_WORDS` is only passed if it is on the list or in `pass_env`.
 
@@ -70,7 +70,7 @@ def _is_public(name: str, value: str) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    """True for an absolute path that exists, or whose folder does: a secret may start with a slash, too."""
+    """True for an absolute path that exists or whose folder does: a secret may start with a slash too."""
     if not value.startswith("/") or len(value) > 4096:
         return False
     path = Path(value)

@@ -1,6 +1,6 @@
 """Hides the secrets of this process from other processes of the same user.
 
-`/proc/PID/environ` shows the variables that a process was started with, also those that it has removed since.
+`/proc/PID/environ` shows the variables of a process's start, including those that it has removed since.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ ENV_START, ENV_END = 47, 48
 
 
 def hide_secrets(*, memory: bool = True) -> None:
-    """Blank the values in `/proc/self/environ` that children do not get; `os.environ` keeps them.
+    """Blank the values in `/proc/self/environ` that children do not get; `os.environ` is unchanged.
 
     With `memory`, other processes of the user cannot read this one's memory and descriptors, nor attach a debugger, unless
-    `PENSTOCK_DEBUG` is set. A process of root gives up capabilities instead: those that its children do not have either.
+    `PENSTOCK_DEBUG` is set. A process of root drops capabilities instead: those that its children do not have either.
     """
     if sys.platform != "linux":
         return
     secret = {name: value for name, value in os.environ.items() if name not in child_environment(os.environ)}
     if secret:
-        os.environ.update(secret)  # setenv copies: the C library's variables point to the copies, not to what is blanked
+        os.environ.update(secret)  # setenv copies: the C library's variables point to the copies, not to the blanked memory
         _blank({os.fsencode(name) for name in secret})
     closed, root = memory and not os.environ.get("PENSTOCK_DEBUG"), os.geteuid() == 0
     if closed and root:
@@ -35,19 +35,19 @@ def hide_secrets(*, memory: bool = True) -> None:
 
 
 def _limit_capabilities() -> None:
-    """Keep the capabilities of a container only; a command that this process starts as root has all of them again."""
+    """Retain only the capabilities of a container; a command that this process starts as root has all of them again."""
     libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    held = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: capabilities 0 to 31, then 32 to 63
-    if libc.capget(header, held) == 0:
-        kept = sum(1 << capability for capability in CAPABILITIES)
-        libc.capset(header, (ctypes.c_uint32 * 6)(*(word & kept for word in held[:3]), 0, 0, 0))
+    words = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: capabilities 0 to 31, then 32 to 63
+    if libc.capget(header, words) == 0:
+        allowed = sum(1 << capability for capability in CAPABILITIES)
+        libc.capset(header, (ctypes.c_uint32 * 6)(*(word & allowed for word in words[:3]), 0, 0, 0))
 
 
 def _blank(names: set[bytes]) -> None:
     """Overwrite the values of these variables in the memory that the kernel shows as `environ`."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end = int(fields[ENV_START]), int(fields[ENV_END])
-    if not 0 < start < end:  # hidden from this process, too
+    if not 0 < start < end:  # hidden from this process too
         return
     for variable in ctypes.string_at(start, end - start).split(b"\0"):
         name, equals, value = variable.partition(b"=")

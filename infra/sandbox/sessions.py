@@ -1,7 +1,7 @@
-"""Sessions with state in child processes, such as environments: opened, called many times, closed; driven by one asyncio loop.
+"""Stateful sessions in child processes, such as environments: opened, called many times, closed; driven by one asyncio loop.
 
-The rule: a call ends in bounded time. One that overruns its limit costs the child its life, and with it every session in that child: each
-of their callers gets `SessionLost`. The limit runs while the child works on the call, never while it waits for its turn.
+A call ends in bounded time. If it overruns its limit, its child is killed with every session in it, and each of their callers gets
+`SessionLost`. The limit covers the child's work on the call, not the wait for a free child.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, Life
 
 
 class SessionLost(PenstockError):
-    """The child of a session is gone; one line says why. `guilty` is True for the session whose call it died of."""
+    """The child of a session has ended; one line has the reason. `guilty` is True for the session whose call ended it."""
 
     def __init__(self, reason: str, *, guilty: bool) -> None:
         super().__init__(reason)
@@ -28,13 +28,13 @@ class SessionLost(PenstockError):
 
 
 class CallFailed(PenstockError):
-    """The handler raised; the session is still there."""
+    """The handler raised; the session continues."""
 
 
 class Sessions:
     """At most `size` children that serve `target`, a `module:function` that takes `init` and returns an async handler of payloads.
 
-    The handler's attribute `at_once` says how many calls one child works on side by side, 1 if absent. Children start when they are needed.
+    The handler's attribute `at_once` is the number of concurrent calls of one child, 1 if absent. Children start on demand.
     """
 
     def __init__(
@@ -56,18 +56,17 @@ class Sessions:
         self._starting = asyncio.Lock()
 
     async def open(self) -> "Session":
-        """A session in the child that has the fewest. Raises `ChildError` where no child can be started."""
+        """Open a session in the child that has the fewest. Raises `ChildError` if no child can be started."""
         async with self._starting:
             self._children = [child for child in self._children if child.ended is None]
             if len(self._children) < self._size and all(child.sessions for child in self._children):
                 self._children.append(await self._start())
-        child = min((one for one in self._children if one.ended is None), key=lambda one: one.sessions, default=None)
+        child = min((child for child in self._children if child.ended is None), key=lambda child: child.sessions, default=None)
         if child is None:
             return await self.open()
         return Session(child, next(self._numbers))
 
     async def close(self) -> None:
-        """End the children."""
         for child in self._children:
             child.lifeline.end_orderly()
         for child in self._children:
@@ -79,7 +78,7 @@ class Sessions:
         while self._failed_starts < START_ATTEMPTS:
             child = _Child(*spawn(self._target, self._rules))
             try:
-                ready = await asyncio.wait_for(child.begin(self._init), self._start_timeout_s)
+                ready = await asyncio.wait_for(child.start(self._init), self._start_timeout_s)
             except TimeoutError:
                 await child.end(reason := f"took longer than {self._start_timeout_s:g} s and was killed", guilty=None)
                 self._failed_starts += 1
@@ -90,20 +89,20 @@ class Sessions:
             if "ready" in ready:
                 self._failed_starts = 0
                 return child
-            reason = child.ended or "died"
+            reason = child.ended or "ended"
             self._failed_starts += 1
         raise ChildError(f"cannot serve {self._target}: {START_ATTEMPTS} children were lost at their start; the last one {reason}")
 
 
 class Session:
-    """One session; not to be called twice at the same time."""
+    """One session; not to be called concurrently."""
 
     def __init__(self, child: "_Child", number: int) -> None:
         self._child, self.number = child, number
         self.last_s = 0.0
-        """Seconds that the child worked on the last call."""
+        """Seconds of the child's work on the last call."""
         self.last_replaced = 0
-        """Lone surrogates in the last answer; U+FFFD is in their places."""
+        """Number of lone surrogates in the last result that were replaced by U+FFFD."""
         child.sessions += 1
 
     async def call(self, payload: Mapping[str, Any], *, timeout_s: float) -> Any:
@@ -113,20 +112,20 @@ class Session:
         async with child.room:
             if child.ended is not None:
                 raise SessionLost(f"another environment in its process {child.ended}", guilty=False)
-            began = time.monotonic()
+            start = time.monotonic()
             try:
-                answer = await asyncio.wait_for(child.ask({"session": self.number, **payload}), timeout_s)
-                self.last_replaced = answer.get("replaced", 0)
-                return answer["result"]
+                reply = await asyncio.wait_for(child.request({"session": self.number, **payload}), timeout_s)
+                self.last_replaced = reply.get("replaced", 0)
+                return reply["result"]
             except TimeoutError:
                 reason = f"took longer than {timeout_s:g} s and was killed"
                 await child.end(reason, guilty=self.number)
                 raise SessionLost(reason, guilty=True) from None
             finally:
-                self.last_s = time.monotonic() - began
+                self.last_s = time.monotonic() - start
 
     def close(self) -> None:
-        """Give the place back; the child forgets the session."""
+        """Close the session in the child."""
         self._child.sessions -= 1
         if self._child.ended is None:
             self._child.send([-1, {"session": self.number, "do": "close"}])
@@ -139,7 +138,7 @@ class _Child:
         self._process, self.lifeline = process, lifeline
         self.sessions = 0
         self.ended: str | None = None
-        """Why it is gone."""
+        """Why it has ended."""
         self.room = asyncio.Semaphore(1)
         self._calls: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
@@ -148,8 +147,8 @@ class _Child:
         self._writer: asyncio.WriteTransport | None = None
         self._reader: asyncio.ReadTransport | None = None
 
-    async def begin(self, init: object) -> dict[str, Any]:
-        """Send `init` and wait for the child's first words; empty if it died."""
+    async def start(self, init: object) -> dict[str, Any]:
+        """Send `init` and return the child's first message; empty if it ended."""
         loop, process = asyncio.get_running_loop(), self._process
         assert process.stdin is not None and process.stdout is not None
         self._writer, _ = await loop.connect_write_pipe(asyncio.Protocol, process.stdin)
@@ -162,32 +161,32 @@ class _Child:
         return ready
 
     def send(self, value: object) -> None:
-        """Write one line; a child that is gone is noticed by its closed output."""
+        """Write one line; the end of the child is detected by its closed output."""
         assert self._writer is not None
         self._writer.write(json.dumps(value).encode() + b"\n")
 
-    async def ask(self, payload: Mapping[str, Any]) -> Any:
-        """Send a call and wait for its answer, as the child wrote it."""
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._calls[number] = payload["session"], answer
+    async def request(self, payload: Mapping[str, Any]) -> Any:
+        """Send a call and return the child's reply."""
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._calls[number] = payload["session"], reply
         self.send([number, payload])
         try:
-            return await answer
+            return await reply
         finally:
             self._calls.pop(number, None)
 
     async def end(self, reason: str, *, guilty: int | None, orderly: bool = False) -> None:
-        """End it; every call that it works on fails, that of the session `guilty` as its own fault."""
+        """End it; all its calls fail, that of the session `guilty` by its own fault."""
         if self.ended is not None:
             return
         self.ended = reason
         self._kill(orderly=orderly)
         calls, self._calls = self._calls, {}
-        for session, answer in calls.values():
-            if not answer.done():
+        for session, reply in calls.values():
+            if not reply.done():
                 innocent = guilty is not None and session != guilty
-                said = f"another environment in its process {reason}" if innocent else reason
-                answer.set_exception(SessionLost(said, guilty=not innocent))
+                text = f"another environment in its process {reason}" if innocent else reason
+                reply.set_exception(SessionLost(text, guilty=not innocent))
         if self._reading is not None and self._reading is not asyncio.current_task():
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -206,25 +205,25 @@ class _Child:
         try:
             while line := await lines.readline():
                 self._take(json.loads(line))
-            died = end_child(self._process, self.lifeline)
+            ending = end_child(self._process, self.lifeline)
         except (ValueError, RecursionError):
-            died = STRAY
-        # Nobody can say which of several calls it died of: each of them may be it.
-        await self.end(died, guilty=None)
+            ending = STRAY
+        # Any of several calls may have ended the child.
+        await self.end(ending, guilty=None)
         if not self._ready.done():
             self._ready.set_result({})
 
-    def _take(self, answer: Any) -> None:
-        match answer:
+    def _take(self, reply: Any) -> None:
+        match reply:
             case {"ready": True, "at_once": int()} | {"broken": str()} if not self._ready.done():
-                self._ready.set_result(answer)
+                self._ready.set_result(reply)
             case {"call": int(number), "result": _} | {"call": int(number), "error": str()} if self._ready.done():
                 _, waiting = self._calls.get(number, (0, None))
                 if waiting is not None and not waiting.done():
-                    if "error" in answer:
-                        waiting.set_exception(CallFailed(answer["error"]))
+                    if "error" in reply:
+                        waiting.set_exception(CallFailed(reply["error"]))
                     else:
-                        waiting.set_result(answer)
+                        waiting.set_result(reply)
             case {"doing": _}:
                 pass
             case _:

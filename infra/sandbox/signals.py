@@ -1,7 +1,7 @@
-"""Signal handling that neither child processes nor locks suffer from.
+"""Signal handling that child processes inherit correctly and that takes no locks.
 
 A signal that the parent ignored (`nohup`, `&` in a script) stays ignored here, but programs started from here get its default. A handler
-waits for no lock: the code that it interrupts may hold it.
+waits for no lock, since the interrupted code may own it.
 """
 
 import _thread
@@ -12,7 +12,7 @@ HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 
 
 def keep_ignored_here() -> None:
-    """Ignore by a handler what is ignored by SIG_IGN: programs that are started inherit SIG_IGN, but no handler. Main thread only."""
+    """Replace SIG_IGN by a handler that does nothing: programs that are started inherit SIG_IGN, but no handler. Main thread only."""
     for number in HANDLED:
         if signal.getsignal(number) is signal.SIG_IGN:
             ignore(number)
@@ -29,15 +29,15 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 def restore_defaults() -> None:
-    """Handle signals as a process does that was started from a terminal. Main thread only."""
+    """Handle signals like a process started from a terminal. Main thread only."""
     for number in HANDLED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def set_in_handler(event: threading.Event) -> None:
-    """Set an event from a signal handler: in a thread, since the interrupted code may be in a method of the event and hold its lock.
+    """Set an event from a signal handler, in a thread: the interrupted code may be in a method of the event and own its lock.
 
-    `threading.Thread` takes locks as well, which the interrupted code may hold.
+    `threading.Thread` takes locks too, which the interrupted code may own.
     """
     try:
         _thread.start_new_thread(event.set, ())

@@ -1,4 +1,4 @@
-"""Starts child processes that never outlive their parent: programs, and servers of JSON lines (`penstock.infra.sandbox.child`)."""
+"""Starts child processes that never outlive their parent, isolated as configured: programs, and servers of JSON lines (`child`)."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.paths import IMPORT_ROOT, state_path
 from penstock.infra.sandbox.rules import ChildRules, child_environment
 
-# -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
+# -P and this first line: our packages come first, in any working directory and with any PYTHONPATH of the user.
 _START = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.{{}} import main; main()"
 KEEPER = (sys.executable, "-I", "-S", "-c", _START.format("keeper.main"))
 SERVER = (sys.executable, "-P", "-c", _START.format("child"))
@@ -32,6 +32,11 @@ CONTINUED_S = 1.0
 """Time between two SIGCONT for a keeper that its child may have stopped."""
 ORDERLY_S = 5.0
 """Longest wait for an orderly end, before everything is killed."""
+_BWRAP = (
+    *("bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL"),
+    *("--dev-bind", "/", "/", "--proc", "/proc"),
+)
+PROBE_S = 30.0
 
 
 class ChildError(PenstockError):
@@ -39,18 +44,18 @@ class ChildError(PenstockError):
 
 
 class Lifeline:
-    """The connection to the keeper of one child: whatever the child has started ends when it closes."""
+    """The connection to the keeper of one child: when it closes, everything the child has started is ended."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair()
 
     def end_orderly(self) -> None:
-        """Ask for an end by SIGTERM, with a second for what the child has started."""
+        """Request an end by SIGTERM, with a second for other processes that the child has started."""
         with contextlib.suppress(OSError):
             self._ours.send(b"e")
 
     def end(self) -> None:
-        """Have everything killed."""
+        """Kill everything."""
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_WR)
 
@@ -63,7 +68,7 @@ class Lifeline:
 
 
 def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> list[str]:
-    """The command of the process that runs `command` by these rules. Raises `ConfigError` for an isolation that this machine lacks."""
+    """The keeper's command line that runs `command` by these rules. Raises `ConfigError` if this machine lacks the isolation."""
     isolation = chosen_isolation(rules)
     memory_gb = _machine_gb() / 2 if rules.memory_gb is None else rules.memory_gb
     settings = (lifeline.theirs.fileno(), rules.section, memory_gb, rules.max_processes, rules.file_gb, isolation)
@@ -71,7 +76,7 @@ def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> 
 
 
 def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lifeline]":
-    """A child that serves `target`, a `module:function`. Raises `ConfigError`."""
+    """Start a child that serves `target`, a `module:function`. Raises `ConfigError`."""
     lifeline = Lifeline()
     with lifeline.theirs as theirs:
         process = subprocess.Popen(
@@ -88,7 +93,7 @@ def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lif
 
 
 def end_child(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly: bool = False) -> str:
-    """End a child and everything it has started; says how it ended."""
+    """End a child and everything it has started; returns how it ended."""
     if orderly:
         lifeline.end_orderly()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -107,11 +112,11 @@ def end_child(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly
         return f"does not end: something it has started is still there {KILLED_S:g} s after SIGKILL"
     if reason := lifeline.close():
         return reason
-    return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
+    return f"ended with signal {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
 
 def kill_stopped(pid: int) -> None:
-    """Kill a keeper that its child has stopped; one that runs still ends what the child has started."""
+    """Kill a keeper that its child has stopped; a running one ends everything that the child has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         keeper = psutil.Process(pid)
         if keeper.status() == psutil.STATUS_STOPPED:
@@ -119,23 +124,15 @@ def kill_stopped(pid: int) -> None:
 
 
 def _machine_gb() -> float:
-    """Memory of this machine, or of the container."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # "max" if the container has no limit
         size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return size / 1e9
 
 
-_BWRAP = (
-    *("bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL"),
-    *("--dev-bind", "/", "/", "--proc", "/proc"),
-)
-PROBE_S = 30.0
-
-
 @functools.cache
 def chosen_isolation(rules: ChildRules) -> Literal["none", "landlock", "bwrap"]:
-    """The isolation that these rules stand for on this machine. Raises `ConfigError` if they need bwrap and it does not work."""
+    """The isolation for these rules on this machine. Raises `ConfigError` if they require bwrap and it does not work."""
     if rules.isolate is None:
         return "landlock" if os.geteuid() else "none"
     if rules.isolate in ("none", "landlock"):
@@ -152,14 +149,14 @@ def chosen_isolation(rules: ChildRules) -> Literal["none", "landlock", "bwrap"]:
 
 
 def bwrap_command(rules: ChildRules) -> tuple[str, ...]:
-    """What precedes a command in its own user, process id and IPC namespaces: devices and files stay, without the embedded broker's."""
+    """Command prefix for its own user, process id and IPC namespaces: devices and files are visible, except the embedded broker's."""
     broker = os.path.realpath(state_path() / "broker")  # bwrap mounts nothing behind a link
     hidden = ("--tmpfs", broker) if os.path.isdir(broker) else ()
     return (*_BWRAP, *hidden, *(["--unshare-net"] if rules.isolate_network else []), "--")
 
 
 def bwrap_fault(rules: ChildRules) -> str | None:
-    """Why bubblewrap does not work on this machine; None if it does."""
+    """Why bubblewrap does not work on this machine; None if it works."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed: apt-get install bubblewrap"
     command = [*bwrap_command(rules), "true"]

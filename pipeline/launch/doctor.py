@@ -315,7 +315,7 @@ def _durability(bootstrap: str) -> Iterator[Finding]:
         yield Finding(name="durability", level="warn", found=str(error), do="credentials come from PENSTOCK_SECURITY")
         return
     for weakness in found:
-        yield Finding(name="durability", level="warn", found=weakness.found, do=weakness.do)
+        yield Finding(name="durability", level="warn", found=weakness.problem, do=weakness.fix)
     if not found:
         yield Finding(name="durability", level="ok", found="no setting lets a lost broker take acknowledged records along")
 

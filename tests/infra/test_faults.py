@@ -35,7 +35,7 @@ def test_a_process_dies_at_the_passing_that_is_named_and_at_no_other() -> None:
 
 
 def test_what_names_no_point_is_an_error_and_not_a_run_without_faults() -> None:
-    assert parse("chunk.sent:2") == Fault(name="chunk.sent", left=2)
+    assert parse("chunk.sent:2") == Fault(name="chunk.sent", passes=2)
     for wrong in ("ledger.step.befor", "", "chunk.sent:0", "chunk.sent:x", "chunk.sent:-1"):
         with pytest.raises(ValueError, match=VARIABLE):
             parse(wrong)

@@ -1,1 +1,1 @@
-"""Turns of trajectories that travel through the log: what is asked of the policy, and what it drew."""
+"""Turns of trajectories that travel through the log: generation requests and their replies."""

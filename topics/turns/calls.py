@@ -1,6 +1,6 @@
-"""`calls`: one turn asked of the policy: the whole context as token ids, and how to draw. Environment workers -> rollout workers.
+"""`calls`: one generation request: the full context as token ids, plus sampling parameters. Environment workers -> rollout workers.
 
-A call is known by group, sample, turn, attempt and the SHA-256 of its context: one that repeats an answered call is never drawn again."""
+Group, sample, turn, attempt and the SHA-256 of its context identify a call; a call with a recorded reply is never sampled again."""
 
 import hashlib
 import math
@@ -43,7 +43,7 @@ REQUIRED = ("group", "sample", "turn", "attempt", "sha256")
 
 
 class TurnKey(NamedTuple):
-    """What a call and its reply are known by."""
+    """Identity of a call and its reply."""
 
     group: int
     sample: int
@@ -62,27 +62,27 @@ class Call(ByValue):
     turn: int
     """Counts the model's turns of the trajectory from 0."""
     attempt: int
-    """Above 0 where the turn is to be drawn once more although it was answered."""
+    """Above 0 if the turn is to be sampled again although it has a reply."""
     min_version: int
-    """The oldest policy version that it may be drawn under."""
+    """The oldest policy version that it may be sampled from."""
     token_ids: Int32s
-    """[L] the whole context."""
+    """[L] the full context."""
     stream: int
-    """What its random numbers follow from, with the run's seed."""
+    """Seeds its random numbers, together with the run's seed."""
     max_new_tokens: int
     temperature: float
     top_p: float
     top_k: int
-    """0 where there is no limit."""
+    """0 if there is no limit."""
     seeded: int
-    """1 if its random numbers follow from `stream`, 0 if from nothing."""
+    """1 if its random numbers follow from `stream`, 0 if they are not reproducible."""
     asked_ns: int
     worker: str
     """The environment worker."""
 
     @property
     def key(self) -> TurnKey:
-        """What it is known by; hashes the context."""
+        """Its identity; hashes the context."""
         return TurnKey(self.group, self.sample, self.turn, self.attempt, context_digest(self.token_ids))
 
 
@@ -96,12 +96,11 @@ def context_digest(token_ids: Int32s) -> str:
 
 
 def encode(call: Call) -> bytes:
-    """The payload."""
     return CODEC.encode(as_row(call))
 
 
 def decode(value: Payload) -> Call:
-    """The call in a payload; raises `Unusable`."""
+    """The call in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(len(row["token_ids"]) > 0, "the context is empty")
     require(not (row["token_ids"] < 0).any(), "a token id is below 0")
@@ -113,7 +112,7 @@ def decode(value: Payload) -> Call:
 
 
 def headers(call: Call, *, run: str) -> Headers:
-    """The headers; `policy-version-min` is the oldest version that it may be drawn under, `tokens` counts the context."""
+    """The headers; `policy-version-min` is the oldest version that it may be sampled from, `tokens` counts the context."""
     key = call.key
     return Headers(
         run=run,
@@ -130,19 +129,19 @@ def headers(call: Call, *, run: str) -> Headers:
 
 
 def key_of(claims: Headers) -> TurnKey:
-    """What the headers of a call or a reply that were checked say it is known by."""
+    """The identity in the checked headers of a call or a reply."""
     group, sample, turn, attempt, sha256 = claims.group, claims.sample, claims.turn, claims.attempt, claims.sha256
     assert group is not None and sample is not None and turn is not None and attempt is not None and sha256 is not None
     return TurnKey(group, sample, turn, attempt, sha256)
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=(*REQUIRED, "policy-version-min"))
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Call]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     claims, call = check(record, run=run), decode(record.value)
     match(claims, **call.key._asdict(), policy_version_min=call.min_version, worker=call.worker, tokens=len(call.token_ids))
     return claims, call

@@ -1,4 +1,4 @@
-"""`replies`: what was drawn for one call. Rollout workers -> environment workers.
+"""`replies`: the generated tokens of one call. Rollout workers -> environment workers.
 
 The first reply to a call counts; logprobs are of the distribution that was sampled from."""
 
@@ -43,7 +43,7 @@ _FACTS = (*TurnKey._fields, "policy_version_min", "policy_version_max", "outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply(ByValue):
-    """T tokens drawn under S policy versions, one after the other."""
+    """T tokens, generated under S consecutive policy versions."""
 
     group: int
     sample: int
@@ -52,15 +52,15 @@ class Reply(ByValue):
     sha256: str
     """Of the context."""
     token_ids: Int32s
-    """[T] the stop id included."""
+    """[T] including the stop id."""
     behaviour_logprobs: Float32s
-    """[T] natural logarithms."""
+    """[T] natural-log probabilities."""
     span_versions: Int32s
     """[S] policy version of each span, S >= 1."""
     span_starts: Int32s
     """[S] index of the first token of each span; the first is 0."""
     finish: Finish
-    """"abort" where it could no longer be fresh."""
+    """"abort" if it could no longer be fresh."""
     started_ns: int
     ended_ns: int
     worker: str
@@ -68,17 +68,15 @@ class Reply(ByValue):
 
     @property
     def key(self) -> TurnKey:
-        """What it is known by."""
         return TurnKey(self.group, self.sample, self.turn, self.attempt, self.sha256)
 
 
 def encode(reply: Reply) -> bytes:
-    """The payload."""
     return CODEC.encode(as_row(reply))
 
 
 def decode(value: Payload) -> Reply:
-    """The reply in a payload; raises `Unusable`."""
+    """The reply in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "group", "sample", "turn", "attempt", "started_ns", "ended_ns")
     require_names(row, "worker")
@@ -96,7 +94,7 @@ def decode(value: Payload) -> Reply:
 
 
 def headers(reply: Reply, *, run: str) -> Headers:
-    """The headers; `outcome` is how the turn finished, `tokens` counts what was drawn."""
+    """The headers; `outcome` is how the turn finished, `tokens` counts the generated ones."""
     return Headers(
         run=run,
         schema=SCHEMA,
@@ -114,13 +112,13 @@ def headers(reply: Reply, *, run: str) -> Headers:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     required = (*REQUIRED, "policy-version-min", "policy-version-max")
     return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=required), outcomes=FINISHES)
 
 
 def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Reply]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`. `checked`: its headers, if `check` has read them."""
+    """Headers and payload of a record of `run`, which must agree. `checked`: its headers, if already checked. Raises `Unusable`."""
     claims, reply = checked or check(record, run=run), decode(record.value)
     expected = headers(reply, run=run)
     match(claims, **{field: getattr(expected, field) for field in _FACTS})

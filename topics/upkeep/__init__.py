@@ -1,1 +1,1 @@
-"""Topics that keep a run going and that nothing is repeated from: who writes, and what the others add up to."""
+"""Internal topics of a run: current writers, and a snapshot of the others. Replay reads neither."""

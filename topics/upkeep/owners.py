@@ -1,6 +1,6 @@
-"""Claims in `control-ROLE`: which process writes as each of the role's single writers. Single writers -> their rivals.
+"""Claims in `control-ROLE`: the current owner of each single-writer id of the role. Single writers -> processes that want the same id.
 
-A process is known by the random token it made at its start, never by a pid, a host or a clock."""
+A random token made at its start identifies a process, never a pid, a host or a clock."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -34,20 +34,20 @@ _REQUIRED = ("outcome", "worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """What a process says of its place: it has taken it, is alive in it, or has left it."""
+    """A process's record of a writer lease: acquired, renewed or released."""
 
     writer: str
-    """Name of the place, as `trainer` or `scorer-0`; with the run before it, a transactional id."""
+    """Single-writer id, such as `trainer` or `scorer-0`; prefixed with the run, a transactional id."""
     token: str
     """The process."""
     kind: OwnerKind
     host: str
-    """For people only."""
+    """For display only."""
     time_ns: int
 
 
 def key(owner: Owner) -> bytes:
-    """The record's key: compaction keeps the newest of each kind.
+    """The record's key: compaction retains the newest of each kind.
 
     Example:
         key(Owner(writer="trainer", kind="taken", ...))  # -> b"trainer/taken"
@@ -56,12 +56,11 @@ def key(owner: Owner) -> bytes:
 
 
 def encode(owner: Owner) -> bytes:
-    """The payload."""
     return CODEC.encode(as_row(owner))
 
 
 def decode(value: Payload) -> Owner:
-    """The owner in a payload; raises `Unusable`."""
+    """The owner in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in OWNER_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(OWNER_KINDS)}")
     require_names(row, "writer", "token")
@@ -70,17 +69,17 @@ def decode(value: Payload) -> Owner:
 
 
 def headers(owner: Owner, *, run: str) -> Headers:
-    """The headers; `outcome` is the kind, `worker` the name of the place."""
+    """The headers; `outcome` is the kind, `worker` the single-writer id."""
     return Headers(run=run, schema=SCHEMA, outcome=owner.kind, worker=owner.writer)
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OWNER_KINDS)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Owner]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     owner = decode(record.value)
     match(checked, outcome=owner.kind, worker=owner.writer)

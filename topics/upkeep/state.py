@@ -1,6 +1,6 @@
-"""`state`: what the run's other topics add up to, so that whoever looks at a long run reads the newest record of it and what came after.
+"""`state`: snapshot of the run view, so that a reader starts from the newest snapshot instead of offset 0.
 
-It says nothing that the other topics do not: a reader that finds no usable one reads those from their beginning."""
+It follows from the other topics: without a usable snapshot, readers read those from the start."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from penstock.topics.wire.record import Record
 
 SCHEMA = "state/1"
 KEY = b"view"
-"""The key of every record: compaction keeps the newest."""
+"""The key of every record: compaction retains the newest."""
 
 CODEC = Codec(
     SCHEMA,
@@ -28,10 +28,10 @@ _REQUIRED = ("worker",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The run as its writer had read it."""
+    """The run view at some positions."""
 
     worker: str
-    """Who wrote it."""
+    """The worker that wrote it."""
     positions: str
     """JSON: "TOPIC/PARTITION" -> offset of the first record that is not in `view`."""
     view: str
@@ -39,33 +39,32 @@ class State:
 
 
 def encode(state: State) -> bytes:
-    """The payload."""
     return CODEC.encode(as_row(state))
 
 
 def decode(value: Payload) -> State:
-    """The state in a payload; raises `Unusable`."""
+    """The snapshot in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_names(row, "worker")
     for name, offset in json_object(row["positions"], "positions").items():
         topic, _, partition = name.rpartition("/")
-        known = topic in (*TOPICS, RUNS_TOPIC) and partition.isascii() and partition.isdigit() and len(partition) < 7
-        require(known and type(offset) is int and 0 <= offset <= MAX_COUNT, f"positions have {name[:60]!r}, expected TOPIC/PARTITION")
+        valid = topic in (*TOPICS, RUNS_TOPIC) and partition.isascii() and partition.isdigit() and len(partition) < 7
+        require(valid and type(offset) is int and 0 <= offset <= MAX_COUNT, f"positions have {name[:60]!r}, expected TOPIC/PARTITION")
     return State(**row)
 
 
 def headers(state: State, *, run: str) -> Headers:
-    """The headers; `worker` is who wrote it."""
+    """The headers; `worker` is the one that wrote it."""
     return Headers(run=run, schema=SCHEMA, worker=state.worker)
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, State]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     state = decode(record.value)
     match(checked, worker=state.worker)

@@ -1,1 +1,1 @@
-"""How the chunks of a version change another one: which elements are overwritten, or which adapters are merged."""
+"""Encodings of a version's chunks that change another version: replaced elements, or merged adapters."""

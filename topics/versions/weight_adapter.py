@@ -1,7 +1,7 @@
 """Versions as low-rank changes of version 0: two small matrices for each adapted tensor (LoRA, arXiv 2106.09685).
 
-A version's bytes are its tensors' joined in name order. A block says which tensor becomes `W + scale * B A`; what no block names is as in
-version 0. The rule: a merge gives the same bits in every process on every machine, because the sums in `B A` are exact.
+A version's bytes are its tensors' joined in name order. A block turns one tensor into `W + scale * B A`; all others are as in version 0.
+A merge gives the same bits on every machine, because the sums in `B A` are exact.
 """
 
 import struct
@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Element types that can be merged; a block has the index of its tensor's."""
+"""Element types that can be merged; a block has an index into these."""
 EXACT_BITS = 53
-"""Of a float64: integers up to 2 to this power, and sums of them, have no rounding."""
+"""Mantissa of a float64: integers up to 2 to this power, and sums of them, are exact."""
 
 _HEADER = struct.Struct("<QIIIBd")
 _PRODUCTS = 1 << 18
-"""Multiplied at once: they stay in a processor's cache, and so few of them OpenBLAS multiplies on one thread. Several would wait for each
-other at every call, and where others use the cores, too, for a hundred times as long as the work takes."""
+"""Products of one multiplication: they fit into a processor's cache, and OpenBLAS uses one thread for so few. Several threads would wait
+for each other at every call, on busy cores a hundred times as long as the work takes."""
 _COLUMNS = 1 << 10
 
 Buffer = memoryview | bytes | bytearray
@@ -27,10 +27,10 @@ Matrix = npt.NDArray[np.float32]
 
 
 class Block(NamedTuple):
-    """The header of a block, followed by A, then B, row by row in float32."""
+    """The header of a block, followed by A, then B, row-major float32."""
 
     start: int
-    """Where the tensor begins, in bytes from the version's first."""
+    """First byte of the tensor in the version."""
     rows: int
     columns: int
     """The tensor has `rows` x `columns` elements, A `rank` x `columns`, B `rows` x `rank`."""
@@ -57,9 +57,9 @@ def encode(a: Matrix, b: Matrix, *, start: int, dtype: str, scale: float) -> lis
 
 
 def apply(stream: Buffer, below: memoryview, target: memoryview) -> None:
-    """Make `target` the version that `stream` describes; `below` are the bytes of version 0 and may be `target` itself.
+    """Write the version that `stream` encodes to `target`; `below` has the bytes of version 0 and may be `target` itself.
 
-    Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not fit together or lie outside of `target`.
+    Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not match or lie outside of `target`.
     """
     if len(below) != len(target):
         raise ValueError(f"adapters for a version of {len(below)} bytes do not fit one of {len(target)}")
@@ -73,7 +73,7 @@ def apply(stream: Buffer, below: memoryview, target: memoryview) -> None:
 
 
 def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Matrix, Matrix]]:
-    """The blocks of a stream for a version of `size` bytes with their A and B. Raises `ValueError` where they are not well formed."""
+    """The blocks of a stream for a version of `size` bytes, with A and B. Raises `ValueError` for a malformed stream."""
     view, at, end = memoryview(stream).cast("B"), 0, 0
     while at < len(view):
         if len(view) - at < _HEADER.size:
@@ -91,10 +91,10 @@ def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Matrix, Matrix]]
 
 
 def merge(below: Buffer, target: memoryview, a: Matrix, b: Matrix, *, dtype: str, scale: float) -> None:
-    """Write `W + scale * B A`, rounded to float32 and then to `dtype`, where W are the elements of `below`; both may be one buffer.
+    """Write `W + scale * B A`, rounded to float32 and then to `dtype`; W are the elements of `below`, which may be `target`.
 
-    A's columns and B's rows are first rounded to so many bits below their largest element that float64 holds every sum of their products:
-    then the order of the additions, and with it threads and BLAS, cannot show in the result. A tensor whose B is zero stays as it is.
+    A's columns and B's rows are first rounded to so few bits below their largest element that every sum of their products is exact in
+    float64: then the order of additions, and so threads and BLAS, cannot change the result. A tensor whose B is zero stays unchanged.
     """
     if not b.any():
         _copy(below, target)
@@ -103,7 +103,7 @@ def merge(below: Buffer, target: memoryview, a: Matrix, b: Matrix, *, dtype: str
     left, right = _on_grid(b, axis=1, bits=bits), _on_grid(a, axis=0, bits=bits)
     shape = len(b), a.shape[1]
     old, new = (np.frombuffer(buffer, _stored(dtype)).reshape(shape) for buffer in (below, target))
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found out by the version's digest
+    with np.errstate(over="ignore", invalid="ignore"):  # the version's digest detects non-finite values
         for rows, columns in _tiles(shape, len(a)):
             added = np.matmul(left[rows], right[:, columns])
             added *= scale
@@ -133,7 +133,7 @@ def _floats(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _rounded(values: Matrix, dtype: str) -> npt.NDArray[Any]:
-    """The nearest numbers of a type, of two equally near ones the even one, as they are stored."""
+    """The nearest numbers of a type, ties to even, in stored form."""
     if dtype != "bfloat16":
         return values.astype(_stored(dtype))
     bits = values.view(np.uint32)
@@ -141,7 +141,7 @@ def _rounded(values: Matrix, dtype: str) -> npt.NDArray[Any]:
 
 
 def _stored(dtype: str) -> np.dtype[Any]:
-    """What numpy reads elements as; it has no bfloat16."""
+    """The element type for numpy, which has no bfloat16."""
     return np.dtype("<u2" if dtype == "bfloat16" else dtype).newbyteorder("<")
 
 
@@ -155,9 +155,9 @@ def _copy(source: Buffer, target: memoryview) -> None:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """Why a block with `left` bytes behind its header cannot follow what ends at `after` in a version of `size` bytes."""
+    """Why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
     if block.dtype >= len(DTYPES) or not np.isfinite(block.scale):
-        return f"element type {block.dtype} or scale {block.scale} is not known"
+        return f"element type {block.dtype} or scale {block.scale} is not supported"
     if 0 in (block.rows, block.columns, block.rank):
         return f"{block.rows} x {block.columns} elements of rank {block.rank}"
     if block.start < after or block.start + block.nbytes > size:

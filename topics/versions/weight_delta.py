@@ -1,7 +1,7 @@
-"""Lossless changes between two versions of the weights: which elements differ, and what they are afterwards.
+"""Lossless differences of two versions of the weights: positions and new values of the changed elements.
 
-A version's bytes are its tensors' joined in name order. A block replaces elements of one piece of them: a header, the coded positions,
-the new values. The rule: values are overwritten, never added, so applying a delta a second time changes nothing.
+A version's bytes are its tensors' joined in name order. A block replaces elements of one piece of them: a header, the coded positions, the
+new values. Values are overwritten, never added, so applying a delta twice changes nothing.
 """
 
 import struct
@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_BYTES = 8 << 20
-"""Longest piece that one block changes: it bounds what is held in memory beside the two versions."""
+"""Longest piece of one block: it bounds the memory needed in addition to the two versions."""
 WIDTHS = (1, 2, 4)
-"""Bytes of a coded gap; 0 stands for a block without positions, whose values replace the whole piece."""
+"""Bytes of a coded gap; 0 for a block without positions, whose values replace the entire piece."""
 
 _HEADER = struct.Struct("<QIIIBB")
 
@@ -25,11 +25,11 @@ class Block(NamedTuple):
     """The header of a block, followed by `positions` bytes and `count` values of `item` bytes."""
 
     start: int
-    """Where the piece begins, in bytes from the version's first."""
+    """First byte of the piece in the version."""
     nbytes: int
     """Length of the piece."""
     changes: int
-    """Elements that are replaced."""
+    """Number of replaced elements."""
     positions: int
     """Bytes of their coded positions."""
     item: int
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 def pieces(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(start, bytes, item) of the pieces of tensors of these (bytes, bytes of an element), joined; no piece spans two tensors."""
+    """(start, bytes, item) of the pieces of joined tensors, from their (bytes, bytes of an element); no piece spans two tensors."""
     start = 0
     for nbytes, item in sizes:
         longest = PIECE_BYTES // item * item
@@ -53,9 +53,9 @@ def pieces(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def encode(old: Buffer, new: Buffer, *, start: int, item: int) -> list[Any]:
-    """A block that turns the piece `old` into `new`, as buffers to be joined; none where both are equal.
+    """A block that turns the piece `old` into `new`, as buffers to be joined; none if both are equal.
 
-    `new` is not copied where the whole piece is replaced: use the result before it changes.
+    `new` is not copied if the entire piece is replaced: use the result before it changes.
     """
     before, after = _elements(old, item), _elements(new, item)
     changed = _changed(before, after, item)
@@ -73,9 +73,9 @@ def encode(old: Buffer, new: Buffer, *, start: int, item: int) -> list[Any]:
 
 
 def apply(stream: Buffer, target: memoryview) -> None:
-    """Overwrite in `target`, a whole version, what the blocks of `stream` change.
+    """Overwrite the elements of `target`, a complete version, that the blocks of `stream` change.
 
-    Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not fit together or lie outside of `target`.
+    Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not match or lie outside of `target`.
     """
     blocks = list(read(stream, size=len(target)))
     for block, positions, values in blocks:
@@ -89,7 +89,7 @@ def apply(stream: Buffer, target: memoryview) -> None:
 def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray[Any]]]:
     """The blocks of a stream for a version of `size` bytes: header, a function that decodes positions (None: all), new values.
 
-    Raises `ValueError` where they are not well formed. Positions are decoded twice, here to check them, so that they need not be kept.
+    Raises `ValueError` for a malformed stream. Positions are decoded twice, here to check them, so that they are not stored.
     """
     view, at, end = memoryview(stream).cast("B"), 0, 0
     while at < len(view):
@@ -124,7 +124,7 @@ class _Positions:
 
 
 def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
-    """Gaps between changed elements in `width` bytes each; the largest number stands for so many elements without a change.
+    """Gaps between changed elements in `width` bytes each; the largest code means as many elements without a change.
 
     Example:
         code_gaps(np.array([3, 300]), 1)  # -> [3, 255, 45]
@@ -140,7 +140,7 @@ def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
 
 
 def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
-    """The positions, ascending, that `code_gaps` has coded.
+    """The ascending positions that `code_gaps` has coded.
 
     Example:
         positions_of(bytes([3, 255, 45]), 1)  # -> [3, 304]
@@ -152,9 +152,9 @@ def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """Why a block with `left` bytes behind its header cannot follow what ends at `after` in a version of `size` bytes."""
+    """Why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
     if block.item not in (1, 2, 4, 8) or block.width not in (0, *WIDTHS):
-        return f"elements of {block.item} bytes and gaps of {block.width} are not known"
+        return f"elements of {block.item} bytes and gaps of {block.width} are not supported"
     if block.start < after or block.start + block.nbytes > size or block.nbytes % block.item:
         return f"bytes {block.start} to {block.start + block.nbytes} of a version of {size} bytes, of which {after} are passed"
     if block.body > left:
@@ -167,20 +167,20 @@ def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
 
 
 def _changed(before: npt.NDArray[Any], after: npt.NDArray[Any], item: int) -> npt.NDArray[np.int32] | None:
-    """Positions where two arrays differ, None where more than half of the elements do.
+    """Positions where two arrays differ, None if more than half of the elements do.
 
-    Eight bytes are compared at a time: few of them differ, and only those are looked at element by element.
+    Eight bytes are compared at a time: few of them differ, and only those are compared element by element.
     """
     several, shift = 8 // item, (8 // item).bit_length() - 1
-    whole = len(after) // several * several
-    old, new = before[:whole].view("<u8"), after[:whole].view("<u8")
+    aligned = len(after) // several * several
+    old, new = before[:aligned].view("<u8"), after[:aligned].view("<u8")
     words = np.flatnonzero(old != new).astype(np.int32)
     if len(words) > len(new) // 2 and int(np.count_nonzero(before != after)) > len(after) // 2:
         return None
     nearby = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype)).astype(np.int32)
-    places = (words[nearby >> shift] << shift) + (nearby & several - 1)
-    rest = whole + np.flatnonzero(before[whole:] != after[whole:]).astype(np.int32)
-    return np.concatenate([places, rest]) if len(rest) else places
+    positions = (words[nearby >> shift] << shift) + (nearby & several - 1)
+    rest = aligned + np.flatnonzero(before[aligned:] != after[aligned:]).astype(np.int32)
+    return np.concatenate([positions, rest]) if len(rest) else positions
 
 
 def _elements(buffer: Buffer, item: int) -> npt.NDArray[Any]:
@@ -188,7 +188,7 @@ def _elements(buffer: Buffer, item: int) -> npt.NDArray[Any]:
 
 
 def _skips(gaps: npt.NDArray[Any], longest: int, width: int) -> int:
-    """How many codes beside those of the elements `code_gaps` needs."""
+    """Number of codes for elements without a change that `code_gaps` needs."""
     largest = _largest(width)
     return int((gaps // largest).sum()) if longest >= largest else 0
 

@@ -1,1 +1,1 @@
-"""How a record becomes bytes and back: columns, headers, and what is refused."""
+"""Conversion of records to bytes and back: columns, headers, and refusals."""

@@ -1,6 +1,6 @@
-"""Checks of decoded values on which something is decided: names, whole numbers, JSON. Each raises `Unusable(kind="undecodable")`.
+"""Checks of decoded values: names, whole numbers, JSON. Each raises `Unusable(kind="undecodable")`.
 
-The rule: a record's text is a path, the name of a topic or of a worker only after a check here or by `check_run_id`."""
+A record's text becomes a path, a topic or a worker's name only after a check here or by `check_run_id`."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from typing import Any
 from penstock.topics.wire.errors import Unusable, require
 
 MAX_COUNT = 2**53
-"""Largest whole number that is a float64 and a JSON number everywhere."""
+"""Largest whole number that float64 and JSON represent exactly."""
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}"
-"""A regular expression: the name of a worker, a role, a pool or a process."""
+"""Regular expression for the name of a worker, a role, a pool or a process."""
 _NAME = re.compile(NAME)
 _SHOWN = 60
 
 
 def is_name(text: str) -> bool:
-    """True for the name of a worker, a role, a pool or a process: it is no path and has no hidden characters.
+    """True for the name of a worker, a role, a pool or a process: no path, no hidden characters.
 
     Example:
         is_name("rollout-0"), is_name("../x")  # -> (True, False)
@@ -33,14 +33,14 @@ def require_names(row: Mapping[str, Any], *columns: str) -> None:
 
 
 def require_whole(row: Mapping[str, Any], *columns: str, least: int = 0, most: int = 2**63 - 1) -> None:
-    """Refuse a row with a number outside of [least, most] in one of `columns`; null is not looked at."""
+    """Refuse a row with a number outside of [least, most] in one of `columns`; null is valid."""
     for column in columns:
         value = row[column]
         require(value is None or least <= value <= most, f"{column} is {value}, expected {least} to {most}")
 
 
 def whole(value: float | None) -> int | None:
-    """A float that is a count as an integer; None for any other.
+    """A float that is a count, as an integer; None for any other.
 
     Example:
         whole(4.0), whole(float("nan")), whole(-1.0)  # -> (4, None, None)

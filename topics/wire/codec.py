@@ -1,7 +1,7 @@
 """Payloads as Arrow IPC streams (schema, one record batch, end marker), which any Arrow library reads.
 
-Decoding raises nothing but `Unusable(kind="undecodable")`. Arrow validates all buffers before any of them is read, and compressed ones
-are refused: a payload of a few bytes can claim to hold gigabytes."""
+Decoding raises only `Unusable(kind="undecodable")`. All buffers are validated before any is read, and compressed ones are refused: a few
+bytes can claim to be gigabytes."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _SHOWN = 200
 
 
 class Codec:
-    """Encodes and decodes the records of one schema, whose name is `<topic>/<version>`; a record has 1 to `max_rows` rows."""
+    """Encodes and decodes the records of one schema, named `<topic>/<version>`; a record has 1 to `max_rows` rows."""
 
     __slots__ = ("_columns", "_head", "max_rows", "name", "schema")
 
@@ -31,13 +31,13 @@ class Codec:
         self._head: bytes = self.schema.serialize().to_pybytes()
 
     def encode(self, *rows: Mapping[str, Any]) -> bytes:
-        """The payload of rows by column name, the same bytes for the same values; raises `ValueError` for a null where none may be."""
+        """The payload of rows by column name; equal values give equal bytes. Raises `ValueError` for a null that is not allowed."""
         arrays = [column.to_arrow([row.get(column.name) for row in rows]) for column in self._columns]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         return b"".join((self._head, batch.serialize(), _END))
 
     def decode(self, value: Payload) -> list[Row]:
-        """The rows of a payload by column name; whatever is wrong with it is `Unusable(kind="undecodable")`."""
+        """The rows of a payload by column name. Any defect raises `Unusable(kind="undecodable")`."""
         try:
             batch = self._open(value)
             return read_rows(self._columns, list(batch.schema), batch.columns, rows=len(batch))
@@ -49,7 +49,7 @@ class Codec:
         messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(value)), 3))
         if [message.type for message in messages] != ["schema", "record batch"]:
             kinds = ", ".join(message.type for message in messages)
-            raise ValueError(f"expected a schema and one record batch, found {kinds or 'nothing'}")
+            raise ValueError(f"expected a schema and one record batch, got {kinds or 'nothing'}")
         ours = value[: len(self._head)] == self._head
         if is_compressed(messages[1].metadata):
             raise ValueError("the body is compressed")
@@ -61,7 +61,7 @@ class Codec:
 
 
 def is_compressed(metadata: Payload) -> bool:
-    """True if the metadata of a record-batch message names a compression; pyarrow itself would decompress at once.
+    """True if the metadata of a record-batch message declare a compression; pyarrow itself would decompress at once.
 
     Follows `Message.header` to `RecordBatch.compression`, fields 2 and 3 of their tables: https://flatbuffers.dev/internals
     """

@@ -1,7 +1,7 @@
 """Columns of a schema: Python and numpy values as Arrow arrays, and back.
 
-In memory the elements of lists of int32, float and bool are one numpy array, those of other lists a tuple, structs and maps are dicts.
-Buffers are laid out here because `pyarrow.array` and `Array.to_numpy` import pandas, which slows the start of every worker.
+In memory, lists of int32, float and bool are numpy arrays, other lists tuples, structs and maps dicts. Buffers are laid out here because
+`pyarrow.array` and `Array.to_numpy` import pandas, which slows the start of every worker.
 Layouts: https://arrow.apache.org/docs/format/Columnar.html"""
 
 from array import array as machine_array
@@ -35,7 +35,7 @@ class Column:
         self.nullable: bool = field.nullable
 
     def to_arrow(self, values: Sequence[Any]) -> pa.Array:
-        """An array of values, one a row; `None` is null. Raises `ValueError` where the column has no nulls."""
+        """An array with one value a row; `None` is null. Raises `ValueError` for a null in a column without nulls."""
         validity, nulls = None, sum(value is None for value in values)
         if nulls:
             if not self.nullable:
@@ -48,15 +48,15 @@ class Column:
         return pa.Array.from_buffers(self.type, len(values), [validity, *buffers], nulls, 0, children)
 
     def from_arrow(self, array: pa.Array, *, path: str) -> Sequence[Any]:
-        """The values of a validated array; byte strings and numpy arrays are read-only views of it, but for bool and nulls as NaN.
+        """The values of a validated array; byte strings and numpy arrays are read-only views of it, except bool and nulls as NaN.
 
-        Structs may lack nullable fields, which read as `None`, and have unknown nullable ones, which are left out. Any other
-        difference of the type, and a null where none may be, raises `ValueError`, which names `path`.
+        Structs may lack nullable fields, which read as `None`, and have unknown nullable ones, which are ignored. Any other difference
+        of the type, and a null that is not allowed, raises `ValueError`, which names `path`.
         """
         nulls = array.null_count
         if nulls:
             if not self.nullable:
-                raise ValueError(f"{nulls} of {len(array)} values of {path} are null where none may be")
+                raise ValueError(f"{nulls} of {len(array)} values of {path} are null, which is not allowed")
             if nulls == len(array):
                 return [None] * nulls
         if array.type != self.type and not self._takes(array.type):
@@ -67,7 +67,7 @@ class Column:
         return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
 
     def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
-        """All buffers but the validity, and the children, of an array of values without `None`."""
+        """All buffers except the validity, and the children, of an array of values without `None`."""
         data = [value.encode() for value in values]
         return [_offsets(data), pa.py_buffer(b"".join(data))], []
 
@@ -144,7 +144,7 @@ class Lists(Column):
         return pa.types.is_list(kind)
 
     def _joined(self, values: Sequence[Any]) -> pa.Array:
-        """The elements of all lists, one list after the other."""
+        """The concatenated elements of all lists."""
         return self.item.to_arrow(list(chain.from_iterable(values)))
 
     def _elements(self, array: pa.Array, path: str) -> Any:
@@ -153,7 +153,7 @@ class Lists(Column):
 
 
 class Arrays(Lists):
-    """Lists of int32, float or bool, whose elements are a numpy array in memory; nulls, which only float may have, are NaN."""
+    """Lists of int32, float or bool, numpy arrays in memory; nulls, which only float may have, are NaN."""
 
     def __init__(self, field: pa.Field) -> None:
         super().__init__(field)
@@ -202,15 +202,14 @@ class Maps(Column):
 
 
 class Reserved(Column):
-    """A struct or map that may be null: always null in today's records, and not read from those of later versions."""
+    """A struct or map that may be null: always null in records of this release, and not read from those of later ones."""
 
     def to_arrow(self, values: Sequence[Any]) -> pa.Array:
-        """Nulls."""
         assert not any(value is not None for value in values), self.name
         return pa.nulls(len(values), self.type)
 
     def from_arrow(self, array: pa.Array, *, path: str) -> Sequence[Any]:
-        """`None` for each row: nested values of no use could take many times the memory of the payload."""
+        """`None` for each row: unused nested values could take many times the memory of the payload."""
         return [None] * len(array)
 
 
@@ -236,9 +235,9 @@ def columns_of(fields: Iterable[pa.Field]) -> tuple[Column, ...]:
 
 
 def read_rows(columns: Sequence[Column], fields: Sequence[pa.Field], arrays: Sequence[pa.Array], *, rows: int, path: str = "") -> list[Row]:
-    """The rows of `arrays`, whose fields are `fields`, with the values of `columns`; raises `ValueError`, as `Column.from_arrow` does."""
-    given = {field.name: array for field, array in zip(fields, arrays, strict=True)}
-    if len(given) != len(fields):
+    """The rows of `arrays`, whose fields are `fields`, with the values of `columns`. Raises `ValueError`, as `Column.from_arrow` does."""
+    present = {field.name: array for field, array in zip(fields, arrays, strict=True)}
+    if len(present) != len(fields):
         raise ValueError("two columns have one name")
     names = {column.name for column in columns}
     for field in fields:
@@ -246,12 +245,12 @@ def read_rows(columns: Sequence[Column], fields: Sequence[pa.Field], arrays: Seq
             raise ValueError(f"unknown column {path}{field.name!r} may not be null, so it cannot be ignored")
     values = []
     for column in columns:
-        array = given.get(column.name)
+        array = present.get(column.name)
         if array is None and not column.nullable:
             raise ValueError(f"column {path}{column.name!r} is missing")
         values.append([None] * rows if array is None else column.from_arrow(array, path=f"{path}{column.name!r}"))
-    wanted = [column.name for column in columns]
-    return [dict(zip(wanted, row, strict=True)) for row in zip(*values, strict=True)]
+    keys = [column.name for column in columns]
+    return [dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def as_row(record: Any) -> Row:
@@ -260,7 +259,7 @@ def as_row(record: Any) -> Row:
 
 
 def _bounds(array: pa.Array) -> Iterable[tuple[int, int]]:
-    """Begin and end of each row's elements in a list or map column."""
+    """Start and end of each row's elements in a list or map column."""
     return pairwise(array.offsets.to_pylist()) if len(array) else ()
 
 

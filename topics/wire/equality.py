@@ -1,10 +1,10 @@
-"""Equality of records that hold numpy arrays, so that they can be compared as any other dataclass."""
+"""Equality of dataclasses with numpy arrays."""
 
 import numpy as np
 
 
 class ByValue:
-    """Base of the dataclasses whose fields may be arrays: equal when class, fields, array types and values are; NaN equals NaN."""
+    """Base of dataclasses with arrays: equal if class, fields, array types and values are; NaN equals NaN."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]

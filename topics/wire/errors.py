@@ -1,4 +1,4 @@
-"""Why a record is unusable; reading one raises nothing but `Unusable`, whatever its bytes are, or `NewerSchema`, which ends the reader."""
+"""Errors of reading a record: only `Unusable` for any bytes, or `NewerSchema`, which ends the reader."""
 
 from typing import Literal, get_args
 
@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Unusable(ValueError):
-    """A record cannot be used; `kind` is for machines and dead letters, the message for people."""
+    """A record cannot be used; `kind` is for programs and dead letters, the message for the user."""
 
     def __init__(self, message: str, *, kind: Kind) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class Unusable(ValueError):
 
 
 class NewerSchema(ValueError):
-    """A sound record of this run and topic, written by a newer release than this one: whoever set it aside would lose work."""
+    """A valid record of this run and topic, written by a newer release: sending it to the dead letters would lose work."""
 
 
 def require(condition: object, message: str) -> None:

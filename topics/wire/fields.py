@@ -1,4 +1,4 @@
-"""Short names for Arrow fields, so that a schema reads as a table; a field may be null only where it says so."""
+"""Short names for Arrow fields, so that a schema reads as a table; fields are not nullable by default."""
 
 import pyarrow as pa
 

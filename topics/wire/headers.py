@@ -1,7 +1,7 @@
-"""The short ASCII headers from which routing is decided, before any payload is decoded.
+"""The short ASCII headers that decide the routing, before any payload is decoded.
 
-Values that the payload repeats must match the headers, or the record is refused. No header but `run` and `schema` is used before the
-checksum is verified: a token, a reward or a group number with one flipped bit would look like any other."""
+Values that the payload repeats must match the headers. No header but `run` and `schema` is used before the checksum is verified: a number
+with one flipped bit would look valid."""
 
 import re
 import zlib
@@ -17,7 +17,7 @@ CHECKSUM = "crc32"
 """Name of the header with the CRC-32, in 8 lower-case hex digits, of the payload followed by the other headers as `\\nname=value`."""
 
 MAX_HEADER_BYTES = 1024
-"""Limit of one header's value; anything longer belongs in a payload."""
+"""Limit of one header's value; longer values belong in a payload."""
 
 _INT64_MAX = 2**63 - 1
 _NUMBER = re.compile("0|[1-9][0-9]{0,18}")
@@ -50,10 +50,10 @@ class Headers:
     """Number and tokens of each sample of a record of several."""
     turn: int | None = None
     no_reward: int | None = None
-    """Samples of a group that have no reward."""
+    """Number of samples of a group without a reward."""
 
     def encode(self, value: Payload) -> RawHeaders:
-        """Names and ASCII values on the wire, checksum of this payload included; absent headers are left out, `reward-mean` is exact.
+        """Names and ASCII values on the wire, including the checksum of this payload; absent headers are omitted, `reward-mean` is exact.
 
         Example:
             Headers(run="r", schema="rollouts/1", group=3).encode(b"")
@@ -75,11 +75,10 @@ _VERSIONED = re.compile(rb"([a-z-]+)/([0-9]{1,4})")
 
 
 def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, required: Iterable[str] = ()) -> Headers:
-    """Read and check the headers of a record of `run` and `schema` with this payload; `required` are wire names beside those two.
+    """Read and check the headers of a record of `run` and `schema` with this payload; `required`: wire names in addition to those two.
 
-    Headers of other names are left alone. Raises `Unusable`, kinds missing-header, bad-header, foreign-run, schema-version, checksum;
-    a record of another run or version is refused before its other headers are looked at. Raises `NewerSchema` for a sound record of
-    a newer version.
+    Unknown headers are ignored. Raises `Unusable`, kinds missing-header, bad-header, foreign-run, schema-version, checksum; a record of
+    another run or version is refused before its other headers are read. Raises `NewerSchema` for a valid record of a newer version.
     """
     values: dict[str, bytes] = {}
     lines: list[bytes] = []
@@ -103,32 +102,32 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
         if name not in values:
             raise Unusable(f"header {name!r} is missing", kind="missing-header")
     facts = {name: _parse(name, text) for name, text in values.items()}
-    headers = object.__new__(Headers)  # a frozen dataclass's constructor takes as long as all of the above
+    headers = object.__new__(Headers)  # a frozen dataclass's constructor takes as long as everything above
     for name, put in _PUT:
         put(headers, facts.get(name))
     return headers
 
 
 def match(headers: Headers, **facts: Fact | None) -> None:
-    """Raise `Unusable(kind="mismatch")` unless each header that is present equals the payload's value, given in `facts` by field."""
+    """Raise `Unusable(kind="mismatch")` unless each present header equals the payload's value in `facts`, by field."""
     for field, truth in facts.items():
         claim = getattr(headers, field)
         if claim is not None and claim != truth and repr(claim) != repr(truth):  # NaN differs from itself, its text does not
-            raise Unusable(f"header {field.replace('_', '-')!r} is {claim!r}, the payload says {truth!r}", kind="mismatch")
+            raise Unusable(f"header {field.replace('_', '-')!r} is {claim!r}, the payload has {truth!r}", kind="mismatch")
 
 
 def one_of(headers: Headers, *, outcomes: Iterable[str]) -> Headers:
-    """Return the headers; raises `Unusable(kind="bad-header")` for an outcome other than `outcomes`."""
+    """Return the headers. Raises `Unusable(kind="bad-header")` for an outcome that is not in `outcomes`."""
     if headers.outcome is not None and headers.outcome not in outcomes:
         raise Unusable(f"header 'outcome' is {headers.outcome[:_SHOWN]!r}, expected one of {', '.join(outcomes)}", kind="bad-header")
     return headers
 
 
 def _is_newer(schema: bytes, *, than: str) -> str:
-    """The schema's name, if it is the same topic's with a higher number."""
-    topic, _, known = than.rpartition("/")
-    found = _VERSIONED.fullmatch(schema)
-    return schema.decode() if found and found[1] == topic.encode() and int(found[2]) > int(known) else ""
+    """The schema's name, if it has the same topic and a higher number."""
+    topic, _, number = than.rpartition("/")
+    match = _VERSIONED.fullmatch(schema)
+    return schema.decode() if match and match[1] == topic.encode() and int(match[2]) > int(number) else ""
 
 
 def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:
@@ -156,7 +155,7 @@ def _checksum(lines: list[bytes], value: Payload) -> bytes:
 
 
 def _spelled(fact: Fact) -> bytes:
-    """A header's value; the text of a float is its shortest exact one, in `str` as in `repr`."""
+    """A header's value; a float becomes its shortest exact text, in `str` as in `repr`."""
     text = ",".join(f"{number}:{tokens}" for number, tokens in fact) if isinstance(fact, tuple) else str(fact)
     return text.encode("ascii")
 
@@ -209,4 +208,4 @@ _PARSERS: dict[str, Callable[[str, bytes], Fact]] = {
     "reward-mean": _float,
     "sample-tokens": _pairs,
 }
-"""By name of the header; the others are whole numbers."""
+"""By name of the header; all others are whole numbers."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 RawHeaders = tuple[tuple[str, bytes], ...]
-"""Name and value of each header, in the order they were sent; a name may occur more than once."""
+"""Name and value of each header, in the order sent; a name may occur more than once."""
 
 
 class RecordId(NamedTuple):

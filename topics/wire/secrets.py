@@ -1,4 +1,4 @@
-"""Passwords that records of earlier releases hold. The rule: nobody who reads a record through these modules gets to see one."""
+"""Removes passwords from the text of records of earlier releases."""
 
 import json
 from typing import Any
@@ -25,12 +25,12 @@ def without_passwords(text: str) -> str:
 
 
 def _scrub(config: dict[str, Any]) -> bool:
-    """Remove what opens doors; whether there was any."""
+    """Remove credentials; returns True if there were any."""
     kafka, mlflow = config.get("kafka"), config.get("mlflow")
-    found = isinstance(kafka, dict) and kafka.pop("security", None) is not None
+    removed = isinstance(kafka, dict) and kafka.pop("security", None) is not None
     if isinstance(mlflow, dict) and isinstance(uri := mlflow.get("tracking_uri"), str) and (shown := without_password(uri)) != uri:
-        mlflow["tracking_uri"], found = shown, True
-    return found
+        mlflow["tracking_uri"], removed = shown, True
+    return removed
 
 
 def without_password(uri: str) -> str:

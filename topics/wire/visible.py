@@ -1,9 +1,9 @@
-"""Text of models, data sets, tools and records as text that only prints: no character of it drives a terminal or hides another."""
+"""Makes text of models, data sets, tools and records safe to print: no character drives a terminal or hides another."""
 
 import re
 
 MAX_LINE = 20_000
-"""Longest line that is shown whole; a longer one ends with how many characters it has."""
+"""Longest line that is shown in full; a longer one is cut and ends with its number of characters."""
 
 _HIDDEN = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1
@@ -17,7 +17,7 @@ _ONE_LINE = re.compile(f"[{_HIDDEN}\t\n]")
 
 
 def visible(text: str, *, one_line: bool = False) -> str:
-    """The text with its hidden characters escaped as in Python, and long lines cut; with `one_line` also without line feeds and tabs.
+    """The text with hidden characters escaped as in Python, and long lines cut; with `one_line` also line feeds and tabs escaped.
 
     Example:
         visible("a\\x1b[2J")  # -> "a\\\\x1b[2J"

@@ -1,4 +1,4 @@
-"""Lone surrogates, which UTF-8 cannot hold, become U+FFFD."""
+"""Replaces lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def well_formed(text: str) -> str:
 
 
 def well_formed_json(value: Any) -> tuple[Any, int]:
-    """A JSON value with all texts and keys well formed, and how many lone surrogates were replaced. Other objects are kept as they are."""
+    """A JSON value with all texts and keys well formed, and the number of replaced lone surrogates. Other objects stay unchanged."""
     if isinstance(value, str):
         text = well_formed(value)
         return text, text.count(REPLACEMENT) - value.count(REPLACEMENT)

@@ -1,1 +1,1 @@
-"""Repairs of faults in the client library, and access to its private parts; nothing here is for speed alone."""
+"""Repairs of faults in kafka-python, and access to its private parts."""

@@ -1,9 +1,9 @@
-"""Repairs of faults in kafka-python, each with what goes wrong, a repro and the upstream report it waits for.
+"""Repairs of faults in kafka-python, each with the symptom, a repro and the title of its upstream report.
 
-The rule: a repair replaces only the source it was written for. If the installed client has another source, `apply` refuses to start
-and names the function, until someone has run the repro (`python -m tests.support.stock_faults FAULT stock BOOTSTRAP TOPIC`) and
-entered the new digest: in `SOURCES` when the repair still fits, in `FIXED` when the fault is gone. No report of any of these faults in
-kafka-python 3 was open when they were repaired; each docstring ends with the title to report it under.
+A repair replaces only the source it was written for. If the installed client has another source, `apply` refuses to start and names the
+function, until a developer has run the repro (`python -m tests.support.stock_faults FAULT stock BOOTSTRAP TOPIC`) and added the new
+digest: to `SOURCES` if the repair still fits, to `FIXED` if the fault is repaired upstream. When these repairs were written, no report of
+any of the faults in kafka-python 3 was open.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.kafka.client_repairs import network_faults
 
 SWITCH = "PENSTOCK_KAFKA_CLIENT"
-"""Environment variable: `repaired`, the default, or `stock` to compare with the client library as it is."""
+"""Environment variable: `repaired`, the default, or `stock` for the unchanged client library."""
 
 
 _lock = threading.Lock()
@@ -34,7 +34,7 @@ _applied: list[str] = []
 
 
 def source_digest(name: str) -> str | None:
-    """SHA-256 of the source of `module:Class.function`; None when there is no such function."""
+    """SHA-256 of the source of `module:Class.function`; None if there is no such function."""
     module, _, path = name.partition(":")
     try:
         target: Any = importlib.import_module(module)
@@ -46,7 +46,7 @@ def source_digest(name: str) -> str | None:
 
 
 def is_needed(repair: Callable[[], None], replaced: Sequence[str]) -> bool:
-    """True if the installed client has the fault; raises Unrecoverable when `repair` was written for another source."""
+    """True if the installed client has the fault. Raises `Unrecoverable` if `repair` was written for another source."""
     for name in replaced:
         digest = source_digest(name)
         if digest in FIXED.get(repair.__name__, ()):
@@ -60,7 +60,7 @@ def is_needed(repair: Callable[[], None], replaced: Sequence[str]) -> bool:
 
 
 def apply() -> None:
-    """Apply every repair that is needed, once; raises Unrecoverable for an unknown source or without the C `crc32c`."""
+    """Apply every needed repair, once. Raises `Unrecoverable` for an unknown source or without the C `crc32c`."""
     with _lock:
         if _applied:
             return
@@ -77,7 +77,7 @@ def apply() -> None:
 
 
 def _idempotent_producer_gets_a_new_id() -> None:
-    """After a batch timed out the idempotent producer drops its id but never asks for another: every later send times out.
+    """After a batch timed out, the idempotent producer drops its id but never requests another: every later send times out.
 
     Repro: stalled_broker. Report: "reset_producer_id() leaves an idempotent producer without a producer id for good".
     """
@@ -96,7 +96,7 @@ def _idempotent_producer_gets_a_new_id() -> None:
 
 
 def _one_bad_record_is_not_the_end() -> None:
-    """One record the broker refuses (too large, no key on a compacted topic) makes an idempotent producer fail for ever.
+    """One record that the broker refuses (too large, no key on a compacted topic) makes an idempotent producer fail for ever.
 
     Repro: refused_record. Report: "classify_batch_error() makes MESSAGE_TOO_LARGE fatal to an idempotent producer".
     """
@@ -124,14 +124,14 @@ def _running_join_is_remembered() -> None:
     def need_rejoin(self: Any) -> bool:
         needed: bool = stock(self)
         if needed:
-            self.rejoin_needed = True  # only a completed join sets it back
+            self.rejoin_needed = True  # only a completed join resets it
         return needed
 
     consumer.need_rejoin = need_rejoin
 
 
 def _finished_join_is_used() -> None:
-    """A join that ends between two polls is discarded and begun again, so short polls never join and keep the whole group rebalancing.
+    """A join that ends between two polls is discarded and restarted, so short polls never join and the whole group keeps rebalancing.
 
     Repro: short_polls. Report: "join_group_async() discards a join that succeeded between two polls".
     """
@@ -221,7 +221,7 @@ def _foreign_header_name_is_read() -> None:
 
 
 def _mask_header_names(buffer: bytearray, position: int) -> None:
-    """Overwrite the bytes above 0x7F in the header names of the record at `position` with question marks."""
+    """Overwrite non-ASCII bytes in the header names of the record at `position` with question marks."""
     varint = record_util.decode_varint
     for _ in range(4):  # length, attributes, time, offset
         _, position = varint(buffer, position)
@@ -264,7 +264,7 @@ SOURCES = {
 """SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
 
 FIXED: dict[str, tuple[str, ...]] = {}
-"""Repair -> digests of the sources that no longer have its fault."""
+"""Repair -> digests of the sources without its fault."""
 
 REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _idempotent_producer_gets_a_new_id: (f"{_MANAGER}.reset_producer_id",),

@@ -1,4 +1,4 @@
-"""Repairs of faults in kafka-python's connections and in what is read from them; `faults.py` says when each is applied."""
+"""Repairs of faults in kafka-python's connections and in the decoding of responses; `faults.py` applies them."""
 
 import ssl
 import zlib
@@ -15,9 +15,9 @@ _RECEIVED_AT_ONCE = 1 << 20
 
 
 def responses_are_read_in_large_pieces() -> None:
-    """A response is read 4 KiB at a time: at 2,000 tokens a sample the reading costs a run a tenth of its speed.
+    """A response is read 4 KiB at a time: with samples of 2,000 tokens a run loses a tenth of its speed.
 
-    What arrives together with the end of the connection is lost, such as the reason why a broker refuses a password.
+    Data that arrive together with the end of the connection are lost, such as the reason why a broker refuses a password.
     Repro: small_reads. Report: "Receiving 4 KiB per recv() makes large fetches slow".
     """
 
@@ -36,7 +36,7 @@ def responses_are_read_in_large_pieces() -> None:
                 error = errors.KafkaConnectionError("socket disconnected")
                 break
             pieces.append(piece)
-        # What was read is handed over first: the next call meets the end of the connection again.
+        # Return the data first: the next call meets the end of the connection again.
         return b"".join(pieces), None if pieces else error
 
     transport.KafkaTCPTransport._sock_recv = receive
@@ -44,7 +44,7 @@ def responses_are_read_in_large_pieces() -> None:
 
 
 def sending_over_tls_copies_nothing() -> None:
-    """Over TLS each 16 KiB that are sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
+    """Over TLS each 16 KiB sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
 
     Repro: tls_copies. Report: "KafkaSSLTransport._sock_send slices bytes, KafkaTCPTransport._sock_send a memoryview".
     """
@@ -53,15 +53,15 @@ def sending_over_tls_copies_nothing() -> None:
 
     def _sock_send(self: Any) -> Any:
         waiting = self._write_buffer
-        for place, data in enumerate(waiting):
-            waiting[place] = memoryview(data)
+        for index, data in enumerate(waiting):
+            waiting[index] = memoryview(data)
         return stock(self)
 
     secure._sock_send = _sock_send
 
 
 def inflating_has_a_limit() -> None:
-    """A compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is in hand.
+    """A compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is returned.
 
     Our own records are never compressed. Repro: inflated_batch. Report: "_maybe_uncompress() has no limit on the size of its result".
     """
@@ -77,9 +77,9 @@ def inflating_has_a_limit() -> None:
 
 
 def a_request_to_an_unlisted_broker_fails() -> None:
-    """A fetch from a leader that the metadata do not list raises after it was noted as under way: the reader asks that broker no more.
+    """A fetch from a leader that the metadata do not list raises after it was marked as in flight: the reader skips that broker for good.
 
-    Metadata name a leader without its address while a broker comes or goes. Repro: unlisted_leader. Report: "send() raises
+    Metadata name a leader without its address while a broker joins or leaves. Repro: unlisted_leader. Report: "send() raises
     UnknownBrokerIdError instead of failing its future, and the fetcher skips that node for good".
     """
     manager: Any = net_manager.KafkaConnectionManager

@@ -1,7 +1,4 @@
-"""Access to private parts of kafka-python: time limits and state that its public calls do not offer.
-
-The rule: only `faults.py` and this file touch what is not public.
-"""
+"""Access to private parts of kafka-python: time limits and state that its public calls lack."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +13,7 @@ from penstock.topics.wire.record import Record
 
 
 def io_thread(client: Any) -> threading.Thread:
-    """The thread on which a producer, a consumer or an admin client does its network work."""
+    """The thread on which a producer, consumer or admin client does its network work."""
     thread: threading.Thread = client._sender if isinstance(client, KafkaProducer) else client._net._io_thread
     return thread
 
@@ -27,29 +24,29 @@ def connected(consumer: Any) -> bool:
 
 
 def set_metadata_backoff(consumer: Any, backoff_ms: int) -> None:
-    """How soon a reader may ask for its topics' leaders again; the client passes `retry_backoff_ms` to all its parts but this one."""
+    """Set the interval of a reader's metadata requests; the client passes `retry_backoff_ms` to all its parts but this one."""
     consumer._cluster.config["retry_backoff_ms"] = backoff_ms
 
 
 def request_metadata(consumer: Any) -> None:
-    """Have the client ask for its topics' leaders anew, without waiting for the answer."""
+    """Let the client request its topics' leaders again, without waiting for the response."""
     consumer._cluster.request_update()
 
 
 def topic_id(consumer: Any, topic: str) -> str | None:
-    """The id of a topic in the client's metadata, without asking the broker; None while they do not have it."""
-    found = consumer._cluster.topic_id(topic)
-    return None if found is None else str(found)
+    """The id of a topic in the client's metadata, without a request; None if they lack it."""
+    topic_id = consumer._cluster.topic_id(topic)
+    return None if topic_id is None else str(topic_id)
 
 
 def last_received(consumer: Any) -> float:
-    """Monotonic time at which a broker last sent anything over a connection that is up; 0.0 when none is."""
+    """Monotonic time at which a broker last sent anything over a connection that is up; 0.0 if none is up."""
     transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]
     return max((transport.last_read for transport in transports if transport is not None), default=0.0)
 
 
 def poll_once(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
-    """One round of `KafkaConsumer.poll`, as records; unlike it, this returns once there is an assignment, with or without a record."""
+    """One round of `KafkaConsumer.poll`, as records; it also returns, without a record, once there is an assignment."""
     polled = consumer._poll_once(Timer(timeout_s * 1000), max_records)
     return [_record(record) for records in polled.values() for record in records]
 
@@ -68,22 +65,22 @@ def _record(record: Any) -> Record:
 
 
 def position(consumer: Any, topic_partition: Any) -> int | None:
-    """The next offset to be delivered, without asking the broker; None while unknown."""
+    """The next offset to be delivered, without a request; None while unknown."""
     state = consumer._subscription.assignment.get(topic_partition)
     return None if state is None or state.position is None else state.position.offset
 
 
 def lag(consumer: Any) -> int:
-    """Records between the next offsets of all partitions and their ends, as of the newest answers; those not asked yet do not count."""
+    """Records between the next offsets of all partitions and their ends, by the newest responses; partitions without one do not count."""
     states = list(consumer._subscription.assignment.values())
-    ahead = ((state.highwater, state.position) for state in states)
-    return sum(max(0, end - at.offset) for end, at in ahead if end is not None and at is not None)
+    pairs = ((state.highwater, state.position) for state in states)
+    return sum(max(0, end - position.offset) for end, position in pairs if end is not None and position is not None)
 
 
 def subscribe(consumer: Any, topics: Sequence[str], listener: Any) -> None:
-    """Join the group at the next poll, with the topics' partitions known from the start.
+    """Join the group at the next poll, with the partition counts of the topics already loaded.
 
-    Stock learns them while it joins, finds them changed afterwards and joins a second time.
+    The stock client loads them while it joins, finds them changed afterwards and joins a second time.
     """
     for topic in topics:
         consumer.partitions_for_topic(topic)
@@ -97,13 +94,13 @@ def has_joined(consumer: Any) -> bool:
 
 
 def fetch_committed(consumer: Any, partitions: Iterable[Any], timeout_s: float) -> Mapping[Any, Any]:
-    """Committed offsets with their metadata, of all partitions in one request."""
+    """Committed offsets and metadata of all partitions, in one request."""
     committed: Mapping[Any, Any] = consumer._coordinator.fetch_committed_offsets(set(partitions), timeout_ms=timeout_s * 1000)
     return committed
 
 
 def commit_soon(consumer: Any, offsets: Mapping[Any, Any]) -> Any:
-    """Send a commit from any thread without waiting; the returned future fails when the member's generation is over."""
+    """Send a commit from any thread without waiting; the returned future fails if the member's generation is over."""
     coordinator = consumer._coordinator
     return coordinator._manager.call_soon(coordinator._send_offset_commit_request, offsets)
 
@@ -114,7 +111,7 @@ def producer_identity(producer: Any) -> Any:
 
 
 def first_error(producer: Any) -> Exception | None:
-    """The error that put a transactional producer into its error state, None when it is in none."""
+    """The error that put a transactional producer into its error state; None if it is in none."""
     error: Exception | None = producer._transaction_manager.last_error
     return error
 
@@ -122,8 +119,8 @@ def first_error(producer: Any) -> Exception | None:
 def init_transactions(producer: Any, identity: Any, timeout_s: float) -> None:
     """Take the transactional id; with an `identity`, only if no other process has taken it since.
 
-    The broker accepts the old id and epoch after it aborted an overdue transaction of ours (KIP-360, KIP-588), and
-    refuses them with ProducerFencedError once another process has called `init_transactions`.
+    The broker accepts the old id and epoch after it aborted an overdue transaction of ours (KIP-360, KIP-588), and refuses them with
+    ProducerFencedError once another process has called `init_transactions`.
     """
     manager = producer._transaction_manager
     with manager._lock:
@@ -132,7 +129,7 @@ def init_transactions(producer: Any, identity: Any, timeout_s: float) -> None:
         if identity is not None:
             manager.set_producer_id_and_epoch(identity)
         handler = transaction_manager.InitProducerIdHandler(manager, manager.transaction_timeout_ms, is_epoch_bump=identity is not None)
-        handler._is_epoch_bump = False  # a refusal is final: stock would ask for a fresh id and so steal it back
+        handler._is_epoch_bump = False  # a refusal is final: the stock client would request a fresh id and so steal it back
         manager._enqueue_request(handler)
     _wait(producer, handler.result, timeout_s, "taking the transactional id")
 
@@ -148,19 +145,19 @@ def commit_transaction(producer: Any, timeout_s: float) -> None:
 
 
 def write_end_marker(admin: Any, where: Any, producer_id: int, epoch: int, *, commit: bool) -> None:
-    """Write the end of a producer's transaction to a partition as its coordinator would; the client's own call can only abort."""
+    """Write the end of a producer's transaction to a partition, as its coordinator would; the client's own call can only abort."""
 
     async def write() -> None:
-        marker, topic = WriteTxnMarkersRequest.WritableTxnMarker, WriteTxnMarkersRequest.WritableTxnMarker.WritableTxnMarkerTopic
-        one = marker(
+        writable, topic = WriteTxnMarkersRequest.WritableTxnMarker, WriteTxnMarkersRequest.WritableTxnMarker.WritableTxnMarkerTopic
+        marker = writable(
             producer_id=producer_id,
             producer_epoch=epoch,
             transaction_result=commit,
             topics=[topic(name=where.topic, partition_indexes=[where.partition])],
-            coordinator_epoch=-1,  # an operator's, which any coordinator's is newer than
+            coordinator_epoch=-1,  # an operator's: any coordinator's epoch is newer
         )
         leader = next(iter(await admin._async_get_leader_for_partitions([where])))
-        response = await admin._manager.send(WriteTxnMarkersRequest(markers=[one]), node_id=leader)
+        response = await admin._manager.send(WriteTxnMarkersRequest(markers=[marker]), node_id=leader)
         for error in (part.error_code for result in response.markers for named in result.topics for part in named.partitions):
             if error:
                 raise errors.for_code(error)(f"{where.topic}/{where.partition}")
@@ -175,7 +172,7 @@ def _wait(producer: Any, result: Any, timeout_s: float, what: str) -> None:
 
 
 def close_producer(producer: Any, timeout_s: float) -> None:
-    """Close a producer within `timeout_s`, whatever its state; its own close raises when it cannot flush and leaves its thread running."""
+    """Close a producer within `timeout_s` in any state; its own close raises if it cannot flush and leaves its thread running."""
     try:
         producer.close(timeout_s)
     except errors.KafkaError:

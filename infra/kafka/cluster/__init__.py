@@ -1,1 +1,1 @@
-"""The cluster as a whole: its topics and offsets, and transactions that it has lost the end of."""
+"""The cluster: its topics and offsets, and transactions whose end it has lost."""

@@ -1,6 +1,6 @@
 """Creates, checks, lists and deletes topics of a Kafka cluster, and looks up offsets.
 
-The rule: an existing topic is never changed; an error of one line says how it differs from the specification.
+An existing topic is never changed; an error of one line names the difference to the specification.
 """
 
 import threading
@@ -30,24 +30,24 @@ _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
 class Holder(NamedTuple):
-    """The producer that took a transactional id last, as the broker describes it."""
+    """The producer that took a transactional id last, as the broker reports it."""
 
     producer_id: int
     epoch: int
 
 
 class Described(NamedTuple):
-    """A topic as the cluster describes it."""
+    """A topic as the cluster reports it."""
 
     id: str
-    """Another one after it was deleted and made again."""
+    """Differs once the topic was deleted and created again."""
     partitions: int
     replicas: int
-    """Of the partition that has the fewest."""
+    """Of the partition with the fewest."""
 
 
 class Admin:
-    """One admin client, made at first use, shared by all threads of a log."""
+    """One admin client, created at first use, shared by all threads of a log."""
 
     def __init__(self, connection: Connection, costs: CpuCosts, contact: Contact) -> None:
         self._connection = connection
@@ -57,53 +57,48 @@ class Admin:
         self._counts: dict[str, int] = {}
 
     def connect(self) -> None:
-        """Make the client; raises LogUnreachable within `unreachable_after_s`."""
+        """Create the client. Raises `LogUnreachable` within `unreachable_after_s`."""
         with self._lock:
             if self._client is None:
                 edge.probe(self._connection)
-                began = time.thread_time()
-                self._client = edge.make(KafkaAdminClient, self._connection, settings.admin(self._connection))
-                self._costs.spend("io_s", time.thread_time() - began)
+                with self._costs.count("io_s"):
+                    self._client = edge.make(KafkaAdminClient, self._connection, settings.admin(self._connection))
                 self._costs.watch(private_api.io_thread(self._client), "io_s")
 
-    def ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
-        """Ask the cluster, retrying while it is only unavailable; raises LogError after `timeout_s`, not counting outages."""
+    def request(self, what: str, call: Callable[[Any], T], timeout_s: float = 30.0) -> T:
+        """Send a request, retried while the cluster is unavailable. Raises `LogError` after `timeout_s`, not counting outages."""
         self._contact.reach(self.connect)
         wait, end = Wait(self._contact), time.monotonic() + timeout_s
-        wait.begin()
+        wait.start()
         while True:
             try:
-                answer = self._answer(question)
+                response = self._call(call)
             except edge.UNREACHABLE:
                 wait.check()
                 end = time.monotonic() + timeout_s
                 time.sleep(0.1)
             except errors.RetriableError as error:
-                wait.answered(more=True)
+                wait.responded(more=True)
                 if time.monotonic() > end:
                     raise edge.translate(error, f"{what} (tried for {timeout_s:.0f} s)") from error
                 time.sleep(0.1)
             except errors.KafkaError as error:
                 raise edge.translate(error, what) from error
             else:
-                wait.answered()
-                return answer
+                wait.responded()
+                return response
 
-    def _answer(self, question: Callable[[Any], T]) -> T:
-        with self._lock:
-            began = time.thread_time()
-            try:
-                return question(self._client)
-            finally:
-                self._costs.spend("io_s", time.thread_time() - began)
+    def _call(self, call: Callable[[Any], T]) -> T:
+        with self._lock, self._costs.count("io_s"):
+            return call(self._client)
 
     def topics(self, prefix: str) -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
-        names = self.ask("cannot list topics", lambda client: client.list_topics())
+        names = self.request("cannot list topics", lambda client: client.list_topics())
         return sorted(name for name in names if name.startswith(prefix) and not name.startswith("__"))
 
     def partitions(self, topic: str) -> int | None:
-        """Number of partitions of `topic`, None when it does not exist. Counts are cached."""
+        """Number of partitions of `topic`, None if it does not exist; cached."""
         if topic not in self._counts:
             described = self.describe([topic])
             if topic not in described:
@@ -112,13 +107,13 @@ class Admin:
         return self._counts[topic]
 
     def ids(self, topics: Sequence[str]) -> dict[str, str]:
-        """Topic -> the id it has now, those that exist; what is cached of them is forgotten."""
+        """Topic -> its current id, for the existing ones; clears their cached partition counts."""
         for topic in topics:
             self._counts.pop(topic, None)
         return {name: described.id for name, described in self.describe(topics).items()}
 
     def require(self, partitions: Iterable[Partition]) -> None:
-        """Raise LogError unless every partition exists: reading a missing one would wait silently for ever."""
+        """Raise `LogError` unless every partition exists: reading a missing one would wait silently for ever."""
         for topic, partition in partitions:
             count = self.partitions(topic)
             if count is None:
@@ -127,54 +122,58 @@ class Admin:
                 raise LogError(f"topic {topic} has {count} partitions, there is no partition {partition}")
 
     def describe(self, topics: Sequence[str]) -> dict[str, Described]:
-        """Topic -> what the cluster says of it, those that exist."""
+        """Topic -> its description, for the existing ones."""
         if not topics:
             return {}
-        found = {}
-        for described in self.ask(f"cannot describe {topics[0]}", lambda client: client.describe_topics(topics)):
+        descriptions = {}
+        for described in self.request(f"cannot describe {topics[0]}", lambda client: client.describe_topics(topics)):
             code = described["error_code"]
             if code == _UNKNOWN_TOPIC:
                 continue
             if code:
                 raise LogError(f"cannot use topic {described['name']}: {errors.for_code(code).__name__}")
             replicas = [len(partition["replica_nodes"]) for partition in described["partitions"]]
-            found[described["name"]] = Described(str(described["topic_id"]), len(replicas), min(replicas))
-        return found
+            descriptions[described["name"]] = Described(str(described["topic_id"]), len(replicas), min(replicas))
+        return descriptions
 
     def create(self, specs: Mapping[str, TopicSpec], copies: Copies) -> list[str]:
-        """Create the topics that are missing and compare those that exist with `specs`; returns what is worth a warning."""
+        """Create missing topics and compare the existing ones with `specs`; returns warnings."""
         existing = self.describe(list(specs))
         missing = {name: spec for name, spec in specs.items() if name not in existing}
-        replicas, durable = self._kept(copies)
+        replicas, durable = self._replication(copies)
         if missing:
-            wanted = {
+            new_topics = {
                 name: {"num_partitions": spec.partitions, "replication_factor": replicas, "configs": {**spec.configs, **durable}}
                 for name, spec in missing.items()
             }
             try:
-                self.ask(f"cannot create topics {', '.join(missing)}", lambda client: client.create_topics(wanted, timeout_ms=20_000))
+                self.request(
+                    f"cannot create topics {', '.join(missing)}", lambda client: client.create_topics(new_topics, timeout_ms=20_000)
+                )
             except LogError as error:
                 if not isinstance(error.__cause__, errors.TopicAlreadyExistsError):
                     raise
                 existing = self.describe(list(specs))  # another process created some of them at the same time
-            self.ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
-            # Of several brokers another one may be asked next, which does not know of them yet.
+            self.request("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
+            # The next request may go to another broker, which does not have them in its metadata yet.
             self._counts |= {name: spec.partitions for name, spec in missing.items() if name not in existing}
         if existing:
             self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
         return [
-            f"topic {name} has {topic.replicas} cop{'y' if topic.replicas == 1 else 'ies'}, wanted are {replicas}: "
-            "a lost broker could take it along; kafka-reassign-partitions.sh makes more"
+            f"topic {name} has {topic.replicas} cop{'y' if topic.replicas == 1 else 'ies'}, expected {replicas}: "
+            "a lost broker could take it along; kafka-reassign-partitions.sh adds copies"
             for name, topic in existing.items()
             if topic.replicas < replicas
         ]
 
     def brokers(self) -> list[int]:
         """Ids of the brokers in service."""
-        return [broker["broker_id"] for broker in self.ask("cannot list the brokers", lambda client: client.describe_cluster())["brokers"]]
+        return [
+            broker["broker_id"] for broker in self.request("cannot list the brokers", lambda client: client.describe_cluster())["brokers"]
+        ]
 
-    def _kept(self, copies: Copies) -> tuple[int, dict[str, str]]:
-        """How many copies a new topic has on this cluster, and the setting for it; raises LogError where they would lose records."""
+    def _replication(self, copies: Copies) -> tuple[int, dict[str, str]]:
+        """Replicas of a new topic on this cluster, and the setting for it. Raises `LogError` if they would lose records."""
         brokers = len(self.brokers())
         try:
             replicas, in_sync = copies.on(brokers)
@@ -185,44 +184,44 @@ class Admin:
     def _compare(self, specs: Mapping[str, TopicSpec], existing: Mapping[str, Described]) -> None:
         for name, spec in specs.items():
             if (count := existing[name].partitions) != spec.partitions:
-                raise LogError(f"topic {name} has {count} partitions, {spec.partitions} are wanted: use another run id or delete it")
+                raise LogError(f"topic {name} has {count} partitions, expected {spec.partitions}: use another run id or delete it")
         resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
-        settings = self.ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
+        configs = self.request("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))
         for name, spec in specs.items():
             for key, value in spec.configs.items():
-                actual = settings[name].get(key, {}).get("value")
+                actual = configs["topic"][name].get(key, {}).get("value")
                 if actual != value:
-                    raise LogError(f"topic {name} has {key}={actual}, wanted is {value}: use another run id or alter the topic")
+                    raise LogError(f"topic {name} has {key}={actual}, expected {value}: use another run id or alter the topic")
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete topics; those that do not exist are no error. Returns when they are gone."""
+        """Delete topics and wait until they are deleted; missing ones are no error."""
         present = set(self.topics(""))
-        doomed = [name for name in names if name in present]
-        for name in doomed:
+        existing = [name for name in names if name in present]
+        for name in existing:
             self._counts.pop(name, None)
-        if not doomed:
+        if not existing:
             return
-        self.ask(f"cannot delete topics {', '.join(doomed)}", lambda client: client.delete_topics(doomed, timeout_ms=20_000))
+        self.request(f"cannot delete topics {', '.join(existing)}", lambda client: client.delete_topics(existing, timeout_ms=20_000))
         end = time.monotonic() + 20
-        while set(doomed) & set(self.topics("")):
+        while set(existing) & set(self.topics("")):
             if time.monotonic() > end:
-                raise LogError(f"topics {', '.join(doomed)} are still there 20 s after they were deleted")
+                raise LogError(f"topics {', '.join(existing)} still exist 20 s after they were deleted")
             time.sleep(0.05)
 
     def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool, time_ms: int | None = None) -> dict[Partition, int]:
-        """First offset of each partition, or with `end` the next one; with `committed`, the end is where open transactions begin.
+        """First offset of each partition, or with `end` the next one; with `committed`, the end is the start of the first open transaction.
 
-        With `time_ms` that of the first record with such a timestamp or a later one, -1 where there is none.
+        With `time_ms`, the offset of the first record with that timestamp or a later one, -1 if there is none.
         """
         spec = time_ms if time_ms is not None else OffsetSpec.LATEST if end else OffsetSpec.EARLIEST
-        wanted = list(partitions)
-        if not wanted:
+        partitions = list(partitions)
+        if not partitions:
             return {}
-        self.require(wanted)
+        self.require(partitions)
         isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
-        specs = {TopicPartition(topic, partition): spec for topic, partition in wanted}
-        offsets = self.ask(
-            f"cannot look up offsets of {wanted[0][0]}",
+        specs = {TopicPartition(topic, partition): spec for topic, partition in partitions}
+        offsets = self.request(
+            f"cannot look up offsets of {partitions[0][0]}",
             lambda client: client.list_partition_offsets(specs, isolation_level=isolation, timeout_ms=15_000),
         )
         return {(tp.topic, tp.partition): value.offset for tp, value in offsets.items()}
@@ -233,32 +232,31 @@ class Admin:
             return
         self.require(before)
         offsets = {TopicPartition(topic, partition): offset for (topic, partition), offset in before.items()}
-        self.ask(f"cannot delete records of {next(iter(before))[0]}", lambda client: client.delete_records(offsets, timeout_ms=15_000))
+        self.request(f"cannot delete records of {next(iter(before))[0]}", lambda client: client.delete_records(offsets, timeout_ms=15_000))
 
     def holder(self, transactional_id: str) -> Holder:
         """The producer that took a transactional id last."""
-        descriptions = self.ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
+        descriptions = self.request(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
         described = descriptions[transactional_id]
         return Holder(described.producer_id, described.producer_epoch)
 
     def producers(self, partitions: Iterable[Partition]) -> dict[Partition, list[ProducerState]]:
         """Partition -> the producers that have written to it lately."""
-        places = [TopicPartition(*place) for place in partitions]
-        found = self.ask("cannot look up the producers", lambda client: client.describe_producers(places)) if places else {}
-        return {(place.topic, place.partition): list(state.active_producers) for place, state in found.items()}
+        tps = [TopicPartition(*partition) for partition in partitions]
+        states = self.request("cannot look up the producers", lambda client: client.describe_producers(tps)) if tps else {}
+        return {(tp.topic, tp.partition): list(state.active_producers) for tp, state in states.items()}
 
     def transactions(self, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
-        """Producer id -> its transactional id and what its coordinator says; those that no coordinator knows are left out."""
+        """Producer id -> its transactional id and its coordinator's description; omits producers that no coordinator has."""
         if not producer_ids:
             return {}
-        wanted = list(producer_ids)
-        listed = self.ask("cannot list transactions", lambda client: client.list_transactions(producer_id_filters=wanted))
+        ids = list(producer_ids)
+        listed = self.request("cannot list transactions", lambda client: client.list_transactions(producer_id_filters=ids))
         names = {listing.producer_id: listing.transactional_id for of_broker in listed.values() for listing in of_broker}
-        described = self.ask("cannot look up transactions", lambda client: client.describe_transactions(list(names.values())))
+        described = self.request("cannot look up transactions", lambda client: client.describe_transactions(list(names.values())))
         return {number: (name, described[name]) for number, name in names.items() if name in described}
 
     def close(self) -> None:
-        """Close the client; waits for nothing."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
@@ -267,36 +265,36 @@ class Admin:
 
 
 class Weakness(NamedTuple):
-    """One line about what is, and one about what to do."""
+    """A line about the problem and one about the fix."""
 
-    found: str
-    do: str
+    problem: str
+    fix: str
 
 
 def weaknesses(admin: Admin) -> list[Weakness]:
-    """What a person may want to change; nothing where there is one broker. Raises `LogError`."""
+    """Settings and topics with which the loss of one broker loses acknowledged records; none on a single broker. Raises `LogError`."""
     brokers = admin.brokers()
     if len(brokers) == 1:
         return []
     described = admin.describe([name for name in admin.topics("") if is_ours(name)])
     resources = [ConfigResource(ConfigResourceType.BROKER, str(broker), None) for broker in brokers]
     resources += [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in described]
-    settings = admin.ask("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
-    found = []
+    settings = admin.request("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
+    problems = []
     if unclean := _with_unclean(settings.get("broker", {})):
         why = "an election could lose acknowledged records: set it to false"
-        found.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
+        problems.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
     elif unclean := _with_unclean(settings.get("topic", {})):
         why = "an election could lose their acknowledged records: set it to false with kafka-configs.sh"
-        found.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
+        problems.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
     if single := sorted(name for name, topic in described.items() if topic.replicas < 2):
-        why = "one lost broker could take it along: kafka-reassign-partitions.sh makes more"
-        found.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
-    return found
+        why = "one lost broker could take it along: kafka-reassign-partitions.sh adds copies"
+        problems.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
+    return problems
 
 
 def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:
-    return sorted(name for name, held in settings.items() if str(held.get(UNCLEAN, {}).get("value")).lower() == "true")
+    return sorted(name for name, values in settings.items() if str(values.get(UNCLEAN, {}).get("value")).lower() == "true")
 
 
 def _listed(names: list[str]) -> str:

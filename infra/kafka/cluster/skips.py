@@ -1,6 +1,6 @@
-"""Unreadable stretches of a partition that a person has had every reader skip (`penstock topics skip`).
+"""Unreadable offset ranges that the operator had readers skip (`penstock topics skip`), as dead letters of the run.
 
-The rule: what is passed over stands in the run's `dead-letters`, written by a person; no reader passes over anything by itself.
+No reader skips anything by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 
 ReadDeadLetters = Callable[[str], Sequence[Record]]
-"""Topic of a run's dead letters -> those that are there."""
+"""Topic of a run's dead letters -> its records."""
 
 
 def skip_damaged(consumer: Any, read_dead_letters: ReadDeadLetters) -> bool:
-    """Have a consumer go on behind each stretch at which it stands; false when it stands at none."""
+    """Move a consumer past each skipped range it is in; returns False if it is in none."""
     positions = {(tp.topic, tp.partition): private_api.position(consumer, tp) for tp in consumer.assignment()}
     moved = False
     for run in {topic.partition(".")[0] for topic, _ in positions}:
@@ -32,34 +32,34 @@ def skip_damaged(consumer: Any, read_dead_letters: ReadDeadLetters) -> bool:
 
 
 def _read(read_dead_letters: ReadDeadLetters, topic: str) -> Sequence[Record]:
-    """The letters, none for who may not read them: the damage itself is then what is to be said."""
+    """The dead letters; none without the right to read them: then the damage itself is reported."""
     try:
         return read_dead_letters(topic)
     except LogError:
         return ()
 
 
-def first_readable(log: Log, tail_from: Callable[[int], Tail], at: Partition, offset: int) -> int:
-    """The first offset from `offset` on at which nothing damaged lies, found with tails that stop at damage."""
-    end = log.end_offsets([at], committed=False)[at]
+def first_readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> int:
+    """Return the first offset from `offset` on that is not damaged, by tails that stop at damage."""
+    end = log.end_offsets([partition], committed=False)[partition]
     damaged, step = offset - 1, 1
-    while not _readable(log, tail_from, at, min(end, damaged + step)):
+    while not _readable(log, tail_from, partition, min(end, damaged + step)):
         damaged, step = damaged + step, 2 * step
     readable = min(end, damaged + step)
-    while readable - damaged > 1:  # what lies in one batch is damaged as a whole
+    while readable - damaged > 1:  # a batch is damaged as a whole
         middle = (damaged + readable) // 2
-        damaged, readable = (damaged, middle) if _readable(log, tail_from, at, middle) else (middle, readable)
+        damaged, readable = (damaged, middle) if _readable(log, tail_from, partition, middle) else (middle, readable)
     return readable
 
 
-def _readable(log: Log, tail_from: Callable[[int], Tail], at: Partition, offset: int) -> bool:
+def _readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> bool:
     tail = tail_from(offset)
-    end = log.end_offsets([at])[at]
+    end = log.end_offsets([partition])[partition]
     try:
-        while tail.position(at) < end and not tail.poll(1.0, max_records=1):
+        while tail.position(partition) < end and not tail.poll(1.0, max_records=1):
             pass
     except Damaged:
-        return tail.position(at) > offset  # it lies behind
+        return tail.position(partition) > offset  # the damage is after it
     finally:
         tail.close()
     return True

@@ -1,7 +1,4 @@
-"""The queue between a member's polling thread and its user: events in order, and commits that are not acknowledged yet.
-
-The rule: revoking drops the revoked partitions' waiting records and commits in the same step that queues the Revoked event.
-"""
+"""The queue between a member's polling thread and its user: events in order, and unacknowledged commits."""
 
 import logging
 import threading
@@ -14,11 +11,14 @@ from penstock.topics.wire.record import Record
 log = logging.getLogger(__name__)
 
 _RECORD_OVERHEAD = 512
-"""[bytes] a small record holds in memory beyond its value."""
+"""[bytes] that a small record occupies beyond its value."""
 
 
 class Buffer:
-    """A bounded queue of events; every method is safe on any thread."""
+    """A bounded queue of events; safe on any thread.
+
+    `revoke` drops the waiting records and commits of the revoked partitions in the same step that queues the `Revoked` event.
+    """
 
     def __init__(self, *, max_records: int, max_bytes: int) -> None:
         self.max_records, self._max_bytes = max_records, max_bytes
@@ -33,33 +33,31 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """True if nothing more should be read."""
+        """True if no more records should be read."""
         return self._records >= self.max_records or self._bytes >= self._max_bytes
 
     @property
     def waiting(self) -> int:
-        """Records that were not taken yet."""
+        """Number of records not taken yet."""
         return self._records
 
     def put(self, records: Sequence[Record]) -> None:
-        """Queue records; those of partitions no longer owned are dropped."""
+        """Queue records, except those of partitions no longer owned."""
         with self._change:
-            kept = [record for record in records if (record.topic, record.partition) in self._owned]
-            if kept:
-                self._records += len(kept)
-                self._bytes += sum(len(record.value) for record in kept) + _RECORD_OVERHEAD * len(kept)
-                self._events.append(Records(records=kept))
+            owned = [record for record in records if (record.topic, record.partition) in self._owned]
+            if owned:
+                self._records += len(owned)
+                self._bytes += sum(len(record.value) for record in owned) + _RECORD_OVERHEAD * len(owned)
+                self._events.append(Records(records=owned))
                 self._change.notify_all()
 
     def assign(self, assigned: Assigned) -> None:
-        """Own these partitions from now on."""
         with self._change:
             self._owned = frozenset(assigned.partitions)
             self._events.append(assigned)
             self._change.notify_all()
 
     def revoke(self) -> None:
-        """Own nothing from now on."""
         with self._change:
             if not self._owned and not any(isinstance(event, Assigned) for event in self._events):
                 return
@@ -72,13 +70,13 @@ class Buffer:
             self._change.notify_all()
 
     def end(self, failure: LogError) -> None:
-        """Let every later `take` raise `failure` once the queue is empty."""
+        """Let `take` raise `failure` once the queue is empty."""
         with self._change:
             self._failure = failure
             self._change.notify_all()
 
     def wake(self) -> None:
-        """Wake a waiting thread, so that it checks its condition again."""
+        """Let a waiting thread check its condition again."""
         with self._change:
             self._change.notify_all()
 
@@ -103,7 +101,7 @@ class Buffer:
             self._change.wait_for(lambda: not self.full, timeout_s)
 
     def add_commits(self, offsets: Commits) -> bool:
-        """Remember offsets to commit; returns False and remembers none if a partition is not owned."""
+        """Queue offsets to commit; returns False and queues none if a partition is not owned."""
         with self._change:
             if not self._owned.issuperset(offsets):
                 return False
@@ -112,22 +110,22 @@ class Buffer:
             return True
 
     def unsent_commits(self) -> Commits:
-        """Commits that failed and have to be sent again; from now on they count as sent."""
+        """Commits that failed and have to be sent again; from here on they count as sent."""
         with self._change:
-            again = {partition: wanted for partition, wanted in self._uncommitted.items() if partition not in self._sending}
-            self._sending.update(again)
-            return again
+            unsent = {partition: commit for partition, commit in self._uncommitted.items() if partition not in self._sending}
+            self._sending.update(unsent)
+            return unsent
 
     def committed(self, offsets: Mapping[Partition, tuple[int, str]]) -> None:
-        """Note that the log has stored these offsets."""
+        """Record that the log has stored these offsets."""
         with self._change:
-            for partition, noted in offsets.items():
-                if self._uncommitted.get(partition) == noted:
+            for partition, stored in offsets.items():
+                if self._uncommitted.get(partition) == stored:
                     del self._uncommitted[partition]
                     self._sending.discard(partition)
 
     def uncommitted(self, offsets: Mapping[Partition, tuple[int, str]], error: BaseException) -> None:
-        """Note that a commit failed: it is void if the group is rebalancing, and sent again if the broker is away."""
+        """Record that a commit failed: it is void if the group is rebalancing, and sent again after an outage."""
         log.debug("commit of %d partitions failed: %s", len(offsets), error)
         with self._change:
             for partition, failed in offsets.items():

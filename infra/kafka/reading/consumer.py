@@ -1,6 +1,6 @@
-"""Makes, polls and closes a consumer, for tails and members alike.
+"""Creates, polls and closes consumers, for tails and members.
 
-The rule: wait for a broker that is away, quietly and without spinning; only a refusal is an error.
+Polling waits out an outage quietly and without spinning; only a refusal of the broker is an error.
 """
 
 import threading
@@ -28,13 +28,13 @@ GATHER_S = 0.02
 GATHER_BELOW = 64
 """A poll that returned more records than this is followed by the next at once."""
 GATHER_BYTES = 256 << 10
-"""Likewise for one that returned more bytes: a large record is worth a round trip of its own."""
+"""The same for one that returned more bytes: a large record is worth a round trip of its own."""
 
 OFFSETS_TIMEOUT_S = 5.0
-"""For an error that is certain, a partition's ends are asked for no longer than this: a broker that has lost it may not answer."""
+"""Timeout for a partition's offsets in the text of an error that is already certain: a broker that has lost it may not respond."""
 
 _METADATA_MS = 5
-"""How soon after its first answer, which knows no topic, a reader asks for its topics' leaders; while there is none, once a poll."""
+"""Interval of a new reader's requests for its topics' leaders, at most once a poll: the first response names no topic."""
 _SPIN_S, _AWAY_S = 0.02, 0.2
 """Pause after a poll that waited less than this and returned nothing; the second one applies while no broker is connected."""
 
@@ -49,28 +49,27 @@ def make_consumer(
     jumps: bool = False,
     fetch_bytes: int | None = None,
 ) -> Any:
-    """A consumer; raises LogUnreachable when no broker answers in time.
+    """Return a consumer. Raises `LogUnreachable` if no broker responds in time.
 
-    One with a session takes part in the group, in a pool where it has `pools`. With `jumps` it goes on with the first kept record where an
-    offset is not kept: for a caller that compares offsets itself.
+    With `session_s` it joins the group, in a pool if it has `pools`. With `jumps` it continues with the first retained record if an
+    offset was deleted: for a caller that compares offsets itself.
     """
     configs = settings.consumer(connection, group=group)
     if fetch_bytes is not None:
         configs["max_partition_fetch_bytes"] = fetch_bytes
     if jumps:
         configs["auto_offset_reset"] = "earliest"
-    began = time.thread_time()
-    if session_s is not None:
-        configs |= settings.membership(session_s, assignor_of(pools))
-    consumer = edge.make(KafkaConsumer, connection, configs)
-    private_api.set_metadata_backoff(consumer, _METADATA_MS if session_s is None else configs["retry_backoff_ms"])
-    costs.spend("io_s", time.thread_time() - began)
+    with costs.count("io_s"):
+        if session_s is not None:
+            configs |= settings.membership(session_s, assignor_of(pools))
+        consumer = edge.make(KafkaConsumer, connection, configs)
+        private_api.set_metadata_backoff(consumer, _METADATA_MS if session_s is None else configs["retry_backoff_ms"])
     costs.watch(private_api.io_thread(consumer), "io_s")
     return consumer
 
 
 def close_consumer(consumer: Any, costs: CpuCosts, timeout_s: float) -> None:
-    """Leave the group and close within `timeout_s`: a dead broker must not delay the caller."""
+    """Leave the group and close within `timeout_s`: an unreachable broker must not delay the caller."""
     costs.unwatch(private_api.io_thread(consumer))
 
     def close() -> None:
@@ -87,13 +86,12 @@ def close_consumer(consumer: Any, costs: CpuCosts, timeout_s: float) -> None:
 def poll(
     consumer: Any, timeout_s: float, max_records: int, *, read_dead_letters: ReadDeadLetters | None = None, ids: TopicIds | None = None
 ) -> list[Record]:
-    """Records, in offset order within each partition; possibly none, even before `timeout_s` or because the broker is away.
+    """Return records, in offset order within each partition; possibly none, even before `timeout_s` or because of an outage.
 
-    Raises LogError when the broker refuses, RecordMissing where the next record was deleted or lost, and Damaged for what cannot be read,
-    unless `letters` say that it is to be passed over.
-    With `ids`, also when a topic is not the one any more that was read first.
+    Raises `LogError` if the broker refuses, `RecordMissing` if the next record was deleted or lost, and `Damaged` for an unreadable
+    one, unless the dead letters tell readers to skip it. With `ids`, also `LogError` if a topic was deleted or replaced.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     records: list[Record] = []
     try:
         records = private_api.poll_once(consumer, timeout_s, max_records)
@@ -101,8 +99,8 @@ def poll(
         raise edge.translate(error, "the broker refuses to be read") from error
     except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
         if ids is not None:
-            ids.ask()
-        raise RecordMissing(_not_there(consumer)) from error
+            ids.verify()
+        raise RecordMissing(_missing(consumer)) from error
     except errors.InvalidSessionTimeoutError as error:
         limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
         raise LogError(f"the broker refuses a session of this length: kafka.session_s has to lie between {limits}") from error
@@ -110,53 +108,55 @@ def poll(
         if read_dead_letters is None or not skip_damaged(consumer, read_dead_letters):
             raise Damaged(_damage(consumer, error)) from error
     except (errors.RetriableError, errors.NoOffsetForPartitionError, *edge.UNREACHABLE):
-        pass  # without an offset: a member whose assignment has just come seeks before its next poll
+        pass  # no offset: a newly assigned member seeks before its next poll
     if ids is not None:
-        ids.look(consumer, idle=not records)
-    if not records and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
+        ids.check(consumer, idle=not records)
+    if not records and timeout_s > 0 and time.monotonic() - start < min(_SPIN_S, timeout_s):
         time.sleep(min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
     return records
 
 
 def are_few(records: Sequence[Record]) -> bool:
-    """Whether it is better to wait for more records like these before the next poll."""
+    """True if it is better to wait for more records like these before the next poll."""
     return 0 < len(records) < GATHER_BELOW and sum(len(record.value) for record in records) < GATHER_BYTES
 
 
 _CODECS = {"zstd": "zstandard", "lz4": "lz4", "snappy": "python-snappy"}
-"""Codec -> the package with which the client reads it; our writers compress nothing."""
+"""Codec -> the package with which the client decodes it; our writers compress nothing."""
 
 
 def _damage(consumer: Any, error: Exception) -> str:
-    """Say what cannot be read, and what to do."""
-    advice = "`penstock topics skip RUN TOPIC PARTITION OFFSET` has readers pass it over, where that can be"
+    advice = "`penstock topics skip RUN TOPIC PARTITION OFFSET` makes readers skip it, if that is possible"
     if not isinstance(error, errors.UnsupportedCodecError):
         return f"a record is damaged: {edge.one_line(error)}; {advice}"
     codec = next((codec for codec in _CODECS if codec in str(error)), None)
     what = f"with {codec}: install {_CODECS[codec]} where workers run" if codec else "in a way that the client does not know"
-    at = ", ".join(f"{tp.topic}/{tp.partition} at offset {private_api.position(consumer, tp)}" for tp in sorted(consumer.assignment()))
-    return f"somebody else has written records compressed {what}; or {advice} (this reader stands in {at})"
+    positions = ", ".join(
+        f"{tp.topic}/{tp.partition} at offset {private_api.position(consumer, tp)}" for tp in sorted(consumer.assignment())
+    )
+    return f"another program has written records compressed {what}; or {advice} (position of this reader: {positions})"
 
 
-def _not_there(consumer: Any) -> str:
-    """Say which offset a consumer wants that its partition does not hold, and which ones it holds."""
-    places, limit_ms = list(consumer.assignment()), int(1000 * OFFSETS_TIMEOUT_S)
-    wanted = {tp: private_api.position(consumer, tp) for tp in places}
+def _missing(consumer: Any) -> str:
+    """Text with the offset that a consumer needs and its partition does not have, and the existing offsets."""
+    partitions, timeout_ms = list(consumer.assignment()), int(1000 * OFFSETS_TIMEOUT_S)
+    positions = {tp: at for tp in partitions if (at := private_api.position(consumer, tp)) is not None}
     try:
-        begins, ends = consumer.beginning_offsets(places, timeout_ms=limit_ms), consumer.end_offsets(places, timeout_ms=limit_ms)
-    except (errors.KafkaError, KeyError) as error:  # KeyError: the client leaves out a partition that has no leader just now
-        at = ", ".join(f"{tp.topic}/{tp.partition} at offset {at}" for tp, at in sorted(wanted.items()) if at is not None)
-        return f"a record that is wanted is not there, and which are is not known ({edge.one_line(error)}): this reader stands in {at}"
+        starts = consumer.beginning_offsets(partitions, timeout_ms=timeout_ms)
+        ends = consumer.end_offsets(partitions, timeout_ms=timeout_ms)
+    except (errors.KafkaError, KeyError) as error:  # KeyError: the client omits a partition without a leader
+        text = ", ".join(f"{tp.topic}/{tp.partition} at offset {at}" for tp, at in sorted(positions.items()))
+        return f"a record is missing, and which ones exist is unknown ({edge.one_line(error)}): position of this reader: {text}"
     lost = [
-        f"{tp.topic}/{tp.partition}: offset {at} is wanted, {begins[tp]} to {ends[tp] - 1} are there"
-        for tp, at in wanted.items()
-        if at is not None and not begins[tp] <= at <= ends[tp]
+        f"{tp.topic}/{tp.partition}: offset {at} is missing, it has {starts[tp]} to {ends[tp] - 1}"
+        for tp, at in positions.items()
+        if not starts[tp] <= at <= ends[tp]
     ]
     return f"{'; '.join(lost) or 'an offset was lost'}: records were deleted, or lost with a broker"
 
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:
-    """Commits as the client library wants them; raises ValueError for metadata that is too long."""
+    """Commits as the client library takes them. Raises `ValueError` for metadata that is too long."""
     check_commits(offsets)
     return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
 
@@ -172,13 +172,13 @@ def to_committed(commit: Any) -> Committed:
 
 
 def assignor_of(pools: Pools | None) -> Any:
-    """What a member of a group brings along for the one that leads it."""
-    # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
+    """The assignor of a member: even ranges, or the pools of the members."""
+    # Range assigns equal partition numbers of topics with equal counts to one member; sticky assignors do not.
     return RangePartitionAssignor() if pools is None else PoolAssignor(pools)
 
 
 class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]
-    """Shares partitions as `Pools` says; every member tells the pool it is in."""
+    """Shares partitions by `Pools`; every member sends the name of its pool."""
 
     name = "pools"
     version = 0
@@ -187,11 +187,11 @@ class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]
         self._pools = pools
 
     def metadata(self, topics: Sequence[str]) -> Any:
-        """What this member sends when it joins."""
+        """The subscription that this member sends when it joins."""
         return ConsumerProtocolSubscription(self.version, list(topics), self._pools.own.encode())
 
     def assign(self, cluster: Any, members: Sequence[Any]) -> Mapping[str, Any]:
-        """Member id -> its partitions; called in the member that leads the group."""
+        """Member id -> its partitions; called in the leader of the group."""
         shares = self._pools.share_out({member.member_id: bytes(member.metadata.user_data or b"").decode() for member in members})
         return {
             member.member_id: ConsumerProtocolAssignment(
@@ -201,4 +201,4 @@ class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]
         }
 
     def on_assignment(self, assignment: Any, generation: int) -> None:
-        """Nothing is kept from one assignment to the next."""
+        """Do nothing: the assignor is stateless."""

@@ -1,6 +1,6 @@
-"""One member of a consumer group, kept in the group by a thread of its own.
+"""A member of a consumer group, which a thread of its own keeps in the group.
 
-The rule: what `take` returns is in order (Assigned, its Records, Revoked), and after a Revoked no record of its partitions follows.
+`take` returns Assigned, its Records, then Revoked; after a Revoked no record of its partitions follows.
 """
 
 import logging
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Longest wait of the polling thread for records; it delays neither commits nor rebalances."""
 FULL_S = 0.1
-"""Interval between polls while the buffer is full, so that heartbeats go on."""
+"""Interval between polls while the buffer is full, so that heartbeats continue."""
 JOIN_LIMIT_S = 20.0
-"""A member that has been connected for this long without completing a join is replaced."""
+"""A member that is connected for this long without completing a join is replaced."""
 
 
 class KafkaMember:
-    """Takes part in `group`; events and commits pass between its user's thread and the one that polls."""
+    """A member of `group`; events and commits pass between its user's thread and the one that polls."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class KafkaMember:
         self._ids = TopicIds(admin)
         self._ids.add(topics)
         self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
-        self._meter = costs.meter("poll_s")
         self._outage = Outage(contact)
         self._incoming: tuple[frozenset[Any], Membership] | None = None
         self._paused: set[Any] = set()
@@ -75,21 +74,18 @@ class KafkaMember:
 
     @property
     def outage_s(self) -> float:
-        """Seconds since a broker last answered; 0.0 unless one is overdue."""
+        """Seconds since a broker last responded; 0.0 unless a response is overdue."""
         return self._outage.seconds
 
     def take(self, timeout_s: float) -> list[Event]:
-        """Events since the last call, in order; waits up to `timeout_s` for the first. Raises LogError once the member has failed."""
-        began = time.thread_time()
-        try:
+        """Events since the last call, in order; waits up to `timeout_s` for the first. Raises `LogError` once the member has failed."""
+        with self._costs.count("poll_s"):
             return self._buffer.take(timeout_s)
-        finally:
-            self._meter.seconds += time.thread_time() - began
 
     def commit(self, offsets: Commits) -> bool:
-        """Commit offsets for the group without waiting; returns False and commits none if a partition is not owned (any more).
+        """Commit offsets for the group without waiting; returns False and commits none if a partition is not owned.
 
-        They are sent at once and again after an outage, until newer ones take their place or the partition is revoked.
+        They are sent at once and again after an outage, until newer ones replace them or the partition is revoked.
         """
         converted = reading.to_kafka(offsets)
         if not self._buffer.add_commits(offsets):
@@ -98,11 +94,11 @@ class KafkaMember:
         return True
 
     def membership(self) -> Membership | None:
-        """The membership as of the last Assigned that was taken; None before. A transaction with an outdated one is refused."""
+        """The membership of the last `Assigned` that was taken; None before. The log refuses transactions with an outdated one."""
         return self._buffer.membership
 
     def lag(self) -> int:
-        """Records of its partitions that it has not taken yet, as of the newest answers of their brokers."""
+        """Records of its partitions that it has not taken yet, by the newest responses of their brokers."""
         return private_api.lag(self._consumer) + self._buffer.waiting
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -111,7 +107,6 @@ class KafkaMember:
         self._buffer.wake()
         self._thread.join(timeout_s)
         self._costs.unwatch(self._thread)
-        self._costs.retire(self._meter)
 
     # The methods below run on the polling thread.
 
@@ -130,7 +125,7 @@ class KafkaMember:
                     self._rejoin()
         except LogError as error:
             self._buffer.end(error)
-        except Exception as error:  # the edge of a thread: its user must get every error
+        except Exception as error:  # the edge of a thread: its user must receive every error
             log.exception("group %s: the member's thread failed", self._group)
             self._buffer.end(LogError(f"member of group {self._group} failed: {edge.one_line(error)}"))
         finally:
@@ -148,14 +143,14 @@ class KafkaMember:
             if self._gathers and reading.are_few(records):
                 time.sleep(reading.GATHER_S)
         if self._incoming is not None:
-            self._begin()
+            self._deliver_assignment()
         self._send_commits(reading.to_kafka(self._buffer.unsent_commits()))
         self._watch()
         if full:
             self._buffer.wait_for_room(FULL_S)
 
     def _hold(self, full: bool) -> None:
-        """Pause the owned partitions while the buffer is full; the member goes on polling and stays in the group."""
+        """Pause the owned partitions while the buffer is full; the member continues to poll and stays in the group."""
         if full and not self._paused:
             self._paused = self._consumer.assignment() - self._consumer.paused()
             self._consumer.pause(*self._paused)
@@ -163,14 +158,14 @@ class KafkaMember:
             self._consumer.resume(*(self._paused & self._consumer.assignment()))
             self._paused = set()
 
-    def _begin(self) -> None:
-        """Deliver an assignment: look up what was committed, then let records flow from there."""
+    def _deliver_assignment(self) -> None:
+        """Deliver an assignment: look up the committed offsets and start reading there."""
         incoming = self._incoming
         assert incoming is not None
         partitions, membership = incoming
         try:
             offsets = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
-            kept = self._consumer.beginning_offsets(partitions, timeout_ms=2000) if partitions else {}
+            starts = self._consumer.beginning_offsets(partitions, timeout_ms=2000) if partitions else {}
         except (errors.RetriableError, KeyError, *edge.UNREACHABLE):  # KeyError: the client omits a partition without a leader
             # The broker is unreachable, or a partition has another leader: the client would request the offsets from the old one for the
             # five minutes that metadata are valid, as nothing is fetched meanwhile. The next turn tries again.
@@ -178,8 +173,8 @@ class KafkaMember:
             return
         committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
         # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.
-        for partition, noted in committed.items():
-            offset, first = noted.offset, kept[TopicPartition(*partition)]
+        for partition, commit in committed.items():
+            offset, first = commit.offset, starts[TopicPartition(*partition)]
             if offset is not None and offset < first:
                 where = f"{partition[0]}/{partition[1]}"
                 self._contact.notify(f"{where}: offsets {offset} to {first - 1} were deleted unread; reading on at {first}")
@@ -199,17 +194,17 @@ class KafkaMember:
             future.add_errback(lambda error: self._buffer.uncommitted(sent, error))
 
     def _watch(self) -> None:
-        """Replace the consumer when a join does not complete although a broker is connected."""
+        """Replace the consumer if a join does not complete although a broker is connected."""
         now, joined = time.monotonic(), private_api.has_joined(self._consumer)
-        outage_s = self._outage.look(self._consumer, due=joined)
+        outage_s = self._outage.check(self._consumer, due=joined)
         if outage_s > 0 or joined:
             self._joined_at = now
         elif now - self._joined_at > self._join_limit_s:
-            log.warning("group %s: no join completed for %.0f s; joining anew", self._group, now - self._joined_at)
+            log.warning("group %s: no join completed for %.0f s; joining again", self._group, now - self._joined_at)
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Replace the consumer; raises LogUnreachable when the broker is away for the log's `give_up_s`."""
+        """Replace the consumer. Raises `LogUnreachable` after an outage of `give_up_s`."""
         self.on_revoked(self._consumer)
         reading.close_consumer(self._consumer, self._costs, 2.0)
         self._consumer = self._contact.reach(self._join, ended=lambda: self._closing)
@@ -218,7 +213,7 @@ class KafkaMember:
     # The methods below run on the client's network thread while the polling thread waits in a poll: nothing here may wait for the broker.
 
     def on_assigned(self, consumer: Any, partitions: Iterable[Any]) -> None:
-        """Hold the new partitions until their start is known."""
+        """Pause the new partitions until their start offsets are read."""
         assigned = frozenset(partitions)
         consumer.pause(*assigned)
         joined = consumer.group_metadata()
@@ -226,7 +221,7 @@ class KafkaMember:
             self._incoming = (assigned, Membership(group=self._group, generation=joined.generation_id, member_id=joined.member_id))
 
     def on_revoked(self, consumer: Any) -> None:
-        """Give up all partitions, as at each rebalance (eager protocol); those that stay come back with the next assignment."""
+        """Release all partitions, as each rebalance does (eager protocol); those that stay return with the next assignment."""
         if consumer is self._consumer:
             self._incoming = None
             self._buffer.revoke()

@@ -1,6 +1,6 @@
-"""Reads single records of a partition by their offsets, through one client that jumps between them.
+"""Reads single records of a partition by their offsets, through one client that seeks between them.
 
-The rule: an offset without a committed record is named, with the reason; an open transaction is waited for.
+An offset without a committed record is named, with the cause; open transactions are waited for.
 """
 
 import threading
@@ -24,59 +24,57 @@ _RUN_GAP = 64
 """Offsets further apart than this are fetched with a seek each, rather than by reading the records between them."""
 
 _AFTER_OUTAGE_S = 30.0
-"""A read that an outage interrupted has at least this long after it."""
+"""Minimum time for a read that continues after an outage."""
 
 _AT_ONCE_S = 0.25
-"""Existing records arrive within this time; only for missing ones is it worth asking where the partition begins and ends."""
+"""Existing records arrive within this time; only for missing ones are the partition's first and end offsets looked up."""
 
 
 class OffsetReader:
-    """A client made at the first reading; may be shared between threads."""
+    """A client created at the first read; safe to share between threads."""
 
     def __init__(self, connection: Connection, costs: CpuCosts, contact: Contact, admin: Admin) -> None:
         self._connection, self._costs, self._contact, self._admin = connection, costs, contact, admin
         self._reader: Any = None
         self._outage = Outage(contact)
-        self._meter = costs.meter("poll_s")
         self._lock = threading.Lock()
 
-    def read(self, at: Partition, offsets: Sequence[int], *, timeout_s: float) -> list[Record]:
-        """The committed records at exactly these offsets, in the order given; raises `RecordMissing` naming those that are missing."""
-        records = self.fetch(at, sorted(set(offsets)), timeout_s=timeout_s)
+    def read(self, partition: Partition, offsets: Sequence[int], *, timeout_s: float) -> list[Record]:
+        """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets."""
+        records = self.fetch(partition, sorted(set(offsets)), timeout_s=timeout_s)
         missing = [offset for offset in offsets if offset not in records]
         if missing:
-            raise RecordMissing(self._missing(at, missing))
+            raise RecordMissing(self._missing(partition, missing))
         return [records[offset] for offset in offsets]
 
-    def fetch(self, at: Partition, offsets: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
-        """Offset -> record, for these ascending offsets; those without a record are left out."""
+    def fetch(self, partition: Partition, offsets: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
+        """Offset -> record, for these ascending offsets; those without a record are omitted."""
         if not offsets:
             return {}
         deadline = time.monotonic() + timeout_s
         records: dict[int, Record] = {}
-        self._fetch_runs(at, offsets, records, deadline, patience_s=_AT_ONCE_S)
+        self._fetch_runs(partition, offsets, records, deadline, patience_s=_AT_ONCE_S)
         if len(records) == len(offsets):
             return records
-        first = self._first(at)
-        end = self._admin.offsets([at], end=True, committed=False)[at]
-        self._fetch_runs(at, [offset for offset in offsets if first <= offset < end], records, deadline)
+        first = self._first(partition)
+        end = self._admin.offsets([partition], end=True, committed=False)[partition]
+        self._fetch_runs(partition, [offset for offset in offsets if first <= offset < end], records, deadline)
         return records
 
     def _fetch_runs(
-        self, at: Partition, offsets: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None = None
+        self, partition: Partition, offsets: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None = None
     ) -> None:
         with self._lock:
             if self._reader is None:
                 self._reader = self._contact.reach(lambda: consumer.make_consumer(self._connection, self._costs, group=None, jumps=True))
                 self._outage = Outage(self._contact)
-            began = time.thread_time()
-            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in into]):
-                self._fetch_run(TopicPartition(*at), run, into, deadline, patience_s)
-            self._meter.seconds += time.thread_time() - began
+            with self._costs.count("poll_s"):
+                for run in _runs([offset for offset in offsets if offset >= 0 and offset not in into]):
+                    self._fetch_run(TopicPartition(*partition), run, into, deadline, patience_s)
 
     def _fetch_run(self, tp: Any, run: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None) -> None:
-        """Read the records at the offsets of `run`; with `patience_s`, gives up silently after it."""
-        wanted = set(run)
+        """Read the records at the offsets of `run`; with `patience_s`, stops silently after it."""
+        offsets = set(run)
         patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
         self._reader.assign([tp])
         self._reader.seek(tp, run[0])
@@ -84,33 +82,32 @@ class OffsetReader:
             now = time.monotonic()
             if now >= patient_until:
                 return
-            left = min(deadline, patient_until) - now
+            remaining_s = min(deadline, patient_until) - now
             if now >= deadline:
                 where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {where} took too long; is the broker running, or a transaction open?")
-            records = consumer.poll(self._reader, min(1.0, left), 500)
-            into.update((record.offset, record) for record in records if record.offset in wanted)
+            records = consumer.poll(self._reader, min(1.0, remaining_s), 500)
+            into.update((record.offset, record) for record in records if record.offset in offsets)
             if records:
-                self._outage.over()
-            elif self._outage.look(self._reader) > 0:
+                self._outage.end()
+            elif self._outage.check(self._reader) > 0:
                 deadline = time.monotonic() + _AFTER_OUTAGE_S
 
-    def _missing(self, at: Partition, offsets: Sequence[int]) -> str:
-        """Say why these offsets hold no record: deleted, or never written."""
-        where, first = f"{at[0]}/{at[1]}", self._first(at)
+    def _missing(self, partition: Partition, offsets: Sequence[int]) -> str:
+        """Text with the reason why these offsets have no record: deleted, or never written."""
+        where, first = f"{partition[0]}/{partition[1]}", self._first(partition)
         deleted, never = [offset for offset in offsets if offset < first], [offset for offset in offsets if offset >= first]
         reasons = []
         if deleted:
-            reasons.append(f"{where}: the records at offsets {_shown(deleted)} were deleted, the first one that is kept is {first}")
+            reasons.append(f"{where}: the records at offsets {_shown(deleted)} were deleted, the first existing one is {first}")
         if never:
             reasons.append(f"{where} has no committed record at offset {_shown(never)}")
         return "; ".join(reasons)
 
-    def _first(self, at: Partition) -> int:
-        return self._admin.offsets([at], end=False, committed=True)[at]
+    def _first(self, partition: Partition) -> int:
+        return self._admin.offsets([partition], end=False, committed=True)[partition]
 
     def close(self) -> None:
-        """Close the client."""
         with self._lock:
             reader, self._reader = self._reader, None
         if reader is not None:
@@ -118,7 +115,7 @@ class OffsetReader:
 
 
 def _shown(offsets: Sequence[int]) -> str:
-    """Offsets as one line, at most ten ranges.
+    """Format offsets as at most ten ranges.
 
     Example:
         _shown([3, 4, 5, 9])  # -> "3 to 5, 9"
@@ -134,7 +131,7 @@ def _shown(offsets: Sequence[int]) -> str:
 
 
 def _runs(offsets: Sequence[int]) -> list[list[int]]:
-    """Split ascending offsets wherever a gap is worth a seek.
+    """Split ascending offsets at each gap that is worth a seek.
 
     Example:
         _runs([3, 4, 900])  # -> [[3, 4], [900]]

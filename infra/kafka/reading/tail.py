@@ -20,11 +20,11 @@ from penstock.infra.log import Commits, Committed, Partition, Start
 from penstock.topics.wire.record import Record
 
 _LOOK_S = 0.05
-"""A transaction's marker at the end of a partition is passed without a record: so often the position is compared with the end."""
+"""Interval at which the position is compared with the end: a transaction marker at the end of a partition arrives as no record."""
 
 
 class KafkaTail:
-    """Reads the partitions its caller names, from the offsets its caller gives; for one thread."""
+    """Reads the partitions its caller names, from the offsets its caller passes; for one thread."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class KafkaTail:
         self._consumer: Any = None
         self._ids = TopicIds(admin)
         offsets = self._resolve(starts)
-        self._meter = costs.meter("poll_s")
         self._few_until = 0.0
         self._consumer = contact.reach(lambda: consumer.make_consumer(connection, costs, group=group, fetch_bytes=fetch_bytes))
         self._outage = Outage(contact)
@@ -51,11 +50,11 @@ class KafkaTail:
 
     @property
     def outage_s(self) -> float:
-        """Seconds since a broker last answered, as of the last poll; 0.0 unless one is overdue."""
+        """Seconds since a broker last responded, as of the last poll; 0.0 unless a response is overdue."""
         return self._outage.seconds
 
     def _resolve(self, starts: Mapping[Partition, Start]) -> dict[Partition, int]:
-        """Resolve starts to offsets, so that a record written after this call is always read."""
+        """Resolve starts to offsets, so that records written after this call are always read."""
         self._admin.require(starts)
         offsets = {partition: start for partition, start in starts.items() if isinstance(start, int)}
         earliest = [partition for partition, start in starts.items() if start == "earliest"]
@@ -69,49 +68,51 @@ class KafkaTail:
 
     def _assign(self, offsets: Mapping[Partition, int]) -> None:
         self._ids.add(topic for topic, _ in offsets)
-        held = self._consumer.assignment()
-        self._consumer.assign([*held, *(TopicPartition(*partition) for partition in offsets if TopicPartition(*partition) not in held)])
+        read = self._consumer.assignment()
+        self._consumer.assign([*read, *(TopicPartition(*partition) for partition in offsets if TopicPartition(*partition) not in read)])
         for partition, offset in offsets.items():
             self._consumer.seek(TopicPartition(*partition), offset)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
-        """Read these partitions as well; one that is already read moves to its new start."""
+        """Read these partitions too; one that is read already moves to its new start."""
         self._assign(self._resolve(partitions))
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
         """Records that arrive within `timeout_s`, in offset order within each partition; possibly none.
 
-        Raises LogUnreachable when no broker has answered for the log's `give_up_s`.
+        Raises `LogUnreachable` after an outage of the log's `give_up_s`.
         """
-        began, end = time.thread_time(), time.monotonic() + timeout_s
-        if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
-            time.sleep(min(pause, timeout_s))
-        left = timeout_s
-        while not (records := consumer.poll(self._consumer, left, max_records, read_dead_letters=self._read_dead_letters, ids=self._ids)):
-            self._outage.look(self._consumer)
-            if (left := end - time.monotonic()) <= 0:
-                break
-        if records:
-            self._outage.over()
-        self._few_until = time.monotonic() + consumer.GATHER_S if consumer.are_few(records) else 0.0
-        self._meter.seconds += time.thread_time() - began
-        return records
+        with self._costs.count("poll_s"):
+            end = time.monotonic() + timeout_s
+            if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
+                time.sleep(min(pause, timeout_s))
+            remaining_s = timeout_s
+            while not (
+                records := consumer.poll(self._consumer, remaining_s, max_records, read_dead_letters=self._read_dead_letters, ids=self._ids)
+            ):
+                self._outage.check(self._consumer)
+                if (remaining_s := end - time.monotonic()) <= 0:
+                    break
+            if records:
+                self._outage.end()
+            self._few_until = time.monotonic() + consumer.GATHER_S if consumer.are_few(records) else 0.0
+            return records
 
     def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
-        """Everything up to the current ends; raises LogError when that takes longer than `timeout_s`, not counting outages.
+        """Everything up to the current end offsets. Raises `LogError` after `timeout_s`, not counting outages.
 
-        With `include_open`, waits for the transactions that are open now and yields their records too.
+        With `include_open`, waits for the transactions that are open now and returns their records too.
         """
         deadline = time.monotonic() + timeout_s
-        held = self.partitions
-        ends = self._admin.offsets(held, end=True, committed=not include_open)
-        begins = self._admin.offsets(held, end=False, committed=True)
-        behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
+        partitions = self.partitions
+        ends = self._admin.offsets(partitions, end=True, committed=not include_open)
+        starts = self._admin.offsets(partitions, end=False, committed=True)
+        behind = {partition for partition in partitions if max(self.position(partition), starts[partition]) < ends[partition]}
         records: list[Record] = []
         while behind:
             if time.monotonic() > deadline:
-                at = ", ".join(f"{topic}/{p} at {self.position((topic, p))} of {ends[topic, p]}" for topic, p in sorted(behind))
-                raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: {at}")
+                positions = ", ".join(f"{topic}/{p} at {self.position((topic, p))} of {ends[topic, p]}" for topic, p in sorted(behind))
+                raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: {positions}")
             records += self.poll(min(_LOOK_S, timeout_s), max_records=5000)
             if self.outage_s > 0:
                 deadline = time.monotonic() + timeout_s
@@ -120,7 +121,6 @@ class KafkaTail:
 
     @property
     def partitions(self) -> list[Partition]:
-        """What it reads."""
         return [consumer.partition_of(tp) for tp in self._consumer.assignment()]
 
     def position(self, partition: Partition) -> int:
@@ -145,12 +145,11 @@ class KafkaTail:
         """The group's committed offsets for the partitions of this tail."""
         if self._group is None:
             raise LogError("a tail without a group has no committed offsets")
-        held: Sequence[Any] = list(self._consumer.assignment())
+        partitions: Sequence[Any] = list(self._consumer.assignment())
         with errors.translated(f"cannot read committed offsets of group {self._group}"):
-            offsets = private_api.fetch_committed(self._consumer, held, timeout_s)
-        return {consumer.partition_of(tp): consumer.to_committed(offsets.get(tp)) for tp in held}
+            offsets = private_api.fetch_committed(self._consumer, partitions, timeout_s)
+        return {consumer.partition_of(tp): consumer.to_committed(offsets.get(tp)) for tp in partitions}
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop reading, within `timeout_s`."""
-        self._costs.retire(self._meter)
         consumer.close_consumer(self._consumer, self._costs, timeout_s)

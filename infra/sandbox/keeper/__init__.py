@@ -1,1 +1,1 @@
-"""The process between a child and its parent: it limits the child, and ends what is left of it."""
+"""The process between a child and its parent: it limits the child and ends its remaining processes."""

@@ -1,4 +1,4 @@
-"""Becomes a command with few rights: limits, capabilities, Landlock; see `penstock.infra.sandbox.keeper.main`."""
+"""Replaces this process by a command with few rights: limits, capabilities, Landlock."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,7 @@ import sys
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CAPABILITIES = frozenset((0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31))
-"""Those that root keeps, as in containers: without SYS_PTRACE, SYS_ADMIN, PERFMON and DAC_READ_SEARCH it cannot read other processes."""
+"""Those that root retains, as in containers: without SYS_PTRACE, SYS_ADMIN, PERFMON and DAC_READ_SEARCH it cannot read other processes."""
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF, LANDLOCK_SCOPE_SIGNAL = 444, 446, 2
 OOM_SCORE = 500
 """Added to the kernel's score: if memory runs out, it kills children before workers."""
@@ -37,19 +37,19 @@ def become(command: list[str], *, parent: int, file_gb: float, landlock: bool) -
 
 
 def limit(kind: int, most: int, *, for_good: bool = True) -> None:
-    """Allow this process, and what it starts, no more than `most`, or than the hard limit if that is lower."""
+    """Limit this process, and those it starts, to `most`, or to the hard limit if that is lower."""
     hard = resource.getrlimit(kind)[1]
     allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (allowed, allowed if for_good else hard))
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux: an operation on this process."""
+    """Call Linux's prctl on this process."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def scope_signals() -> bool:
-    """Landlock: let this process and what it starts signal, trace and read in /proc only each other. False before Linux 6.12."""
+    """Landlock: let this process and those it starts signal, trace and read in /proc only each other. False before Linux 6.12."""
     libc, rules = ctypes.CDLL(None), (ctypes.c_uint64 * 3)(0, 0, LANDLOCK_SCOPE_SIGNAL)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, rules, ctypes.sizeof(rules), 0)
     if ruleset < 0:

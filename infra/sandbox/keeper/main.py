@@ -1,7 +1,7 @@
-"""Runs one command for its parent, limits it, and kills all that it has started when the command or the parent ends.
+"""Runs one command for its parent, limits it, and kills everything it started when the command or the parent ends.
 
-A process between the two: `LIFELINE SECTION MEMORY_GB PROCESSES FILE_GB LANDLOCK COMMAND…`. LIFELINE is one end of a socket. If its other
-end closes, everything is killed; a byte from there asks for an orderly end; the reason of a kill is written to it.
+Arguments: `LIFELINE SECTION MEMORY_GB PROCESSES FILE_GB LANDLOCK COMMAND…`. LIFELINE is one end of a socket: if its other end closes,
+everything is killed; a byte from there requests an orderly end; the reason of a kill is written to it.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from penstock.infra.sandbox.keeper.process_tree import ProcessTree, memory_gb
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 1.0
-"""Time that is left to what still runs at an orderly end."""
+"""Time for the remaining processes at an orderly end."""
 EVERY_S, SHARE = 0.25, 0.01
-"""Shortest time between two checks of the limits, and the share of a core that they may take."""
+"""Shortest time between two checks of the limits, and the largest share of a core for them."""
 
 
 def main() -> None:
-    """Run the command to its end and end as it does."""
+    """Run the command and exit as it does."""
     lifeline, section, most_gb, most_processes, file_gb, landlock, *command = sys.argv[1:]
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _watched(tree: ProcessTree, exceeded: Callable[[], str], lifeline: int, wake: int) -> float:
-    """Wait for the end of the command or of the parent, or for a limit; the seconds that are left to what runs then."""
+    """Wait for the end of the command or of the parent, or for a limit; returns the grace period of the remaining processes."""
     poller = select.poll()
     for descriptor in (lifeline, wake):
         poller.register(descriptor, select.POLLIN)
@@ -61,16 +61,16 @@ def _watched(tree: ProcessTree, exceeded: Callable[[], str], lifeline: int, wake
             if tree.status is not None:
                 return 0.0
         if time.monotonic() >= next_s:
-            began = time.process_time()
+            start = time.process_time()
             if reason := exceeded():
                 with contextlib.suppress(OSError):
                     os.write(lifeline, reason.encode())
                 return 0.0
-            next_s = time.monotonic() + max(EVERY_S, (time.process_time() - began) / SHARE)
+            next_s = time.monotonic() + max(EVERY_S, (time.process_time() - start) / SHARE)
 
 
 def _exceeded(tree: ProcessTree, section: str, most_gb: float, most_processes: int) -> str:
-    """What is exceeded, with the key of the limit; empty if nothing is."""
+    """The exceeded limit with its key; empty if none is exceeded."""
     pids = tree.processes()
     if len(pids) > most_processes:
         return f"had {len(pids)} processes and was killed: {section}.max_processes is {most_processes}"
@@ -80,7 +80,6 @@ def _exceeded(tree: ProcessTree, section: str, most_gb: float, most_processes: i
 
 
 def _end_as(status: int | None) -> None:
-    """End this process by the same exit status or signal."""
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         if code != -signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""The processes below this one, which adopts their orphans: found in /proc, measured, ended until none is left."""
+"""The descendants of this process, which adopts their orphans: listed from /proc, measured, ended until none is left."""
 
 import contextlib
 import os
@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Iterable
 
 SWEEP_EVERY_S = (0.02, 5.0)
-"""Time between two sweeps: it doubles from the first to the second."""
+"""Time between two sweeps: doubles from the first to the second."""
 STUCK_S = 25.0
-"""What SIGKILL has not ended after this time, with nothing new to kill, is left: another user's, or one that waits for a device."""
+"""Processes that SIGKILL has not ended after this time, with no new ones, are left: another user's, or one that waits for a device."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessTree:
-    """A child of this process and all that it has started.
+    """A child of this process and everything it has started.
 
-    With PR_SET_CHILD_SUBREAPER, orphans become children of this process: no child left means nothing left, also of daemons.
+    With PR_SET_CHILD_SUBREAPER orphans become children of this process: no child means no descendant, daemons included.
     """
 
     def __init__(self, child: int) -> None:
@@ -26,7 +26,7 @@ class ProcessTree:
         self.empty = False
 
     def reap(self) -> None:
-        """Take note of processes that have ended."""
+        """Collect the exit statuses of ended processes."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 if ended[0] == self._child:
@@ -49,9 +49,9 @@ class ProcessTree:
         return {pid: groups[pid] for pid in pids}
 
     def end(self, grace_s: float) -> None:
-        """Kill until none is left, or only what SIGKILL does not end.
+        """Kill until no process is left, except those that SIGKILL does not end.
 
-        Before, the child gets SIGTERM and the others `grace_s` seconds to end, then SIGTERM, too.
+        Before that, the child gets SIGTERM and the others `grace_s` seconds to end, then SIGTERM too.
         """
         if grace_s:
             if self.status is None:
@@ -72,7 +72,7 @@ class ProcessTree:
             every_s = min(2 * every_s, longest_s)
 
     def _signal(self, number: signal.Signals) -> set[int]:
-        """Signal whole groups, as none of their members can fork meanwhile, then each process; the child's group before /proc is read.
+        """Signal whole groups, whose members then cannot fork, then each process; the child's group before /proc is read.
 
         Returns the processes that may be signalled.
         """
@@ -94,7 +94,7 @@ class ProcessTree:
 
 
 def memory_gb(pids: Iterable[int], most_gb: float) -> float:
-    """Memory of these processes; pages that they share count once if it matters for `most_gb`."""
+    """Memory of these processes; shared pages count once if it matters for `most_gb`."""
     pids = list(pids)
     used_gb = _sum_gb(_resident, pids)
     return used_gb if used_gb <= most_gb else _sum_gb(_proportional, pids)
@@ -122,7 +122,7 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def statm_bytes(pid: int, field: int) -> int:
-    """A field of /proc/PID/statm: 0 all that is mapped, 1 what is in memory, 5 data and stack; 0 bytes if it cannot be read."""
+    """A field of /proc/PID/statm in bytes: 0 mapped, 1 resident, 5 data and stack; 0 if it cannot be read."""
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
             return int(file.read(256).split()[field]) * PAGE
@@ -131,12 +131,12 @@ def statm_bytes(pid: int, field: int) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Bytes in memory; pages that processes share count in each."""
+    """Resident bytes; shared pages count in each process."""
     return statm_bytes(pid, 1)
 
 
 def _proportional(pid: int) -> int:
-    """Bytes in memory; shared pages count in parts. Slow."""
+    """Resident bytes; shared pages count in parts. Slow."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))

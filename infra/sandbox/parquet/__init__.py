@@ -1,1 +1,1 @@
-"""Parquet files of others, decoded by a process of its own."""
+"""Decoding of untrusted Parquet files in a process of its own."""

@@ -1,6 +1,6 @@
-"""The process that decodes Parquet files for `penstock.infra.sandbox.parquet.reader`: requests and file descriptors come over a socket.
+"""The process that decodes Parquet files for `reader`; requests and file descriptors come over a socket.
 
-pyarrow crashes on some files, and few bytes may stand for gigabytes. Both end this process or its limits, not the process that asks.
+pyarrow crashes on some files, and a few bytes may encode gigabytes: both end this process or exceed its limits, not its parent's.
 """
 
 import json
@@ -23,11 +23,11 @@ REQUEST_BYTES = 1 << 12
 DATA = 5
 """Field of `statm` for the memory that RLIMIT_DATA counts."""
 REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, LookupError, OverflowError)
-"""What pyarrow raises for a file that is no Parquet file, and what this module raises."""
+"""Errors of pyarrow for a file that is not Parquet, and of this module."""
 
 
 def main() -> None:
-    """Answer the requests on a socket until its other end is closed. Arguments: its descriptor, and how many bytes of memory to use."""
+    """Serve requests on a socket until its other end is closed. Arguments: its descriptor, and the memory limit in bytes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     limit(resource.RLIMIT_DATA, statm_bytes(os.getpid(), DATA) + int(sys.argv[2]))
@@ -38,10 +38,10 @@ def main() -> None:
         if not request:
             return
         try:
-            answer = _answer(json.loads(request), *descriptors)
+            response = _response(json.loads(request), *descriptors)
         except REFUSES as error:
-            answer = {"refused": " ".join(str(error).split())[:1000] or type(error).__name__}
-        text = json.dumps(answer).encode()
+            response = {"refused": " ".join(str(error).split())[:1000] or type(error).__name__}
+        text = json.dumps(response).encode()
         connection.sendall(len(text).to_bytes(8, "little") + text)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -55,7 +55,7 @@ def _end_with(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _answer(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
+def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
     with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
         if request["kind"] == "footer":
             return footer_of(file)
@@ -71,20 +71,20 @@ def _answer(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
 
 
 def footer_of(file: pq.ParquetFile) -> dict[str, Any]:
-    """What a reader chooses row groups by: the file's own metadata, and the lowest and highest value of each row group's `offset`."""
+    """The file's own metadata and the bounds of each row group's `offset`, by which a reader chooses row groups."""
     metadata, groups = file.metadata, []
     for number in range(metadata.num_row_groups):
         row_group = metadata.row_group(number)
         columns = (row_group.column(index) for index in range(row_group.num_columns))
         statistics = next((column.statistics for column in columns if column.path_in_schema == "offset"), None)
         bounds = [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
-        groups.append(bounds if bounds and all(isinstance(each, int) for each in bounds) else None)
+        groups.append(bounds if bounds and all(isinstance(bound, int) for bound in bounds) else None)
     texts = {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in (metadata.metadata or {}).items()}
     return {"metadata": {key: value for key, value in texts.items() if key.startswith("penstock.")}, "row_groups": groups}
 
 
 def _decode(file: pq.ParquetFile, row_group: int | None, sink: int) -> None:
-    """Write one row group, or all of them, to a file of Arrow IPC."""
+    """Write one row group, or all, to a file of Arrow IPC."""
     schema = pa.schema([field.with_type(_plain(field.type)) for field in file.schema_arrow])
     with os.fdopen(os.dup(sink), "wb") as stream, pa.ipc.new_file(stream, schema) as copy:
         for batch in rows_of(file, row_group):
@@ -92,12 +92,12 @@ def _decode(file: pq.ParquetFile, row_group: int | None, sink: int) -> None:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of the values of a dictionary, so that they are counted here as often as they are repeated."""
+    """The value type of a dictionary type: repeated values count as often as they occur."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def rows_of(file: pq.ParquetFile, row_group: int | None) -> Iterator[pa.RecordBatch]:
-    """The rows of one row group, or of all. Raises `REFUSES`."""
+    """The rows of one row group, or of all. Raises one of `REFUSES`."""
     for batch in file.iter_batches(row_groups=None if row_group is None else [row_group], use_threads=False):
         batch.validate()
         yield batch

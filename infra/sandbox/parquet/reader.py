@@ -1,6 +1,6 @@
-"""Parquet files that others may have written, decoded by a child process with limits of memory, size and time.
+"""Untrusted Parquet files, decoded by a child process with limits of memory, size and time.
 
-A file on which the child crashes, or that exceeds a limit, is refused; the next request gets a new child. A child without a request ends.
+A file that crashes the child or exceeds a limit is refused; the next request gets a new child. An idle child ends.
 """
 
 import atexit
@@ -23,24 +23,24 @@ import pyarrow as pa
 from penstock.infra.paths import IMPORT_ROOT
 
 MEMORY_BYTES = 4 << 30
-"""Of the child, beyond what it has when it starts."""
+"""Of the child, beyond its memory at the start."""
 LEAST_BYTES = 1 << 30
 RATIO = 1000
-"""Bytes that a byte of the file may become, if they are more than `LEAST_BYTES`."""
+"""Largest decoded size of one byte of the file, if that is more than `LEAST_BYTES` in total."""
 LEAST_S = 120.0
 BYTES_PER_S = 1 << 20
-"""A file of many bytes gets a second for each of these in addition."""
+"""The time limit grows by one second for each of these."""
 IDLE_S = 2.0
 """How long a child waits for the next request."""
 _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet.decoder import main; main()"
 
 
 class Refused(ValueError):
-    """A file that cannot be read; one line that names it."""
+    """A file that cannot be read; one line with its name."""
 
 
 class _Decoder:
-    """The child process of this process; used by one thread at a time."""
+    """The child of this process; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,14 +48,14 @@ class _Decoder:
         self._connection: socket.socket | None = None
         self._idle: threading.Timer | None = None
 
-    def answer(self, request: dict[str, Any], *, source: int, sink: int, limit_s: float) -> dict[str, Any]:
-        """The child's answer. Raises `Refused` without the file's name."""
+    def request(self, request: dict[str, Any], *, source: int, sink: int, limit_s: float) -> dict[str, Any]:
+        """Return the child's response. Raises `Refused` without the file's name."""
         with self._lock, self._busy():
             connection = self._started()
             connection.settimeout(limit_s)
             try:
                 socket.send_fds(connection, [json.dumps(request).encode()], [source, sink])
-                answer: dict[str, Any] = json.loads(_exactly(connection, int.from_bytes(_exactly(connection, 8), "little")))
+                response: dict[str, Any] = json.loads(_exactly(connection, int.from_bytes(_exactly(connection, 8), "little")))
             except TimeoutError:
                 assert self._process is not None
                 self._process.kill()
@@ -64,16 +64,16 @@ class _Decoder:
             except OSError:
                 status = self.end()
                 raise Refused(f"the process that decodes it has ended with {_ended(status)}") from None
-            except BaseException:  # Ctrl-C: the answer is still to come
+            except BaseException:  # Ctrl-C: the response is still to come
                 self.end()
                 raise
-        if "refused" in answer:
-            raise Refused(answer["refused"])
-        return answer
+        if "refused" in response:
+            raise Refused(response["refused"])
+        return response
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        """Afterwards the child has `IDLE_S` until it is ended."""
+        """Give the child `IDLE_S` after the block until it is ended."""
         if self._idle is not None:
             self._idle.cancel()
         try:
@@ -99,13 +99,13 @@ class _Decoder:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C goes to the process that asks
+                start_new_session=True,  # Ctrl-C goes to this process only
             )
         self._connection = ours
         return ours
 
     def end(self) -> int | None:
-        """End the child, if there is one; its exit status if it had ended by itself."""
+        """End the child, if there is one; returns its exit status if it had ended by itself."""
         process, connection, self._process, self._connection = self._process, self._connection, None, None
         if connection is not None:
             connection.close()
@@ -118,7 +118,7 @@ class _Decoder:
             return process.wait()
 
     def forget(self) -> None:
-        """In a process that was forked, the child is another process's."""
+        """Drop the child in a forked process: it belongs to the parent."""
         self.__init__()  # type: ignore[misc]
 
 
@@ -128,19 +128,19 @@ os.register_at_fork(after_in_child=_decoder.forget)
 
 
 def footer(path: Path) -> dict[str, Any]:
-    """The file's `metadata` whose keys begin with "penstock.", and for each of its `row_groups` [lowest, highest] `offset` or None.
+    """The file's `metadata` with keys "penstock.…", and for each of its `row_groups` [lowest, highest] `offset` or None.
 
     Raises `Refused`.
     """
     with _opened(path) as source, _named(path):
-        return _decoder.answer({"kind": "footer"}, source=source.fileno(), sink=source.fileno(), limit_s=_limit(source))
+        return _decoder.request({"kind": "footer"}, source=source.fileno(), sink=source.fileno(), limit_s=_limit(source))
 
 
 def rows(path: Path, row_group: int | None = None) -> pa.Table:
-    """The rows of a file, or of one row group, mapped from a temporary file that is deleted with the process. Raises `Refused`."""
+    """The rows of a file, or of one row group, mapped from a temporary file that ends with the process. Raises `Refused`."""
     with _opened(path) as source, _named(path), _sink() as sink:
         request = {"kind": "rows", "row_group": row_group, "most": max(LEAST_BYTES, RATIO * os.fstat(source.fileno()).st_size)}
-        _decoder.answer(request, source=source.fileno(), sink=sink.fileno(), limit_s=_limit(source))
+        _decoder.request(request, source=source.fileno(), sink=sink.fileno(), limit_s=_limit(source))
         try:
             return pa.ipc.open_file(_mapped(sink)).read_all()
         except (pa.ArrowException, OSError) as error:  # of a schema that is nested too deeply
@@ -148,7 +148,7 @@ def rows(path: Path, row_group: int | None = None) -> pa.Table:
 
 
 def _sink() -> IO[bytes]:
-    """A file without a name; in memory if there is no directory for temporary files."""
+    """An unnamed file; in memory if there is no directory for temporary files."""
     try:
         return tempfile.TemporaryFile(prefix="penstock-")
     except OSError:
@@ -158,12 +158,12 @@ def _sink() -> IO[bytes]:
 def _mapped(file: IO[bytes]) -> "pa.NativeFile | pa.Buffer":
     try:
         return pa.memory_map(f"/proc/self/fd/{file.fileno()}")
-    except OSError:  # no /proc; this map keeps a descriptor for as long as it is used
+    except OSError:  # no /proc; this map has a descriptor open for as long as it is used
         return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def regular(path: Path) -> IO[bytes]:
-    """A file opened for reading. Raises `Refused` for a link, a pipe, a device or a folder, none of which is opened, and `OSError`."""
+    """Open a regular file for reading. Raises `Refused` for a link, a pipe, a device or a folder, without opening it, and `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

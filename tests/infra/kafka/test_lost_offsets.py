@@ -28,13 +28,13 @@ def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, l
     admin = KafkaAdminClient(**python_client(broker))
     admin.delete_records({TopicPartition(topic, 0): 4})
     admin.close()
-    lost = rf"{topic}/0: offset 1 is wanted, 4 to 5 are there: records were deleted"
+    lost = rf"{topic}/0: offset 1 is missing, it has 4 to 5: records were deleted"
     for start in (log.tail({(topic, 0): "latest"}), log.tail({(topic, 0): "earliest"})):
         start.seek((topic, 0), 1)
         with pytest.raises(LogError, match=lost):
             polled(start)
         start.close()
-    with pytest.raises(LogError, match="the records at offsets 1 were deleted, the first one that is kept is 4"):
+    with pytest.raises(LogError, match="the records at offsets 1 were deleted, the first existing one is 4"):
         log.read(topic, 0, [1, 5])
 
 
@@ -58,7 +58,9 @@ def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_ti
 
     monkeypatch.setattr(consumer.private_api, "poll_once", out_of_range)
     monkeypatch.setattr(consumer.private_api, "position", lambda *_: 7)
-    with pytest.raises(LogError, match=r"not there, and which are is not known \(.*timed out.*\): this reader stands in t/3 at offset 7$"):
+    with pytest.raises(
+        LogError, match=r"missing, and which ones exist is unknown \(.*timed out.*\): position of this reader: t/3 at offset 7$"
+    ):
         consumer.poll(Lost(), 1.0, 10)
     assert Lost.limits_ms == [1000 * consumer.OFFSETS_TIMEOUT_S]
 
@@ -112,7 +114,7 @@ def test_a_member_behind_the_end_of_a_truncated_partition_stops_with_both_number
     write(log, topic, [b"%d" % number for number in range(6)])
     committed(log, f"{run_id}.group", topic, 9)
     member = log.member(f"{run_id}.group", [topic])
-    with pytest.raises(LogError, match=rf"{topic}/0: offset 9 is wanted, 0 to 5 are there"):
+    with pytest.raises(LogError, match=rf"{topic}/0: offset 9 is missing, it has 0 to 5"):
         taken(member)
     member.close()
 

@@ -135,7 +135,7 @@ def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_a
     assert log.create_topics(groups) == []
     assert log.create_topics(runs, copies=Copies(replicas=1, loss_allowed=True)) == []
     (warning,) = log.create_topics({**runs, **groups})
-    assert warning.startswith("topic penstock.runs has 1 copy, wanted are 3: a lost broker could take it along")
+    assert warning.startswith("topic penstock.runs has 1 copy, expected 3: a lost broker could take it along")
     alone = ("warn", "one copy of penstock.runs, on 3 brokers")
     assert found_by_the_doctor(cluster) == [alone]
     set_unclean(cluster, ConfigResourceType.TOPIC, "durable.groups", "true")

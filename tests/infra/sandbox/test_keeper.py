@@ -154,7 +154,7 @@ def test_nothing_that_a_function_starts_outlives_its_child(pool: Pool, tmp_path:
         assert isinstance(answer, int)
         ours.close()
     else:
-        assert answer == "died with exit status 3"
+        assert answer == "ended with exit status 3"
     pids = list(map(int, note.read_text().split()))
     assert pids
     assert not any(map(runs, pids))
@@ -196,7 +196,7 @@ def test_a_daemon_ends_with_the_owner_of_the_pool(tmp_path: Path) -> None:
         ("seek", {"file_gb": 0.01}, r"OSError: \[Errno 27\] File too large .*"),
         ("raise", {"file_gb": 0.01}, r"ValueError: not allowed to raise maximum limit .*"),
         ("descriptors", {}, r"OSError: \[Errno 24\] Too many open files: .*"),
-        ("core", {}, r"died with signal SIGABRT"),
+        ("core", {}, r"ended with signal SIGABRT"),
     ],
 )
 def test_what_exceeds_a_limit_fails_with_the_key_and_the_next_call_is_answered(

@@ -176,7 +176,7 @@ def test_a_child_that_gets_no_request_is_ended_and_the_next_request_gets_a_new_o
 
 
 def test_a_child_ends_with_the_process_that_asks_though_it_decodes_without_end() -> None:
-    endless = "decoder._answer = lambda *_: (print('decodes', flush=True), time.sleep(600)); decoder.main()"
+    endless = "decoder._response = lambda *_: (print('decodes', flush=True), time.sleep(600)); decoder.main()"
     code = f"import sys, time; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet import decoder; {endless}"
     ours, theirs = socket.socketpair()
     with ours, theirs, open(os.devnull) as nothing:

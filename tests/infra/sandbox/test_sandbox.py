@@ -129,7 +129,7 @@ def test_a_hung_call_is_killed_and_fails_after_one_retry_in_bounded_time(pool: P
     assert time.monotonic() - started >= 2.0
 
 
-@pytest.mark.parametrize(("what", "words"), [("exit", "died with exit status 5"), ("crash", "died with signal SIGSEGV")])
+@pytest.mark.parametrize(("what", "words"), [("exit", "ended with exit status 5"), ("crash", "ended with signal SIGSEGV")])
 def test_a_crash_fails_its_own_call_only(pool: Pool, what: str, words: str) -> None:
     ours = pool()
     for key, payload in (("before", {}), ("crash", {"do": what}), ("after", {})):
@@ -169,7 +169,7 @@ def test_a_call_that_succeeds_the_second_time_is_done(pool: Pool, tmp_path: Path
 def test_without_retries_the_first_failure_counts(pool: Pool, tmp_path: Path) -> None:
     ours = pool(retries=0)
     ours.submit("call", {"do": "once", "note": str(tmp_path / "note")})
-    assert reason(collect(ours)["call"]) == "died with exit status 1"
+    assert reason(collect(ours)["call"]) == "ended with exit status 1"
 
 
 def test_prints_and_reads_of_the_code_do_not_touch_the_pipes(pool: Pool) -> None:
@@ -191,7 +191,7 @@ def test_an_answer_that_waits_while_the_caller_is_busy_is_not_late(pool: Pool) -
 
 
 def test_a_target_that_does_not_load_stops_the_pool_with_its_reason(pool: Pool) -> None:
-    for init, words in (("breaks", "nothing here"), ("dies", "3 children were lost at their start; the last one died with exit status 7")):
+    for init, words in (("breaks", "nothing here"), ("dies", "3 children were lost at their start; the last one ended with exit status 7")):
         ours = pool(init=init)
         ours.submit("call", {})
         with pytest.raises(ChildError, match="cannot serve served_by_test:serve: ") as caught:
@@ -360,7 +360,7 @@ def test_a_call_that_overruns_is_given_up_and_its_neighbours_go_on(side_by_side:
     assert note.read_text() == "gave up,gave up,"
 
 
-@pytest.mark.parametrize(("what", "words"), [("block", "took longer than 1 s and was killed"), ("exit", "died with exit status 5")])
+@pytest.mark.parametrize(("what", "words"), [("block", "took longer than 1 s and was killed"), ("exit", "ended with exit status 5")])
 def test_a_call_that_takes_its_child_along_fails_alone(side_by_side: Pool, what: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooled, "GRACE_S", 0.3)
     ours = side_by_side(init=8, timeout_s=1.0)

@@ -303,7 +303,7 @@ def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(
     written(log, run_id, tmp_path)
     remove_below(log, topic, 0, offsets[4])
     with pytest.raises(
-        LogError, match=rf"^{topic}/0: the records at offsets 0 to 1, .* were deleted, the first one that is kept is {offsets[4]}$"
+        LogError, match=rf"^{topic}/0: the records at offsets 0 to 1, .* were deleted, the first existing one is {offsets[4]}$"
     ):
         log.read(topic, 0, [0, 1, offsets[3], offsets[5]])
     with pytest.raises(LogError, match=rf"{topic}/0 has no committed record at offset 9000"):

@@ -279,7 +279,7 @@ def test_children_score_groups_and_outlive_what_hangs_crashes_and_prints(folder:
     assert isinstance(hung, Failed)
     assert hung.reason == "reward mine.py:hangs took longer than 2 s and was killed"
     assert isinstance(gone, Failed)
-    assert gone.reason == "reward mine.py:hangs died with exit status 3"
+    assert gone.reason == "reward mine.py:hangs ended with exit status 3"
 
 
 def test_a_childs_failure_names_the_reward_and_the_line(folder: Path) -> None:

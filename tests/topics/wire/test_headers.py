@@ -183,6 +183,6 @@ def test_a_header_may_be_absent_and_must_not_contradict_the_payload():
     found = Headers(run="r", schema="s", group=3, reward_mean=math.nan)
     match(found, group=3, sample=9, reward_mean=math.nan)
     for facts in ({"group": 4}, {"group": None}, {"reward_mean": 0.5}):
-        with pytest.raises(Unusable, match="the payload says") as error:
+        with pytest.raises(Unusable, match="the payload has") as error:
             match(found, **facts)
         assert error.value.kind == "mismatch"

@@ -42,7 +42,7 @@ def test_what_broke_once_is_played_again_and_no_turn_is_drawn_twice(tmp_path: Pa
     assert len(said) == 1 and said[0].startswith(f"environment-{breaks.partition('-')[0]}: ")
 
 
-@pytest.mark.parametrize(("breaks", "cause"), [("reset-raises", "RuntimeError: no such luck"), ("step-dies", "died with exit status 3")])
+@pytest.mark.parametrize(("breaks", "cause"), [("reset-raises", "RuntimeError: no such luck"), ("step-dies", "ended with exit status 3")])
 def test_what_stays_broken_is_an_aborted_sample_with_its_cause_and_no_reward(tmp_path: Path, breaks: str, cause: str) -> None:
     (trajectory,), _ = play(counting(tmp_path), [{"breaks": breaks, "times": 9}], draw=Policy())
     assert trajectory.finish == "abort"

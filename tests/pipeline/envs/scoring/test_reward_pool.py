@@ -205,8 +205,8 @@ def test_functions_may_start_processes_of_their_own(score: Scorer, name: str) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        pytest.param("exit", "reward mine.py:risky died with exit status 3", marks=pytest.mark.slow),
-        ("crash", "reward mine.py:risky died with signal SIGSEGV"),
+        pytest.param("exit", "reward mine.py:risky ended with exit status 3", marks=pytest.mark.slow),
+        ("crash", "reward mine.py:risky ended with signal SIGSEGV"),
         ("interrupt", "reward mine.py:risky broke: KeyboardInterrupt (mine.py line "),
         ("leave", "reward mine.py:risky broke: SystemExit: bye (mine.py line "),
         ("generator", "reward mine.py:risky broke: GeneratorExit: closed (mine.py line "),
@@ -254,7 +254,7 @@ def test_an_async_function_that_breaks_costs_its_own_sample(score: Scorer, text:
 
 def test_a_group_in_which_every_sample_breaks_fails_with_the_reason(score: Scorer) -> None:
     assert str(score("risky", completions=["leave", "leave"])).startswith("reward mine.py:risky broke: SystemExit: bye (mine.py line ")
-    assert str(score("risky", completions=["exit"])) == "reward mine.py:risky died with exit status 3"
+    assert str(score("risky", completions=["exit"])) == "reward mine.py:risky ended with exit status 3"
     assert score("short", completions=["a", "b", "c"]) == "reward mine.py:short returned 1 values for 3 completions"
 
 
