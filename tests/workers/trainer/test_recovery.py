@@ -21,7 +21,7 @@ from penstock.topics import metrics
 from penstock.topics.groups import Group
 from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
-from tests.support.crew import Crew, complete, config_of
+from tests.support.crew import Crew, config_of
 from tests.support.deaths import dying_at
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
@@ -281,46 +281,6 @@ def no_large_files() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-
-
-@pytest.mark.slow
-def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(run_id, log, tiny_model, tmp_path: Path):
-    config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
-    plain = complete(log, f"{run_id}-plain", config)
-    with Crew(log, f"{run_id}-again") as crew:
-        create(config, log=crew.log, run_id=crew.run, notify=lambda _: None)
-        for role in ("trainer", "rollout", "scorer", "feeder"):
-            crew.start(role)
-        crew.wait(lambda: crew.report()["steps"] >= 2)
-        crew.stop("feeder")
-        crew.stop("scorer-0")
-        crew.start("scorer", 1)
-        crew.start("feeder")
-        crew.wait()
-        again = crew.report()
-    assert again["weights"]["digest"] == plain["weights"]["digest"]
-    assert again["groups"] == plain["groups"]
-
-
-@pytest.mark.slow
-def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(run_id, log, tiny_model, tmp_path: Path):
-    config = config_of(
-        tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}
-    )
-    plain = complete(log, f"{run_id}-plain", config)
-    with Crew(log, f"{run_id}-again") as crew:
-        create(config, log=crew.log, run_id=crew.run, notify=lambda _: None)
-        for role in ("trainer", "rollout", "scorer", "feeder"):
-            crew.start(role)
-        crew.wait(lambda: crew.report()["steps"] >= 3)
-        crew.stop("trainer")
-        assert crew.report()["status"] != "finished"
-        crew.start("trainer")
-        crew.wait()
-        again = crew.report()
-    assert again["weights"]["digest"] == plain["weights"]["digest"]
-    assert again["steps"] == plain["steps"] == 6
-    assert again["groups"] == plain["groups"]
 
 
 def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, tiny_model, tmp_path: Path):
