@@ -22,8 +22,8 @@ from penstock.infra.sandbox.child import doing
 from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS, NEED_REFERENCE
-from penstock.pipeline.envs.datasets.answers import FORMS, AnswerError, accepted, with_facts
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
+from penstock.pipeline.envs.datasets.references import FORMS, InvalidReference, accepted, with_facts
 from penstock.pipeline.envs.scoring.faults import RewardError, broke
 from penstock.pipeline.envs.scoring.logged import NAMES, Logged
 from penstock.pipeline.envs.scoring.service import RewardService
@@ -149,7 +149,7 @@ class Rewards:
             if split_options(name)[0] in NEED_REFERENCE:
                 try:
                     accepted(columns["answer"])
-                except AnswerError as error:
+                except InvalidReference as error:
                     column = f"the answer (column {answer_field or 'answer'!r})"
                     raise RewardError(f"{column} is {error}, which the reward {name} cannot compare: expected {FORMS}") from error
 

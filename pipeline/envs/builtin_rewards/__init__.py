@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError
-from penstock.pipeline.envs.builtin_rewards.final_answer import final_answers, last_box
-from penstock.pipeline.envs.datasets.answers import accepted, matches_reference
+from penstock.pipeline.envs.builtin_rewards.final_answer import candidates, last_box
+from penstock.pipeline.envs.datasets.references import accepted, matches_reference
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -26,7 +26,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
         exact_match([" 7\\n", "8", "9.0"], ["7", "7", [8, 9]])  # -> [1.0, 0.0, 1.0]
 
     Raises:
-        AnswerError: the reference answer is null, empty, or neither text nor number.
+        InvalidReference: the reference answer is null, empty, or neither text nor number.
     """
     return [float(matches_reference(text_of(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
 
@@ -34,13 +34,13 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 if the completion's final answer is mathematically equal to the reference answer, or to one of a list.
 
-    None if no reference has a letter or a digit. Raises `AnswerError` as `exact_match` does.
+    None if no reference has a letter or a digit. Raises `InvalidReference` as `exact_match` does.
     docs/mathematics.md defines the final answer and equality.
 
     Example:
         math_verify(["so it is \\\\boxed{18}", "17"], ["16 + 2\\n#### 18", "18"])  # -> [1.0, 0.0]
     """
-    return [_same_answer(text_of(completion), accepted(gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [_is_correct(text_of(completion), accepted(gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
@@ -65,13 +65,13 @@ def _mathematics() -> Any:
     return math_equal
 
 
-def _same_answer(completion: str, accepted_texts: Sequence[str]) -> float | None:
+def _is_correct(completion: str, accepted_texts: Sequence[str]) -> float | None:
     mathematics = _mathematics()
     texts = [text.rpartition("####")[2] for text in accepted_texts]
     references = [reference for text in texts if mathematics.has_content(reference := last_box(text) or text)]
     if not references:
         return None
-    return float(any(mathematics.same_answer(candidate, reference) for candidate in final_answers(completion) for reference in references))
+    return float(any(mathematics.equal(candidate, reference) for candidate in candidates(completion) for reference in references))
 
 
 def _task_score(completion: str, entry: Mapping[str, Any]) -> float:

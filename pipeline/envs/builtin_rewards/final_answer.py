@@ -41,11 +41,11 @@ _JOINS = ("or", "and", "to")
 _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB-HJ-Z]|(?i:{NUMBER_WORD}|half)\W?", re.DOTALL)
 
 
-def final_answers(text: str) -> list[str]:
+def candidates(text: str) -> list[str]:
     r"""Candidates for the final answer of a completion, best first; empty if there is none.
 
     Example:
-        final_answers(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
+        candidates(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
     """
     text = text.rpartition("</think>")[2].strip() or text
     if "</answer>" in text:

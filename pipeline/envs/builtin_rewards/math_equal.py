@@ -14,11 +14,11 @@ _FUNCTION = re.compile(r"[a-zA-Z] ?\( ?([a-z]) ?\)")
 _MAX_ITEMS = 30
 
 
-def same_answer(first: str, second: str) -> bool:
+def equal(first: str, second: str) -> bool:
     r"""True if two answers, in LaTeX or plain text, are equal; symmetric, and False for texts without content.
 
     Example:
-        same_answer(r"\frac{1}{2}", "0.5")  # -> True
+        equal(r"\frac{1}{2}", "0.5")  # -> True
     """
     if max(len(first), len(second)) > 2 * MAX_CHARACTERS:
         return first.strip() == second.strip()

@@ -9,9 +9,9 @@ from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.config.schema import DataSection, EvalSection
-from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.open import check, open_dataset
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, ascending
+from penstock.pipeline.envs.datasets.references import with_facts
 from penstock.pipeline.envs.datasets.rows import DataError, Dataset, MissingData, Row
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.messages import messages_of
+from penstock.pipeline.envs.datasets.references import with_facts
 from penstock.topics.wire.well_formed import well_formed_json
 
 ANSWER = "answer"

@@ -20,7 +20,7 @@ from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.chat_template import chat_template_of
 from penstock.pipeline.envs.conversation.model_files import model_folder
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
-from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
+from penstock.pipeline.envs.datasets.references import InvalidReference, accepted
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.launch.placement import visible_gpus
 
@@ -140,7 +140,7 @@ def _texts(answer: Any) -> tuple[str, ...]:
     """The accepted answers; of another value its text."""
     try:
         return accepted(answer)
-    except AnswerError:
+    except InvalidReference:
         return (str(answer),)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import DataError, Dataset, Row, check
-from penstock.pipeline.envs.datasets.answers import OWN
 from penstock.pipeline.envs.datasets.configured import Data, pool_of
+from penstock.pipeline.envs.datasets.references import OWN
 from penstock.pipeline.envs.scoring.faults import RewardError
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.launch.check.texts import ReplacedText

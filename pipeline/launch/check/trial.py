@@ -18,8 +18,8 @@ from penstock.infra.sandbox.spawn import ChildError
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.envs import reward_child, rewards
 from penstock.pipeline.envs.datasets import Row
-from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
 from penstock.pipeline.envs.datasets.configured import open_data
+from penstock.pipeline.envs.datasets.references import InvalidReference, accepted
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.launch.check.reward_signal import refuse_reversed, swapped
 from penstock.pipeline.launch.check.rows import PER_SOURCE
@@ -107,7 +107,7 @@ def _own_answer(row: Row) -> str:
     answer = row.columns.get("answer")
     try:
         return accepted(answer)[0]
-    except AnswerError:
+    except InvalidReference:
         return str(answer or row.prompt or row.origin)
 
 

@@ -23,7 +23,7 @@ from penstock.pipeline.envs.agents.generation import Generate
 from penstock.pipeline.envs.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation, Template
 from penstock.pipeline.envs.conversation.messages import text_of
-from penstock.pipeline.envs.datasets.answers import with_facts
+from penstock.pipeline.envs.datasets.references import with_facts
 from penstock.pipeline.envs.environments.sources import AGENT, PYTHON
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.envs.builtin_rewards import exact_match, math_verify
-from penstock.pipeline.envs.datasets.answers import AnswerError, accepted, matches_reference, with_facts
+from penstock.pipeline.envs.datasets.references import InvalidReference, accepted, matches_reference, with_facts
 from penstock.pipeline.envs.rewards import resolve
 from penstock.pipeline.envs.scoring.faults import RewardError
 
@@ -54,11 +54,11 @@ def test_text_numbers_lists_and_ground_truths_are_accepted(answer: Any, texts: t
     ],
 )
 def test_what_cannot_be_judged_is_refused_by_name_and_no_completion_is_right(answer: Any, what: str) -> None:
-    with pytest.raises(AnswerError) as caught:
+    with pytest.raises(InvalidReference) as caught:
         accepted(answer)
     assert str(caught.value) == what
     for text in ("", "None", "null", "nan", "True", "[]", "{}", str(answer)):
-        with pytest.raises(AnswerError):
+        with pytest.raises(InvalidReference):
             matches_reference(text, answer)
     for name in ("exact_match", "math_verify"):
         with pytest.raises(RewardError, match=rf"the answer .column 'gold'. is .*, which the reward {name} cannot compare: expected text"):

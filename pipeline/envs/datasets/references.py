@@ -18,12 +18,12 @@ WRITTEN_DIGITS = 12
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 
-class AnswerError(ValueError):
+class InvalidReference(ValueError):
     """A reference answer that no built-in reward can compare; the message names it: "null", "an empty list"."""
 
 
 def accepted(reference: Any) -> tuple[str, ...]:
-    """The texts that are correct. Raises `AnswerError` for null, empty text, and all that is not one of `FORMS`.
+    """The texts that are correct. Raises `InvalidReference` for null, empty text, and all that is not one of `FORMS`.
 
     Example:
         accepted({"ground_truth": [18.0, "eighteen"]})  # -> ("18", "eighteen")
@@ -39,7 +39,7 @@ def matches_reference(text: str, reference: Any) -> bool:
         matches_reference("18.0 ", "18")  # -> False
 
     Raises:
-        AnswerError: as `accepted`.
+        InvalidReference: as `accepted`.
     """
     text = text.strip()
     number = Decimal(text) if NUMBER.fullmatch(text) else None
@@ -66,21 +66,21 @@ def _alternatives(reference: Any) -> Iterator[str | int | float]:
         yield from _written(_single(reference))
         return
     if not reference:
-        raise AnswerError("an empty list")
+        raise InvalidReference("an empty list")
     for each in reference:
         try:
             yield from _written(_single(each))
-        except AnswerError as error:
-            raise AnswerError(f"a list with {error}") from error
+        except InvalidReference as error:
+            raise InvalidReference(f"a list with {error}") from error
 
 
 def _single(reference: Any) -> str | int | float:
-    """Text without surrounding spaces, or a number. Raises `AnswerError` for anything else."""
+    """Text without surrounding spaces, or a number. Raises `InvalidReference` for anything else."""
     if isinstance(reference, str) and reference.strip():
         return reference.strip()
     if isinstance(reference, int | float) and not isinstance(reference, bool) and isfinite(reference):
         return reference
-    raise AnswerError(_named(reference))
+    raise InvalidReference(_named(reference))
 
 
 def _written(reference: str | int | float) -> Iterator[str | int | float]:
