@@ -10,8 +10,8 @@ from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.runtime.main import main
 from penstock.pipeline.runtime.reporting.visible_output import visible_errors
 
-GC_OBJECTS = 100_000
-"""New objects between two collections of garbage until a worker is ready; at Python's 700 they take a quarter of the imports of vLLM."""
+GC_OBJECTS = 1_000_000
+"""New objects between two garbage collections until a worker is ready. At Python's 700 they take a quarter of the import of vLLM."""
 
 if __name__ == "__main__":
     keep_ignored_here()

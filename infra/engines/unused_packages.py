@@ -1,6 +1,6 @@
-"""Keeps transformers and vLLM from importing packages for no other reason than that they are installed.
+"""Hides installed packages from libraries that import every optional dependency they find: transformers, vLLM, MLflow.
 
-The rule: both find them missing while they are imported, and go on without; whoever imports such a package later gets it.
+A library finds a hidden package missing while it is imported and continues without it. Later imports of the package succeed.
 """
 
 import sys
@@ -9,12 +9,14 @@ from contextlib import contextmanager
 
 UNUSED = ("scipy", "sklearn")
 """MLflow brings them along. What is imported here needs them for detecting objects, for sound and to draw with a second model."""
+MEDIA = ("torchvision", "torchaudio")
+"""transformers needs them to preprocess images and sound; a causal language model gets token ids."""
 
 
 @contextmanager
-def left_out() -> Iterator[None]:
-    """Within the block, these packages cannot be imported, unless they are already: None stands in `sys.modules` for what is not found."""
-    hidden = [name for name in UNUSED if name not in sys.modules]
+def left_out(*others: str) -> Iterator[None]:
+    """In the block, `UNUSED` and `others` cannot be imported: None in `sys.modules` hides a package. Packages imported before stay."""
+    hidden = [name for name in (*UNUSED, *others) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
@@ -24,6 +26,6 @@ def left_out() -> Iterator[None]:
 
 
 def import_transformers() -> None:
-    """Import what opens models, which transformers would otherwise do, with these packages, when the first one is opened."""
-    with left_out():
+    """Import what opens causal language models, which transformers would otherwise do, with `UNUSED` and `MEDIA`, at the first model."""
+    with left_out(*MEDIA):
         from transformers import AutoModelForCausalLM  # noqa: F401

@@ -20,6 +20,13 @@ def test_within_the_block_a_package_is_missing_and_afterwards_it_is_there(monkey
     assert find_spec("antigravity") is not None
 
 
+def test_more_packages_can_be_hidden_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "antigravity", raising=False)
+    with left_out("antigravity"):
+        assert find_spec("antigravity") is None
+    assert find_spec("antigravity") is not None
+
+
 def test_a_package_that_is_imported_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unused_packages, "UNUSED", ("json",))
     with left_out():
