@@ -12,7 +12,7 @@ from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
 GIVE_UP_S = 600.0
-"""How long clients wait for an unreachable broker, unless the run sets kafka.give_up_s."""
+"""Longest wait of clients for an unreachable broker, unless the run sets kafka.give_up_s."""
 
 TRANSACTION_S = 10.0
 """The broker aborts a transaction that is open for longer: a crashed writer blocks readers of committed records for this long."""

@@ -167,9 +167,9 @@ def check(record: Record, *, run: str) -> Headers:
 def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
     """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
-    letter = decode(record.value)
-    match(checked, outcome=letter.kind, worker=letter.worker)
-    return checked, letter
+    dead_letter = decode(record.value)
+    match(checked, outcome=dead_letter.kind, worker=dead_letter.worker)
+    return checked, dead_letter
 
 
 def _bytes(value: memoryview | None) -> Any:

@@ -112,7 +112,7 @@ class Group(ByValue):
     group: int
     outcome: Outcome
     reason: str | None
-    """Why the group was not scored; `None` if it was."""
+    """Reason for not scoring the group; `None` if it was scored."""
     slot: int
     min_version: int
     samples_per_prompt: int
@@ -127,7 +127,7 @@ class Group(ByValue):
     reward_weights: tuple[float, ...]
     samples: tuple[ScoredSample, ...]
     created_ns: int
-    """When the prompt was admitted."""
+    """Time of the prompt's admission."""
     scored_ns: int
     reward_ns: int | None = None
     """Duration of its reward functions; `None` if none was called, or in records of earlier releases."""

@@ -140,7 +140,7 @@ def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tup
 
 
 def _unlike(samples: Sequence[Rollout]) -> str | None:
-    """Why samples cannot be one record, or `None`."""
+    """The reason why samples cannot be one record, or `None`."""
     if not 1 <= len(samples) <= MAX_SAMPLES:
         return f"{len(samples)} samples, a record has 1 to {MAX_SAMPLES}"
     first = samples[0]

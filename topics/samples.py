@@ -82,7 +82,7 @@ class Turn:
     source: str
     """prompt, model, tool, user or environment."""
     finish: str | None = None
-    """How the model ended it; in the last turn of an aborted trajectory, the cause."""
+    """Finish reason of the model; in the last turn of an aborted trajectory, the cause."""
     reward: float | None = None
     """The environment's reward for a model's turn."""
 
@@ -127,7 +127,7 @@ class Rollout(ByValue):
 
     @property
     def broken(self) -> str | None:
-        """Why its environment ended it, or None. A broken sample has no valid reward and no trained tokens."""
+        """Cause for which its environment ended it, or None. A broken sample has no valid reward and no trained tokens."""
         return cause_of(self.turns)
 
     @property
@@ -167,7 +167,7 @@ def reward_of(turns: Sequence[Turn] | None) -> float | None:
 
 
 def cause_of(turns: Sequence[Turn] | None) -> str | None:
-    """Why a trajectory's environment ended it early, or None.
+    """Cause for which a trajectory's environment ended it early, or None.
 
     Example:
         cause_of([Turn(start=9, end=9, source="environment", finish="environment-step: …")])  # -> "environment-step: …"

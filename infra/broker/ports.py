@@ -43,7 +43,7 @@ def choose(directory: Path, port: int | None) -> Ports:
     before = remembered(directory)
     client = port if port is not None else before.client if before else _free(avoid=0)
     if not is_free(client):
-        which = "remembered from the last start" if port is None else "asked for"
+        which = "remembered from the last start" if port is None else "requested"
         raise BrokerError(
             f"port {client} ({which}) is in use by another program: stop that program, or start the broker with another port "
             f"(`penstock broker start --port N`)"

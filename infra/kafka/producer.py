@@ -56,7 +56,7 @@ class KafkaPending:
         return bool(self._future.is_done)
 
     def error(self) -> Exception | None:
-        """Why it was not written; None while in flight or once written."""
+        """Cause of the failure; None while in flight or once written."""
         failed = self._future.exception
         return None if failed is None else edge.translate(failed, f"cannot write to {self._what}")
 

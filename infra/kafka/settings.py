@@ -18,7 +18,7 @@ from penstock.infra.errors import LogError
 TOKEN_FILE, TOKEN_COMMAND = "sasl_oauth_token_file", "sasl_oauth_token_command"
 TOKEN_COMMAND_S = 20.0
 TOKEN_REUSE_S = 30.0
-"""How long a command's token is reused: a worker opens many connections at once."""
+"""Reuse time of a command's token: a worker opens many connections at once."""
 UNDATED_TOKEN_S = 300.0
 """Assumed lifetime of a token without `exp`."""
 

@@ -138,7 +138,7 @@ class _Child:
         self._process, self.lifeline = process, lifeline
         self.sessions = 0
         self.ended: str | None = None
-        """Why it has ended."""
+        """Reason of its end; None while it runs."""
         self.room = asyncio.Semaphore(1)
         self._calls: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()

@@ -60,7 +60,7 @@ class Lifeline:
             self._ours.shutdown(socket.SHUT_WR)
 
     def close(self) -> str:
-        """Why the keeper has killed the child; empty if it has not."""
+        """The keeper's reason for killing the child; empty if it has not."""
         with contextlib.suppress(OSError), self._ours:
             self._ours.setblocking(False)
             return self._ours.recv(4096).decode()
@@ -156,7 +156,7 @@ def bwrap_command(rules: ChildRules) -> tuple[str, ...]:
 
 
 def bwrap_fault(rules: ChildRules) -> str | None:
-    """Why bubblewrap does not work on this machine; None if it works."""
+    """The reason why bubblewrap does not work on this machine; None if it works."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed: apt-get install bubblewrap"
     command = [*bwrap_command(rules), "true"]

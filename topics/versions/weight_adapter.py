@@ -155,7 +155,7 @@ def _copy(source: Buffer, target: memoryview) -> None:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """Why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
+    """The reason why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
     if block.dtype >= len(DTYPES) or not np.isfinite(block.scale):
         return f"element type {block.dtype} or scale {block.scale} is not supported"
     if 0 in (block.rows, block.columns, block.rank):

@@ -152,7 +152,7 @@ def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """Why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
+    """The reason why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
     if block.item not in (1, 2, 4, 8) or block.width not in (0, *WIDTHS):
         return f"elements of {block.item} bytes and gaps of {block.width} are not supported"
     if block.start < after or block.start + block.nbytes > size or block.nbytes % block.item:

@@ -31,7 +31,7 @@ LEAST_S = 120.0
 BYTES_PER_S = 1 << 20
 """The time limit grows by one second for each of these."""
 IDLE_S = 2.0
-"""How long a child waits for the next request."""
+"""Longest wait of a child for the next request."""
 _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet.decoder import main; main()"
 
 
