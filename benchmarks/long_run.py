@@ -25,7 +25,7 @@ from penstock.topics.catalogue import topics_of
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.trainer.resuming import Places, read_resumed
+from penstock.workers.trainer.resuming import ResumeOffsets, read_resumed
 
 RUN, GROUPS, EVERY, PARTITIONS = "long", 8, 50, 32
 RATIO_LIMIT, ROUNDS = 1.2, 7
@@ -35,7 +35,7 @@ def built(steps: int) -> MemoryLog:
     """The ledger and partition 0 of `weights` of a run that publishes a version at each step and has a checkpoint at every 50th."""
     log = MemoryLog()
     log.create_topics(topics_of(RUN, partitions=PARTITIONS))
-    producer, places, offset, seq = log.producer(), Places(), 0, -1
+    producer, places, offset, seq = log.producer(), ResumeOffsets(), 0, -1
 
     def enter(kind: ledger.EntryKind, **fields: object) -> None:
         nonlocal offset, seq

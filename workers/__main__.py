@@ -1,6 +1,6 @@
 """`python -m penstock.workers ROLE --run RUN --bootstrap HOST:PORT`: one worker process.
 
-The rule: arguments are parsed before a role's heavy half is imported.
+Arguments are parsed before the heavy modules of a role are imported.
 """
 
 import gc

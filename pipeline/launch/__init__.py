@@ -1,1 +1,1 @@
-"""One machine: create a run, start, supervise and restart its workers, place them on GPUs."""
+"""One machine: create a run, start, supervise and restart its workers, assign GPUs to them."""

@@ -1,7 +1,6 @@
-"""What a Kafka user must be allowed to do for each role of a run, from the table of roles.
+"""Kafka permissions that each role of a run needs, from the table of roles.
 
-The rule: nothing that a role does not need; reading and writing imply DESCRIBE, and a producer that may write needs no right of its own
-to be idempotent.
+Each role gets only what it needs. Reading and writing imply DESCRIBE; an idempotent producer needs no permission of its own.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from penstock.pipeline.runtime.roles import ROLES, TOPICS, Role
 from penstock.topics.catalogue import RUNS_TOPIC
 
 LAUNCHER, READER = "launcher", "reader"
-"""Who creates runs and starts them, and who only looks, with every command that does."""
+"""Users who create and start runs, and users who only read, with every command of each."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,35 +20,35 @@ class Rule:
     """topic, group or transactional-id."""
     name: str
     pattern: str
-    """literal, or prefixed: every name that begins so."""
+    """literal, or prefixed: every name with this prefix."""
     operation: str
 
 
 def rules_of(role: Role, run: str) -> list[Rule]:
     """The rules of one role of a run."""
-    found = [Rule("topic", _kafka_name(run, topic), "literal", "READ") for topic in role.reads]
-    found.append(Rule("topic", f"{run}.", "prefixed", "DESCRIBE"))  # where topics end, so as to read all of them up to one moment
-    found += [Rule("topic", _kafka_name(run, topic), "literal", "WRITE") for topic in role.writes]
+    grants = [Rule("topic", _kafka_name(run, topic), "literal", "READ") for topic in role.reads]
+    grants.append(Rule("topic", f"{run}.", "prefixed", "DESCRIBE"))  # where topics end, so as to read all of them up to one moment
+    grants += [Rule("topic", _kafka_name(run, topic), "literal", "WRITE") for topic in role.writes]
     if role.keeps_offsets:
-        found.append(Rule("group", f"{run}.{role.name}", "literal", "READ"))
+        grants.append(Rule("group", f"{run}.{role.name}", "literal", "READ"))
     if role.writes_alone:  # a role of many workers has an id for each
         pattern = "literal" if role.single else "prefixed"
-        found.append(Rule("transactional-id", f"{run}.{role.name}", pattern, "WRITE"))
-    return sorted(found)
+        grants.append(Rule("transactional-id", f"{run}.{role.name}", pattern, "WRITE"))
+    return sorted(grants)
 
 
 def all_rules(run: str) -> dict[str, list[Rule]]:
     """The rules of every role, of who launches, and of who looks."""
     own = f"{run}."
     looks = [Rule("topic", own, "prefixed", "READ"), Rule("topic", RUNS_TOPIC, "literal", "READ")]
-    # librdkafka, which exports and audits, asks after its group although it joins none.
+    # librdkafka, which exports and audits, describes its group although it joins none.
     looks += [Rule("group", name, "literal", "DESCRIBE") for name in (f"{run}.audit", "penstock-bulk")]
     launches = [Rule("topic", own, "prefixed", operation) for operation in ("CREATE", "DESCRIBE_CONFIGS")]
     launches += [Rule("topic", RUNS_TOPIC, "literal", operation) for operation in ("CREATE", "DESCRIBE_CONFIGS", "WRITE")]
     launches += [Rule("topic", f"{run}.{topic}", "literal", "WRITE") for topic in ("run", "control-launcher")]
     launches += [Rule("transactional-id", f"{run}.{LAUNCHER}", "literal", "WRITE")]
-    found = {role.name: rules_of(role, run) for role in ROLES.values()}
-    return {LAUNCHER: sorted([*looks, *launches]), **found, READER: sorted(looks)}
+    grants = {role.name: rules_of(role, run) for role in ROLES.values()}
+    return {LAUNCHER: sorted([*looks, *launches]), **grants, READER: sorted(looks)}
 
 
 def as_command(rule: Rule, *, user: str) -> str:

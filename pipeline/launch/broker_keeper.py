@@ -1,7 +1,6 @@
-"""Reaches a run's broker, and restarts the embedded one when it dies, in a thread of its own.
+"""Connects to a run's broker, and restarts the embedded broker when it crashes.
 
-The rule: every command connects here, so nothing of workers or models is imported. A broker that was stopped on purpose stays stopped;
-one that died is restarted at the same address, and the reason is reported.
+Every command connects here, so nothing of workers or models is imported. A broker that was stopped on purpose stays stopped.
 """
 
 import threading
@@ -18,7 +17,7 @@ from penstock.pipeline.launch.restart_policy import Rules, WorkerExit
 from penstock.pipeline.runtime.exit_status import FAILED
 
 STOP_NOTE_S = 0.2
-"""A broker that is being stopped looks dead for some milliseconds, until its pid file is removed."""
+"""While the embedded broker is being stopped its pid file remains for some milliseconds: it looks crashed."""
 
 Notify = Callable[[str], None]
 
@@ -30,13 +29,13 @@ class BrokerKeeper:
     bootstrap: str
     rules: Rules
     notify: Notify
-    deaths: list[WorkerExit] = field(default_factory=list)
+    exits: list[WorkerExit] = field(default_factory=list)
     ours: bool = False
     _down: str | None = None
-    """The reason it does not run; None while it does."""
+    """The reason it does not run; None while it runs."""
     _stopped: bool = False
     """True if it was stopped on purpose."""
-    _seen_dead_s: float | None = None
+    _unreachable_s: float | None = None
     _up_s: float = 0.0
     _starting: threading.Thread | None = None
     _refusal: str | None = None
@@ -51,7 +50,7 @@ class BrokerKeeper:
         return self._down is None
 
     def check(self, *, now_s: float) -> str | None:
-        """Restart the broker if it has died. Returns the reason once it is given up."""
+        """Restart the broker if it has crashed. Returns the reason once the restart limit is reached."""
         if not self.ours or (self._starting is not None and self._starting.is_alive()):
             return None
         status = embedded.status()
@@ -64,9 +63,9 @@ class BrokerKeeper:
             self._is_gone(status.ended, now_s=now_s)
         if self._down is None or self._stopped:
             return None
-        decision = restart_policy.decide(self.deaths, now_s=now_s, rules=self.rules)
+        decision = restart_policy.decide(self.exits, now_s=now_s, rules=self.rules)
         if decision == "give-up":
-            return f"{self._down} ({restart_policy.why_given_up(self.deaths, rules=self.rules)})"
+            return f"{self._down} ({restart_policy.failure_cause(self.exits, rules=self.rules)})"
         if decision == "start":
             self._starting = threading.Thread(target=self._start, name="broker-start", daemon=True)
             self._starting.start()
@@ -76,27 +75,27 @@ class BrokerKeeper:
         if self._down is not None:  # another process has started it
             self.notify(f"the broker at {self.bootstrap} runs again")
             self._down, self._stopped, self._up_s = None, False, now_s
-        self._seen_dead_s = None
+        self._unreachable_s = None
 
     def _is_gone(self, why: str | None, *, now_s: float) -> None:
         if why is None:
             if not self._stopped:
                 self.notify(f"the broker at {self.bootstrap} was stopped; its run waits for it (`penstock broker start`)")
-            self._down, self._stopped, self._seen_dead_s = "the broker was stopped", True, None
-        elif self._seen_dead_s is None:
-            self._seen_dead_s = now_s
-        elif now_s - self._seen_dead_s >= STOP_NOTE_S:
-            self._died(why, now_s=now_s, progress=now_s - self._up_s >= restart_policy.HEALTHY_S)
+            self._down, self._stopped, self._unreachable_s = "the broker was stopped", True, None
+        elif self._unreachable_s is None:
+            self._unreachable_s = now_s
+        elif now_s - self._unreachable_s >= STOP_NOTE_S:
+            self._on_exit(why, now_s=now_s, progress=now_s - self._up_s >= restart_policy.HEALTHY_S)
             self.notify(f"{why}; it is started again")
 
-    def _died(self, why: str, *, now_s: float, progress: bool) -> None:
-        self._down, self._stopped, self._seen_dead_s = why, False, None
-        self.deaths.append(WorkerExit(at_s=now_s, status=FAILED, progress=progress))
+    def _on_exit(self, why: str, *, now_s: float, progress: bool) -> None:
+        self._down, self._stopped, self._unreachable_s = why, False, None
+        self.exits.append(WorkerExit(at_s=now_s, status=FAILED, progress=progress))
 
     def _started(self, *, now_s: float) -> None:
         """Apply the result of the starting thread."""
         if self._refusal is not None:
-            self._died(self._refusal, now_s=now_s, progress=False)
+            self._on_exit(self._refusal, now_s=now_s, progress=False)
             self.notify(f"the broker could not be started again: {self._refusal}")
             return
         self._down, self._up_s = None, now_s
@@ -113,9 +112,9 @@ class BrokerKeeper:
 
 
 def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, start: bool = True) -> KafkaLog:
-    """Connect to a broker, with these settings of the client over those of the environment.
+    """Connect to a broker; these client settings override those of the environment.
 
-    `embedded` is this machine's own, which is started where it does not run, unless `start` is false.
+    `embedded` is this machine's own broker, which is started if it does not run, unless `start` is false.
 
     Raises:
         ConfigError: the address or a security setting is malformed.
@@ -123,10 +122,10 @@ def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, star
     """
     settings = credentials(security)
     if bootstrap == "embedded":
-        found = embedded.start(progress=notify) if start or embedded.status().running else None
-        if found is None:
+        status = embedded.start(progress=notify) if start or embedded.status().running else None
+        if status is None:
             raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
-        bootstrap, settings = found.bootstrap, {}
+        bootstrap, settings = status.bootstrap, {}
     try:
         return KafkaLog(bootstrap, security=settings, client_id="penstock")
     except ValueError as error:

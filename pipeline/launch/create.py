@@ -1,7 +1,4 @@
-"""Creates a run: checks everything a person can get wrong, registers the run and makes its topics.
-
-The rule: nothing is written before every check has passed.
-"""
+"""Creates a run: checks everything a user can get wrong, then registers the run and makes its topics."""
 
 import json
 import os
@@ -92,8 +89,8 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
         reader.read(dataset)
         dataset.order(config)
         if config.environment.source is not None:
-            judges = (config.reward.functions, config.eval_reward.functions, *data.rewards.values())
-            check_source(config.environment.source, rewards=judges)
+            reward_functions = (config.reward.functions, config.eval_reward.functions, *data.rewards.values())
+            check_source(config.environment.source, rewards=reward_functions)
         reader.read_held_out(held_out_sets)
     except ConfigError:
         raise
@@ -113,8 +110,8 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
             f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
             f"together above the model's context of {context} tokens"
         )
-    _say_what_is_long(config, notify)
-    _say_where_the_rate_ends(config, steps, notify)
+    _warn_long_prompts(config, notify)
+    _note_learning_rate(config, steps, notify)
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     info = {
         **install,
@@ -135,31 +132,29 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
 
 
 def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[str], None]) -> None:
-    """Refuse a warm-up or a step that the run is too short for; say so if a step repeats rows, or the last prompts fill none."""
+    """Refuse a warm-up or a step that the run is too short for; warn if a step repeats rows, or the last prompts fill none."""
     epochs, prompts, warmup = config.run.epochs, config.schedule.prompts_per_step, config.trainer.warmup_steps
-    asked = None if epochs is None else int(epochs * rows)
+    total = None if epochs is None else int(epochs * rows)
     if warmup > steps:
         raise ConfigError(
             f"trainer.warmup_steps = {warmup}: the run has {steps} steps, so that trainer.lr would never be reached; set at most {steps}"
         )
-    if asked is not None and asked < prompts:
-        lower = f"set schedule.prompts_per_step = {prompts} to at most that, or" if asked else "raise run.epochs, or set"
-        raise ConfigError(
-            f"run.epochs = {epochs:g}: of {rows} rows it asks for {asked} prompts, fewer than one step takes; {lower} run.steps"
-        )
-    if asked is not None and asked % prompts:
-        rest = asked % prompts
-        notify(f"run.epochs = {epochs:g}: {asked} prompts are {steps} steps of {prompts}; the last {rest} are no step and not trained")
+    if total is not None and total < prompts:
+        lower = f"set schedule.prompts_per_step = {prompts} to at most that, or" if total else "raise run.epochs, or set"
+        raise ConfigError(f"run.epochs = {epochs:g}: of {rows} rows it takes {total} prompts, fewer than one step takes; {lower} run.steps")
+    if total is not None and total % prompts:
+        rest = total % prompts
+        notify(f"run.epochs = {epochs:g}: {total} prompts are {steps} steps of {prompts}; the last {rest} are no step and not trained")
     if rows < prompts:
         notify(
             f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains the same row repeatedly"
         )
 
 
-def _say_what_is_long(config: Config, notify: Callable[[str], None]) -> None:
-    """Say so where one sample may be larger than a micro-batch, which then has it alone and takes the memory for all of it."""
-    drawn, budget = config.sampling.max_new_tokens, config.trainer.micro_batch_tokens
-    longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + drawn
+def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
+    """Warn if one sample may exceed a micro-batch, which then holds it alone and takes the memory for all of it."""
+    completion, budget = config.sampling.max_new_tokens, config.trainer.micro_batch_tokens
+    longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + completion
     if longest > budget:
         notify(
             f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; one that is longer than a "
@@ -167,8 +162,8 @@ def _say_what_is_long(config: Config, notify: Callable[[str], None]) -> None:
         )
 
 
-def _say_where_the_rate_ends(config: Config, steps: int, notify: Callable[[str], None]) -> None:
-    """Say so if the run may end before its learning rate does: under `run.epochs` a dropped group takes its prompt with it."""
+def _note_learning_rate(config: Config, steps: int, notify: Callable[[str], None]) -> None:
+    """Warn if the run may end before its learning rate does: under `run.epochs` a dropped group uses up its prompt."""
     if config.run.epochs is not None and config.trainer.lr_schedule != "constant" and config.algorithm.filter_zero_variance:
         notify(
             f"trainer.lr_schedule = {config.trainer.lr_schedule!r} spans {steps} steps, but under run.epochs filtered groups are not "

@@ -1,6 +1,6 @@
-"""Examines this machine: one finding per dependency or resource, each with what to do about it.
+"""Examines this machine: one finding per dependency or resource, each with its fix.
 
-The rule: examining changes and downloads nothing; `fail` marks what every role needs, `warn` what only some role needs.
+It changes and downloads nothing. `fail` marks what every role needs, `warn` what only some role needs.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ MIN_DISK_GIB = 5.0
 """Space for the broker's data of a long run and its checkpoints; weights take most of it."""
 MIN_MEMORY_GIB = 4.0
 """The broker takes 0.3, and trainer, evaluator and two rollout workers about 0.5 each."""
-MIN_KEPT_BYTES = 10**12
+MIN_RETAINED_BYTES = 10**12
 """Somewhat more than a model of half a billion parameters publishes in 10,000 steps."""
 CONNECT_S = 3.0
 CRC32C_CHECK = 0xE3069283
@@ -95,8 +95,8 @@ def _needs() -> list[Package]:
     """The packages to examine: of two builds of one module the installed one, else the one this machine could use."""
     builds = {need.name: need for need in NEEDS if need.on_gpus is not None}
     installed = {name for name, need in builds.items() if importlib.util.find_spec(need.module) and _installed(name)}
-    wanted = installed or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}
-    return [need for need in NEEDS if need.on_gpus is None or need.name in wanted]
+    builds_here = installed or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}
+    return [need for need in NEEDS if need.on_gpus is None or need.name in builds_here]
 
 
 def _installed(package: str) -> bool:
@@ -133,10 +133,10 @@ def pinned() -> dict[str, str]:
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(text) for text in metadata.requires("penstock-rl") or []]
+        requirements = [Requirement(text) for text in metadata.requires("penstock-rl") or []]
     except metadata.PackageNotFoundError:
         return {}
-    return {need.name: str(need.specifier) for need in wanted if str(need.specifier)}
+    return {need.name: str(need.specifier) for need in requirements if str(need.specifier)}
 
 
 def _package(need: Package, *, imports: bool) -> Finding:
@@ -148,11 +148,11 @@ def _package(need: Package, *, imports: bool) -> Finding:
         return Finding(name=need.name, level=absent, found=f"not installed ({need.purpose})", do=install)
     from packaging.specifiers import SpecifierSet
 
-    wanted = pinned().get(need.name, "")
-    if not SpecifierSet(wanted).contains(version, prereleases=True):
-        return Finding(name=need.name, level=absent, found=f"{version}, wanted {wanted} ({need.purpose})", do=install)
+    required = pinned().get(need.name, "")
+    if not SpecifierSet(required).contains(version, prereleases=True):
+        return Finding(name=need.name, level=absent, found=f"{version}, expected {required} ({need.purpose})", do=install)
     if importlib.util.find_spec(need.module) is None:
-        return Finding(name=need.name, level="fail", found=f"{version}, but its files are gone", do=f"reinstall: {install}")
+        return Finding(name=need.name, level="fail", found=f"{version}, but its files are missing", do=f"reinstall: {install}")
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # some print pages of advice
             warnings.simplefilter("ignore")
@@ -272,7 +272,7 @@ def _jars() -> Finding:
 
 
 def _limits() -> Iterator[Finding]:
-    """What the broker needs for the segments of the weights, where all of them are kept."""
+    """Limits that the broker needs for the segments of the weights if none is deleted."""
     limited = (
         ("open files", limits.open_files(), limits.FILES_A_SEGMENT, "raise it: `ulimit -Hn 65536`, or LimitNOFILE of the service"),
         ("memory maps", limits.memory_maps(), limits.MAPS_A_SEGMENT, "raise it: `sysctl vm.max_map_count=262144`"),
@@ -282,8 +282,8 @@ def _limits() -> Iterator[Finding]:
             yield Finding(name=name, level="ok", found="not limited")
         else:
             room = limits.kept_bytes(limit, each=each)
-            found = f"{limit:,} a process, enough for {room / 1e12:,.1f} TB of weights"
-            yield _finding(name, room >= MIN_KEPT_BYTES, found, f'{do}, or set weights.keep = "chain"')
+            text = f"{limit:,} a process, enough for {room / 1e12:,.1f} TB of weights"
+            yield _finding(name, room >= MIN_RETAINED_BYTES, text, f'{do}, or set weights.keep = "chain"')
 
 
 def _embedded() -> Finding:
@@ -295,11 +295,11 @@ def _embedded() -> Finding:
         return Finding(name="embedded broker", level="fail", found=str(error), do="set PENSTOCK_HOME to a directory of yours")
     if not status.running:
         return Finding(name="embedded broker", level="ok", found="not running; `penstock run` starts it")
-    return _answers("embedded broker", status.bootstrap, lambda: f"it runs but does not answer: see {status.log_file}")
+    return _reachable("embedded broker", status.bootstrap, lambda: f"it runs but does not respond: see {status.log_file}")
 
 
 def _broker(bootstrap: str) -> Finding:
-    return _answers("broker", bootstrap, lambda: "check the address, or use --bootstrap embedded")
+    return _reachable("broker", bootstrap, lambda: "check the address, or use --bootstrap embedded")
 
 
 def _durability(bootstrap: str) -> Iterator[Finding]:
@@ -308,19 +308,19 @@ def _durability(bootstrap: str) -> Iterator[Finding]:
     try:
         log = connect(bootstrap, {}, notify=lambda _: None)
         try:
-            found = log.weaknesses()
+            weaknesses = log.weaknesses()
         finally:
             log.close()
     except PenstockError as error:
         yield Finding(name="durability", level="warn", found=str(error), do="credentials come from PENSTOCK_SECURITY")
         return
-    for weakness in found:
+    for weakness in weaknesses:
         yield Finding(name="durability", level="warn", found=weakness.problem, do=weakness.fix)
-    if not found:
+    if not weaknesses:
         yield Finding(name="durability", level="ok", found="no setting lets a lost broker take acknowledged records along")
 
 
-def _answers(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
+def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
     for address in bootstrap.split(","):
         host, _, port = address.strip().rpartition(":")
         try:

@@ -1,7 +1,7 @@
 """Runs everything on this machine: the broker, the topics, one process per worker, the live view and the report.
 
-The rule: it only starts commands that a person could start by hand, and watches them. It restarts what died; when that does
-not help, or a person asks it to stop, it leaves the run so that `penstock run --resume RUN` continues it.
+It only starts commands that a user could start by hand, and restarts workers that crash. If that does not help, or the user stops it, the
+run can be continued by `penstock run --resume RUN`.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.launch.attended import ui_address
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.arithmetic import threads
 from penstock.pipeline.launch.check.changes import with_changes
@@ -26,8 +25,8 @@ from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules
-from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
-from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
+from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers, ui_address
+from penstock.pipeline.launch.shutdown import lasting_output, stop_requested
 from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.report.files import REPORTS, remove_reports
@@ -47,16 +46,16 @@ if TYPE_CHECKING:
 TURN_S = 0.25
 """Interval between two polls of workers, broker and watchdog."""
 PATIENCE_S = 10.0
-"""How long the launcher's own calls wait for a broker that is away, because it also has to watch the workers."""
+"""Outage timeout of the launcher's own calls: it also has to watch the workers."""
 HURRY_S = 5.0
-"""Time for workers to end while the broker is away: they could not write anything more."""
+"""Time for workers to exit during an outage: they could not write anything more."""
 
 Notify = Callable[[str], None]
 
 
 def launch(config: Config, *, notify: Notify, live: bool, json_out: bool, run_id: str | None = None) -> int:
     """Create a run and attend it to its end; returns the exit status."""
-    state_directory()  # where nothing can be written, no disk is full
+    state_directory()  # fails now if nothing can be written
     checked = check(config, tell=lambda _name, _text: None, samples=False, notify=notify)
     log = connect(config.kafka.bootstrap, config.kafka.security, notify=notify)
     record = create(config, log=log, run_id=run_id, checked=checked.info, notify=notify)
@@ -66,19 +65,19 @@ def launch(config: Config, *, notify: Notify, live: bool, json_out: bool, run_id
 def resume(
     run: str, *, log: KafkaLog, notify: Notify, live: bool, json_out: bool, overrides: Sequence[str] = (), trust_code: bool = False
 ) -> int:
-    """Start the workers of a run that is not finished; they continue from the log, with these keys of its configuration changed.
+    """Start the workers of an unfinished run; they continue from the log, with these overrides of its configuration.
 
     Raises `ConfigError` for code that no key of this machine signed; with `trust_code` the run gets a key here.
     """
     state_directory()
-    found = registration(log, run)
-    record = found.record
+    registered = registration(log, run)
+    record = registered.record
     if record is None:
         raise RunNotFound(run)
     if record.status in ("finished", "failed"):
         raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
-    require_trusted(found, trust=Trust(code=trust_code), notify=notify)
-    if trust_code and not found.signed:
+    require_trusted(registered, trust=Trust(code=trust_code), notify=notify)
+    if trust_code and not registered.signed:
         make_key(run)  # the workers find it
         write(log, record)
     config = from_json(record.config)
@@ -93,7 +92,7 @@ def resume(
 
 
 def attend(log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, live: bool, json_out: bool) -> int:
-    """Start a registered run's workers, stay until they have ended, and print the report; returns the exit status."""
+    """Start a registered run's workers, wait until they have exited, and print the report; returns the exit status."""
     status = watch(log, record, config, notify=notify, live=live, quiet=json_out)
     if status == 0:
         show_report(log, record.run, json_out=json_out, notify=notify)
@@ -103,12 +102,12 @@ def attend(log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, 
 def watch(
     log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, live: bool, quiet: bool, screen: "NotebookScreen | None" = None
 ) -> int:
-    """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
+    """Start a registered run's workers and wait until they have exited: 0, or 130 if it was stopped; `quiet` leaves stdout alone.
 
-    `screen` shows the picture where no terminal does.
+    `screen` shows the live view if there is no terminal.
 
     Raises:
-        PenstockError: a worker or the broker was given up, the run ended as failed, or another launcher attends it.
+        PenstockError: a worker or the broker reached the restart limit, the run ended as failed, or another launcher attends it.
     """
     from penstock.pipeline.observe.live.view import LiveView
 
@@ -116,7 +115,7 @@ def watch(
     with (
         attending(directory, run) as (token, ended),
         lasting_output(),
-        asked_to_stop() as stop,
+        stop_requested() as stop,
         _only_one(
             WriterLease(
                 log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, first_wins=True, notify=notify, stop=stop
@@ -124,7 +123,7 @@ def watch(
         ),
     ):
         left = end_leftovers(directory, run, notify=notify)
-        remove_reports(directory)  # the tracker may die
+        remove_reports(directory)  # the tracker may crash
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         notify(f"run {run}: starting its workers; logs in {directory / 'logs'}")
@@ -146,15 +145,15 @@ def watch(
                 failure = watching.turn()
         finally:
             if stop.is_set():
-                tell("stopping: workers finish what they have in hand; a second Ctrl-C kills them")
+                tell("stopping: workers finish what is in flight; a second Ctrl-C kills them")
             watching.stop(status="stopped" if stop.is_set() or failure is not None else None)
         if failure is not None:
             _note(log, record, notify=notify)
-            raise PenstockError(_given_up(failure, run, notify=notify))
+            raise PenstockError(_failure_text(failure, run, notify=notify))
         if stop.is_set():
             _note(log, record, notify=notify)
             done, planned = view.view.steps_done, steps_planned(view.view) or "?"
-            tell(f"stopped after {done} of {planned} steps; `penstock run --resume {run}` goes on with it")
+            tell(f"stopped after {done} of {planned} steps; continue: penstock run --resume {run}")
             return 130
     status = _ended(log, record, view)
     failed = view.view.outcomes["failed"]
@@ -164,13 +163,14 @@ def watch(
             f"`penstock topics tail {run} dead-letters` has the errors"
         )
     for name in watching.supervisor.missing:
-        notify(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
+        log_file = directory / "logs" / f"{name}.log"
+        notify(f"warning: the run has finished without {name}, which reached its restart limit; its log is {log_file}")
     return status
 
 
 @contextlib.contextmanager
 def _only_one(lease: WriterLease) -> Iterator[None]:
-    """Hold the launcher's place in the run; raises `Fenced` while a launcher on another machine is alive there."""
+    """Hold the launcher's lease; raises `Fenced` while a launcher on another machine holds it."""
     lease.log.create_topics(control_topics_of(lease.run))
     lease.acquire().close()
     try:
@@ -189,12 +189,12 @@ class Watching:
     watchdog: Watchdog
 
     def turn(self) -> Failure | None:
-        """Read new records and restart what died. Returns a `Failure` when a restart cannot help."""
+        """Read new records and restart crashed workers. Returns a `Failure` if a restart cannot help."""
         self.view.poll(TURN_S)
         now_s, view = time.monotonic(), self.view.view
-        given_up = self.broker.check(now_s=now_s)
-        if given_up is not None:
-            return Failure(given_up)
+        abandoned = self.broker.check(now_s=now_s)
+        if abandoned is not None:
+            return Failure(abandoned)
         reachable = self.broker.up and not self.view.outage_s
         silent, stall_s = self.view.silent, self.watchdog.stall_s
         self.supervisor.kill_hung(silent, now_s=now_s, stall_s=stall_s, reachable=reachable)
@@ -202,7 +202,7 @@ class Watching:
         return self.supervisor.poll(view, now_s=now_s, reachable=reachable)
 
     def stop(self, *, status: str | None) -> None:
-        """End the workers and leave the last picture on the screen, with this status where the log does not say it yet."""
+        """Stop the workers and leave the last view on the screen, with this status if the log has none yet."""
         away = not self.broker.up or self.view.outage_s > 0
         self.view.status = None if status is None else "stopping"
         try:
@@ -236,24 +236,24 @@ def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
         print(as_text(report, directory=directory), end="")
 
 
-def _given_up(failure: Failure, run: str, *, notify: Notify) -> str:
+def _failure_text(failure: Failure, run: str, *, notify: Notify) -> str:
     if failure.last_words:
-        notify(f"its last words:\n{failure.last_words}")
-    return f"run {run} is given up: {failure.line}; once that is put right, `penstock run --resume {run}` goes on with it"
+        notify(f"its last output:\n{failure.last_words}")
+    return f"run {run} failed: {failure.line}. Fix the cause, then resume: penstock run --resume {run}"
 
 
 def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
-    """Note in the register that the run is stopped, if its trainer has not noted another end there."""
+    """Set the registered status to stopped, unless the trainer has set another end."""
     try:
         now = find(log, record.run)
         if now is not None and now.status in ("created", "running"):
             set_status(log, record, status="stopped")
     except LogError as error:
-        notify(f"the register of runs does not say that the run is stopped ({error}); it can be resumed all the same")
+        notify(f"the registered status could not be set to stopped ({error}); the run can be resumed all the same")
 
 
 def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
-    """The exit status of a run whose workers have ended, from the register; marks the run there if its trainer died before doing so."""
+    """The exit status of a run whose workers have exited; sets its registered status if the trainer crashed before doing so."""
     now, closed = find(log, record.run), view.view.closed
     status: Status = record.status if now is None else now.status
     if closed is not None and status not in ("finished", "failed"):
@@ -261,7 +261,7 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
     if status == "failed":
         raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'its trainer closed it')}")
     if status != "finished":
-        raise PenstockError(f"run {record.run} is not over, but all its workers have ended; `penstock run --resume {record.run}` goes on")
+        raise PenstockError(f"run {record.run} is not over, but all its workers have exited. Continue: penstock run --resume {record.run}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Assigns this machine's GPUs and cores to workers.
 
-The rule: a GPU belongs to one worker, or under `launch.placement = "colocated"` to trainer and rollout worker by turns; where the
-configuration places nothing every worker sees all GPUs. Under `launch.pin` rollout workers have cores of their own, then the trainer; all
-others share what is left, or, where nothing is, run on whichever core is idle.
+A GPU belongs to one worker, or under `launch.placement = "colocated"` to trainer and rollout worker alternately; without a placement
+every worker sees all GPUs. Under `launch.pin` rollout workers have cores of their own, then the trainer; the others share the remaining
+cores, or run on any idle one.
 """
 
 import os
@@ -23,7 +23,7 @@ class Placement:
 
     gpus: Mapping[str, tuple[str, ...]] | None
     time_shared: bool = False
-    """Whether the workers with GPUs have the same one, by turns."""
+    """True if the workers with GPUs share one of them alternately."""
 
     def environment(self, worker: str) -> dict[str, str]:
         """Environment variables for a worker's process; a worker without GPUs of its own sees none."""
@@ -76,23 +76,23 @@ def place(config: Config, available: Sequence[str]) -> Placement:
             raise ConfigError(f"{key}: 0 for {section}.device = {device!r} would share the others' GPUs; give {key} a number of its own")
     _check_parallel(config)
     computing = sorted(ROLES.values(), key=lambda role: role.name != "trainer")
-    wanted = {role.worker(slot): role.gpus(config) for role in computing for slot in range(role.workers(config)) if role.gpus(config)}
-    if (needed := sum(wanted.values())) > len(available):
-        parts = " + ".join(f"{worker} {count}" for worker, count in wanted.items() if count)
+    requested = {role.worker(slot): role.gpus(config) for role in computing for slot in range(role.workers(config)) if role.gpus(config)}
+    if (needed := sum(requested.values())) > len(available):
+        parts = " + ".join(f"{worker} {count}" for worker, count in requested.items() if count)
         raise ConfigError(
-            f"rollout.gpus_per_worker: {needed} GPUs are wanted ({parts}), {len(available)} are visible here; lower rollout.workers, "
+            f"rollout.gpus_per_worker: {needed} GPUs are required ({parts}), {len(available)} are visible here; lower rollout.workers, "
             f"rollout.gpus_per_worker or trainer.gpus{_or_by_turns(config) if len(available) == 1 else ''}"
         )
     left = list(available)
-    return Placement({worker: tuple(left.pop(0) for _ in range(count)) for worker, count in wanted.items()})
+    return Placement({worker: tuple(left.pop(0) for _ in range(count)) for worker, count in requested.items()})
 
 
 def _by_turns(config: Config, available: Sequence[str]) -> Placement:
-    """The first GPU for trainer and rollout worker. Raises `ConfigError` where they ask for more than one."""
-    asked = {"trainer.gpus": config.trainer.gpus, "rollout.gpus_per_worker": config.rollout.gpus_per_worker}
+    """The first GPU for trainer and rollout worker. Raises `ConfigError` if they request more than one."""
+    requested = {"trainer.gpus": config.trainer.gpus, "rollout.gpus_per_worker": config.rollout.gpus_per_worker}
     if config.engine.gpus_key is not None:
-        asked[config.engine.gpus_key] = config.engine.gpus(config.rollout.vllm)
-    for key, count in asked.items():
+        requested[config.engine.gpus_key] = config.engine.gpus(config.rollout.vllm)
+    for key, count in requested.items():
         if count > 1:
             raise ConfigError(f"{key}: {count}, but launch.placement = 'colocated' is for one GPU; set {key} = 1")
     workers = ("trainer", ROLES["rollout"].worker(0))
@@ -100,7 +100,7 @@ def _by_turns(config: Config, available: Sequence[str]) -> Placement:
 
 
 def _or_by_turns(config: Config) -> str:
-    """What else may be done where there is one GPU."""
+    """The alternative if there is one GPU."""
     backend = "" if BACKENDS[config.trainer.backend].sleeps else " and trainer.backend = 'torch'"
     return f"; or set launch.placement = 'colocated'{backend}: trainer and rollout worker have the GPU by turns"
 
@@ -109,13 +109,13 @@ def _check_parallel(config: Config) -> None:
     """Check that an engine uses as many GPUs as its worker has. Raises `ConfigError`."""
     rollout, spread = config.rollout, config.engine.gpus(config.rollout.vllm)
     if rollout.gpus_per_worker and spread != rollout.gpus_per_worker:
-        wanted, key = rollout.gpus_per_worker, config.engine.gpus_key
-        does = f"spreads over {spread}; set {key} = {wanted}" if key else "computes on one GPU; set rollout.workers"
-        raise ConfigError(f"rollout.gpus_per_worker: {wanted}, but the {rollout.engine} engine {does}")
+        gpus, key = rollout.gpus_per_worker, config.engine.gpus_key
+        does = f"spreads over {spread}; set {key} = {gpus}" if key else "computes on one GPU; set rollout.workers"
+        raise ConfigError(f"rollout.gpus_per_worker: {gpus}, but the {rollout.engine} engine {does}")
 
 
 def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int, trainer_threads: int) -> Mapping[str, tuple[int, ...]]:
-    """Worker name or role -> its cores; "" stands for the others. Empty where no core would be left for training.
+    """Worker name or role -> its cores; "" for the others. Empty if no core would remain for training.
 
     Example:
         cores_of([0, 1], rollout_workers=1, rollout_threads=1, trainer_threads=1)  # -> {"rollout-0": (0,), "trainer": (1,), "": (0, 1)}

@@ -1,6 +1,6 @@
-"""Decides when a process that died is restarted, when the restart waits, and when it is given up.
+"""Decides when a crashed process is restarted, how long the restart waits, and when the restart limit is reached.
 
-The rule: a decision is a pure function of how the process died before and of the time.
+A decision is a pure function of the earlier exits and the time.
 """
 
 import signal
@@ -11,10 +11,10 @@ from typing import Literal
 from penstock.pipeline.runtime.exit_status import BROKEN, NO_RETRY
 
 HEALTHY_S = 10.0
-"""A process that served for this long, while its run advanced, has made progress: its earlier deaths no longer count."""
+"""A process that served for this long while its run advanced has made progress: its earlier exits no longer count."""
 LONGEST_PAUSE_S = 30.0
 RECENT_S = 600.0
-"""How long a death makes the pauses longer: each restart of one worker halts all others of its role for a rebalance."""
+"""How long an exit makes the pauses longer: each restart of one worker halts all others of its role for a rebalance."""
 IDLE_SHARE = 0.05
 """CPU seconds per second: the client's own threads take less, work of any kind takes more."""
 
@@ -31,7 +31,7 @@ class WorkerExit:
     progress: bool = False
     """True if it had been ready for `HEALTHY_S` and the run had advanced meanwhile: it does not fail on the same record each time."""
     excused: bool = False
-    """True if the broker was out of reach: such a death does not count."""
+    """True if the broker was unreachable: such an exit does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,40 +43,40 @@ class Rules:
     """Restarts of one process in a row."""
 
 
-def failures_in_a_row(deaths: Sequence[WorkerExit]) -> int:
-    """Deaths since the process last made progress; excused ones do not count.
+def failures_in_a_row(exits: Sequence[WorkerExit]) -> int:
+    """Exits since the process last made progress; excused ones do not count.
 
     Example:
-        failures_in_a_row([Death(at_s=0, status=1), Death(at_s=60, status=1, progress=True), Death(at_s=61, status=1)])  # -> 2
+        failures_in_a_row([WorkerExit(at_s=60, status=1, progress=True), WorkerExit(at_s=61, status=1)])  # -> 2
     """
     count = 0
-    for death in reversed(deaths):
-        count += not death.excused
-        if death.progress:
+    for exit_ in reversed(exits):
+        count += not exit_.excused
+        if exit_.progress:
             break
     return count
 
 
-def pause_s(deaths: int) -> float:
-    """Pause before a restart after this many recent deaths: none after the first, then 1, 2, 4 ... 30 s.
+def pause_s(exits: int) -> float:
+    """Pause before a restart after this many recent exits: none after the first, then 1, 2, 4 ... 30 s.
 
     Example:
         [pause_s(n) for n in range(1, 8)]  # -> [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     """
-    return 0.0 if deaths <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(deaths - 2, 10))
+    return 0.0 if exits <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(exits - 2, 10))
 
 
-def recent(deaths: Sequence[WorkerExit]) -> int:
-    """Deaths in the ten minutes up to the last, whether or not there was progress between them; excused ones do not count."""
-    return sum(not death.excused and death.at_s > deaths[-1].at_s - RECENT_S for death in deaths)
+def recent(exits: Sequence[WorkerExit]) -> int:
+    """Exits in the ten minutes up to the last, with or without progress between them; excused ones do not count."""
+    return sum(not exit_.excused and exit_.at_s > exits[-1].at_s - RECENT_S for exit_ in exits)
 
 
-def decide(deaths: Sequence[WorkerExit], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
-    """Decide about a process whose newest death is the last of `deaths`; `reachable` is False while its broker is away."""
-    last = deaths[-1]
-    if last.status in (NO_RETRY, BROKEN) or rules.restart == "never" or failures_in_a_row(deaths) > rules.max_restarts:
+def decide(exits: Sequence[WorkerExit], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
+    """Decide about a process whose newest exit is the last of `exits`; `reachable` is False while its broker is unreachable."""
+    last = exits[-1]
+    if last.status in (NO_RETRY, BROKEN) or rules.restart == "never" or failures_in_a_row(exits) > rules.max_restarts:
         return "give-up"
-    return "start" if reachable and now_s - last.at_s >= pause_s(recent(deaths)) else "wait"
+    return "start" if reachable and now_s - last.at_s >= pause_s(recent(exits)) else "wait"
 
 
 def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool:
@@ -101,11 +101,11 @@ def how(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def why_given_up(deaths: Sequence[WorkerExit], *, rules: Rules) -> str:
-    """The reason for which `decide` gave up, as the end of a sentence."""
-    if deaths[-1].status in (NO_RETRY, BROKEN):
-        return "starting it again cannot help"
+def failure_cause(exits: Sequence[WorkerExit], *, rules: Rules) -> str:
+    """The reason for the decision `give-up`, as the end of a sentence."""
+    if exits[-1].status in (NO_RETRY, BROKEN):
+        return "a restart cannot help"
     if rules.restart == "never":
         return 'run.restart = "never"'
-    failures = failures_in_a_row(deaths)
+    failures = failures_in_a_row(exits)
     return f"{failures} times in a row, run.max_restarts = {rules.max_restarts}"

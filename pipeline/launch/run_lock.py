@@ -1,6 +1,6 @@
-"""One launcher per run: a lock that ends with its process, the list of worker processes, and the end of those a killed launcher left.
+"""One launcher per run and machine: its lock, the list of worker processes, and the workers that a killed launcher left.
 
-The rule: a process is only ended when it is certainly a worker of this run; its pid alone proves nothing.
+A held lock proves that a launcher runs. A process is only ended if it is certainly a worker of this run; its pid alone proves nothing.
 """
 
 import contextlib
@@ -9,27 +9,30 @@ import itertools
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
-from penstock.infra.errors import PenstockError
-from penstock.infra.paths import write_private
+from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.paths import state_path, write_private
+from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.leases import new_token
-from penstock.pipeline.runtime.registration.this_machine import LOCK
+from penstock.pipeline.runtime.registration.this_machine import LOCK, own_runs
 
 PIDS = "workers.json"
 STOP_LIMIT_S = 30.0
-"""A worker that has not ended this long after SIGTERM is killed."""
+"""A worker that has not exited this long after SIGTERM is killed."""
 
 
 @contextlib.contextmanager
 def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]:
     """Hold the lock of this run's only launcher on this machine; raises `PenstockError` while another one holds it.
 
-    Gives this launcher's token and that of the one before it on this machine, which has ended.
+    Yields this launcher's token and that of the one before it on this machine, which has exited.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
@@ -38,7 +41,7 @@ def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = file.readline().strip() or "unknown"
-            raise PenstockError(f"run {run} is attended already, by process {who}: stop that one first, or let it go on") from None
+            raise PenstockError(f"run {run} is attended already, by process {who}: stop that one first, or leave it running") from None
         token, before = new_token(), file.read().splitlines()[1:]
         file.truncate(0)
         file.write(f"{os.getpid()}\n{token}\n")
@@ -54,7 +57,7 @@ def note(
     starts: Mapping[str, int],
     tokens: Mapping[str, Sequence[str]],
 ) -> None:
-    """Write the list of worker processes, whole or not at all."""
+    """Write the list of worker processes atomically."""
     table = {
         "launcher": os.getpid(), "workers": dict(pids), "started": dict(started), "starts": dict(starts), "tokens": dict(tokens)
     }  # fmt: skip
@@ -67,12 +70,12 @@ def forget(directory: Path) -> None:
 
 
 def end_leftovers(directory: Path, run: str, *, notify: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> dict[str, list[str]]:
-    """End the workers that a killed launcher of this run left; only for the holder of the lock. Returns worker -> tokens, all ended."""
+    """End the workers that a killed launcher of this run left; only for the lock's holder. Returns worker -> tokens, all ended."""
     noted, tokens = _noted(directory)
     left = {name: process for name, pid in noted.items() if (process := _worker(pid, run)) is not None}
     if not left:
         return tokens
-    notify(f"ending what an earlier launcher of run {run} left behind: {', '.join(left)}")
+    notify(f"ending workers that an earlier launcher of run {run} left: {', '.join(left)}")
     for process in left.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -118,3 +121,80 @@ def _worker(pid: int, run: str) -> psutil.Process | None:
         return None
     ours = "penstock.workers" in words and ("--run", run) in itertools.pairwise(words)
     return process if ours and _lives(process) else None
+
+
+UI_ADDRESS = "ui.address"
+"""File in the state directory with the address of a running `penstock ui`."""
+
+
+def launcher_of(directory: Path) -> int | None:
+    """Process id of the launcher that attends the run of this folder; None without one."""
+    try:
+        with (directory / LOCK).open("r", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.readline())
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def attended_runs() -> list[str]:
+    """The runs that a launcher attends on this machine."""
+    return [folder.name for folder in run_folders() if launcher_of(folder) is not None]
+
+
+def run_folders() -> list[Path]:
+    """The folders of this machine's runs, by time of change."""
+    folders = [path for path in (state_path() / "runs").glob("*") if path.is_dir()]
+    return sorted(folders, key=lambda path: path.stat().st_mtime)
+
+
+def folder_of(text: str) -> Path:
+    """The folder of the run that an id, a unique prefix or `latest` names; needs no broker. Raises `ConfigError`."""
+    folders = {path.name: path for path in run_folders()}
+    if text == "latest":
+        own = own_runs()
+        if not own:
+            raise ConfigError("latest: this user has made no run on this machine; see `penstock runs`")
+        return folders[own[-1]]
+    matches = [text] if text in folders else [name for name in folders if name.startswith(text)]
+    if len(matches) != 1:
+        why = f"is ambiguous: {', '.join(matches[:5])}" if matches else f"has no folder on this machine{nearest(text, folders)}"
+        raise ConfigError(f"run {text!r} {why}")
+    return folders[matches[0]]
+
+
+def request_stop(directory: Path, *, wait_s: float, requested: Callable[[], None] = lambda: None) -> bool:
+    """Send the launcher of this folder SIGTERM, then call `requested`; True once it has exited. Raises `ConfigError` without a launcher."""
+    process = launcher_of(directory)
+    if process is None:
+        raise ConfigError(f"run {directory.name} has no launcher on this machine")
+    os.kill(process, signal.SIGTERM)
+    requested()
+    deadline = time.monotonic() + wait_s
+    while (ended := launcher_of(directory) is None) is False and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return ended
+
+
+def ui_address() -> str | None:
+    """The address of a `penstock ui` that runs on this machine for this state directory."""
+    try:
+        address = (state_path() / UI_ADDRESS).read_text(encoding="utf-8")
+        where = urlsplit(address)
+        socket.create_connection((where.hostname or "", where.port or 0), timeout=1.0).close()
+    except (OSError, ValueError):
+        return None
+    return address
+
+
+def log_files(directory: Path, role: str | None) -> Sequence[Path]:
+    """The logs of a run's workers, or of those of a role. Raises `ConfigError` if there is none."""
+    files = sorted((directory / "logs").glob("*.log"))
+    chosen = [file for file in files if role is None or file.stem == role or file.stem.rpartition("-")[0] == role]
+    if not chosen:
+        names = [file.stem for file in files]
+        raise ConfigError(f"run {directory.name} has no log of {role!r}; it has {', '.join(names) or 'none'}{nearest(role or '', names)}")
+    return chosen

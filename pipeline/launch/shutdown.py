@@ -1,6 +1,6 @@
 """Handles the signals that stop a launcher, and lets it outlive its terminal.
 
-The rule: the first SIGINT, SIGTERM or SIGHUP asks for an orderly stop, a second one ends at once; a failed write ends nothing.
+The first SIGINT, SIGTERM or SIGHUP requests an orderly stop, a second one ends at once; a failed write ends nothing.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from penstock.infra.sandbox.signals import is_ignored, keep_ignored_here, set_in
 SAME_S = 1.0
 """Signals this close together are one request: a terminal that is closed sends SIGHUP more than once."""
 SAME_KEY_S = 0.1
-"""The same for SIGINT: a person may press Ctrl-C twice within half a second and means it."""
+"""The same for SIGINT: two presses of Ctrl-C within half a second are two requests."""
 
 
 @contextlib.contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
+def stop_requested() -> Iterator[threading.Event]:
     """The event that the first signal sets; a second one raises KeyboardInterrupt in the main thread.
 
     A signal that the parent process had set to be ignored (`nohup`, `&` in a script) stays ignored.
@@ -51,7 +51,7 @@ def asked_to_stop() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let stdout and stderr fall silent, instead of raising, once their terminal or pipe is gone."""
+    """Discard output to stdout and stderr, instead of raising, once their terminal or pipe is closed."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
     try:

@@ -1,6 +1,6 @@
-"""Reports what is stuck when a run has not advanced for `run.stall_s`: once, and again when the diagnosis has changed.
+"""Reports what is stuck when a run has not advanced for `run.stall_s`, and again when the diagnosis changes.
 
-The rule: it diagnoses and reports; it ends nothing but transactions whose end the cluster has lost, and those as they were decided.
+It ends nothing but transactions whose end marker the cluster has lost, as they were decided.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ LOOK_EVERY_S = 15.0
 """Interval between diagnoses of a stalled run; each reads the samples of one group."""
 READ_LIMIT_S = 10.0
 UNBLOCK_AFTER_S = 20.0
-"""A run that has not advanced for so long may wait behind a transaction that nobody ends; looking for one costs a few requests."""
+"""A run that has not advanced for this long may wait for a hanging transaction; a search costs a few requests."""
 
 
 @dataclass(slots=True)
@@ -40,15 +40,15 @@ class Watchdog:
     _moved_ms: int = -1
     _moved_s: float = 0.0
     _looked_s: float = 0.0
-    _told: Stuck | None = None
+    _notified: Stuck | None = None
 
     def check(self, view: RunView, *, silent: Mapping[str, float], outage_s: float, notes: Mapping[str, str]) -> None:
         """Report if the run has not advanced for too long."""
         now_s = time.monotonic()
         if view.moved_ms != self._moved_ms:
-            if self._told is not None:
+            if self._notified is not None:
                 self.notify(f"the run moves again, after {now_s - self._moved_s:.0f} s")
-            self._moved_ms, self._moved_s, self._told = view.moved_ms, now_s, None
+            self._moved_ms, self._moved_s, self._notified = view.moved_ms, now_s, None
         still_s = now_s - self._moved_s
         if still_s > UNBLOCK_AFTER_S and not outage_s and now_s - self._unblocked_s > LOOK_EVERY_S + UNBLOCK_AFTER_S:
             self._unblocked_s = now_s
@@ -56,44 +56,44 @@ class Watchdog:
         if still_s < self.stall_s or now_s - self._looked_s < min(LOOK_EVERY_S, self.stall_s):
             return
         self._looked_s = now_s
-        scene = RunSnapshot(view=view, now_s=time.time(), silent=silent, outage_s=outage_s, notes=notes)
-        stuck = examine(self.log, scene)
-        if stuck is not None and not stuck.same_as(self._told):
-            self._told = stuck
-            self.notify(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=scene.now_s)}")
+        snapshot = RunSnapshot(view=view, now_s=time.time(), silent=silent, outage_s=outage_s, notes=notes)
+        stuck = examine(self.log, snapshot)
+        if stuck is not None and not stuck.same_as(self._notified):
+            self._notified = stuck
+            self.notify(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=snapshot.now_s)}")
 
 
 def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
-    """Write the missing ends of transactions in a run's topics, as far as it is known how they were decided."""
+    """Write the missing end markers of transactions in a run's topics, if their decision is recorded."""
     try:
-        for found in log.hanging(log.topics(f"{run}.")):
-            if found.committed is None:
-                notify(f"{found}: `penstock topics unblock {run}` says how to end it")
+        for transaction in log.hanging(log.topics(f"{run}.")):
+            if transaction.committed is None:
+                notify(f"{transaction}. How to end it: penstock topics unblock {run}")
             else:
-                log.end_hanging(found, commit=found.committed)
-                notify(f"{found}; it is there now")
+                log.end_hanging(transaction, commit=transaction.committed)
+                notify(f"{transaction}; its end is written now")
     except LogError as error:
-        notify(f"transactions whose end was lost cannot be looked for or ended: {error}")
+        notify(f"search for hanging transactions failed: {error}")
 
 
-def examine(log: Log, scene: RunSnapshot) -> Stuck | None:
+def examine(log: Log, snapshot: RunSnapshot) -> Stuck | None:
     """Diagnose what the run waits for; reads the samples of the group that the next step needs."""
-    group = None if scene.outage_s else stall.waiting_for(scene.view)
-    opened = None if group is None else scene.view.open.get(group)
+    group = None if snapshot.outage_s else stall.waiting_for(snapshot.view)
+    opened = None if group is None else snapshot.view.open.get(group)
     if group is not None and opened is not None:
         with contextlib.suppress(LogError):  # diagnose without the samples, from the workers' reports
-            scene = replace(scene, drawn=_drawn(log, scene.view.run, group, opened.partition))
-    return stall.find(scene)
+            snapshot = replace(snapshot, drawn=_samples(log, snapshot.view.run, group, opened.partition))
+    return stall.find(snapshot)
 
 
 def describe(stuck: Stuck, *, still_s: float) -> str:
-    """The diagnosis as two lines for a person."""
+    """The diagnosis as two lines for the user."""
     where = stuck.stage if stuck.group is None else f"{stuck.stage}, group {stuck.group}"
     return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {stuck.reason}"
 
 
-def _drawn(log: Log, run: str, group: int, partition: int) -> Drawn:
-    """The samples of a group without an outcome: its scorer's committed offset lies before them."""
+def _samples(log: Log, run: str, group: int, partition: int) -> Drawn:
+    """The samples of a group without an outcome: its scorer's committed offset is before them."""
     partition_read = (f"{run}.rollouts", partition)
     tail = log.tail({partition_read: "earliest"}, group=f"{run}.scorer")
     try:

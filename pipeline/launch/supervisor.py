@@ -1,6 +1,6 @@
-"""Starts, restarts and ends the worker processes of a run on this machine.
+"""Starts, restarts and stops the worker processes of a run on this machine.
 
-The rule: a started process is in `workers.json` before anything else happens, and a worker's log marks the start of each process.
+A started process is listed in `workers.json` before anything else happens.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from penstock.pipeline.runtime.roles import HELPERS, ROLES
 from penstock.topics.metrics import activity_of
 
 LEFT_LIMIT_S = 10.0
-"""A worker may end this long before the launcher reads that the run is closed."""
+"""A worker may exit this long before the launcher reads that the run is closed."""
 LOOK_EVERY_S = 0.25
 LONGEST_STOP = 4
-"""Times the limit of a stop that workers of a role may take while they report something new: a step, then its checkpoint."""
+"""Multiple of the stop limit that the workers of a role may take while they report progress: a step, then its checkpoint."""
 
 Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason the launcher gives up: one line, and the last output of the worker that failed."""
+    """The reason a run cannot continue: one line, and the last output of the worker that failed."""
 
     line: str
     last_words: str = ""
@@ -57,52 +57,52 @@ class Supervisor:
     notify: Notify
     placement: Placement = NOT_PLACED
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Worker -> tokens of the processes that an earlier launcher had started; they have ended."""
+    """Worker -> tokens of the processes that an earlier launcher had started; they have exited."""
     workers: list[Worker] = field(default_factory=list)
 
     def start(self) -> None:
         """Start every worker of the configuration."""
         for role in ROLES.values():
             for slot in range(role.workers(self.config)):
-                worker = self._place(role.name, slot)
+                worker = self._worker(role.name, slot)
                 self.workers.append(worker)
                 self._start(worker, moved=0)
 
     @property
     def ended(self) -> bool:
-        """True if every worker has ended and none will be restarted."""
-        return all(worker.status is not None and not worker.dead for worker in self.workers)
+        """True if every worker has exited and none will be restarted."""
+        return all(worker.status is not None and not worker.exited for worker in self.workers)
 
     @property
     def missing(self) -> list[str]:
-        """Optional workers that were given up: the run goes on without them."""
-        return [worker.name for worker in self.workers if worker.given_up]
+        """Optional workers that reached their restart limit: the run continues without them."""
+        return [worker.name for worker in self.workers if worker.abandoned]
 
     def poll(self, view: RunView, *, now_s: float, reachable: bool) -> Failure | None:
-        """Restart dead workers. Returns a `Failure` when one that the run needs is given up or has ended too early."""
+        """Restart crashed workers. Returns a `Failure` if a required one reached its restart limit or exited too early."""
         over, moved = view.closed is not None, view.progress
         for worker in self.workers:
             worker.on_report(view.workers.get(worker.name), now_s=now_s)
             status = worker.status
-            if status is None or worker.given_up:
+            if status is None or worker.abandoned:
                 continue
             helps = worker.role in HELPERS or (over and worker.role == "rollout" and self.config.evaluates_on_rollout_engine)
             if over and not helps:
-                worker.dead = False  # its remaining work is done
+                worker.exited = False  # its remaining work is done
                 continue
             if status == ENDED:
                 failure = None if over else self._left(worker, now_s=now_s)
             else:
-                failure = self._died(worker, status, now_s=now_s, moved=moved, reachable=reachable)
+                failure = self._on_exit(worker, status, now_s=now_s, moved=moved, reachable=reachable)
             if failure is not None and (not helps or status == BROKEN):
                 return failure
             if failure is not None:
-                worker.given_up, worker.dead = True, False
-                self.notify(f"warning: {failure.line}; the run goes on without it")
+                worker.abandoned, worker.exited = True, False
+                self.notify(f"warning: {failure.line}; the run continues without it")
         return None
 
     def kill_hung(self, silent: Mapping[str, float], *, now_s: float, stall_s: float, reachable: bool) -> None:
-        """Kill workers that neither report nor compute although they could; they are restarted as after any other death."""
+        """Kill workers that neither report nor compute although they could; they are restarted like crashed ones."""
         if self._rules.restart == "never":
             return
         for worker in self.workers:
@@ -110,24 +110,24 @@ class Supervisor:
             if not reachable or silent_s < stall_s or worker.status is not None or not worker.served_s(now_s):
                 worker.forget_share()
             elif restart_policy.is_hung(silent_s=silent_s, cpu_share=worker.cpu_share(now_s=now_s, over_s=stall_s), stall_s=stall_s):
-                self.notify(f"{worker.name} has reported nothing for {silent_s:.0f} s and computes nothing: it is killed")
+                self.notify(f"{worker.name} has reported nothing for {silent_s:.0f} s and computes nothing: killing it")
                 worker.signal(signal.SIGKILL, group=True)
 
     def notes(self, *, now_s: float) -> dict[str, str]:
-        """State that is not in the log, by worker: dead and waiting for a restart, or restarted and not ready yet."""
+        """State that is not in the log, by worker: crashed and waiting for a restart, or restarted and not ready yet."""
         states = {}
         for worker in self.workers:
-            if worker.dead:
-                states[worker.name] = f"{restart_policy.how(worker.deaths[-1].status)}, to be started again"
-            elif worker.deaths and not worker.served_s(now_s) and worker.status is None:
+            if worker.exited:
+                states[worker.name] = f"{restart_policy.how(worker.exits[-1].status)}, to be started again"
+            elif worker.exits and not worker.served_s(now_s) and worker.status is None:
                 states[worker.name] = f"was started again {time.time() - worker.started_s:.0f} s ago and is not ready yet"
         return states
 
     def stop(self, *, limit_s: float = STOP_LIMIT_S, labels: Callable[[], Mapping[str, Mapping[str, str]]] = dict) -> None:
-        """End the running workers role by role, in the table's order; kill those that report nothing new for `limit_s`.
+        """Stop the running workers role by role, in the table's order; kill those that report nothing new for `limit_s`.
 
-        `labels` returns worker name -> labels of its newest status; its text is printed unless the worker waits. No role takes longer than
-        `LONGEST_STOP` times the limit. When this call is interrupted, every worker is killed.
+        `labels` returns worker name -> labels of its newest status; its text is printed unless the worker waits. No role takes longer
+        than `LONGEST_STOP` times the limit. If this call is interrupted, every worker is killed.
         """
         try:
             for role in ROLES:
@@ -145,12 +145,12 @@ class Supervisor:
 
     def _await(self, running: list[Worker], *, limit_s: float, labels: Callable[[], Mapping[str, Mapping[str, str]]]) -> None:
         reported: dict[str, str] = {}
-        began = news = time.monotonic()
+        started = news = time.monotonic()
         while left := [worker for worker in running if worker.status is None]:
             now = time.monotonic()
-            if now - news >= limit_s or now - began >= LONGEST_STOP * limit_s:
+            if now - news >= limit_s or now - started >= LONGEST_STOP * limit_s:
                 for worker in left:
-                    self.notify(f"{worker.name} had not ended after {now - began:.0f} s and was killed")
+                    self.notify(f"{worker.name} did not exit within {now - started:.0f} s: killed")
                     worker.signal(signal.SIGKILL, group=True)
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -169,17 +169,17 @@ class Supervisor:
     def _rules(self) -> Rules:
         return Rules(restart=self.config.run.restart, max_restarts=self.config.run.max_restarts)
 
-    def _died(self, worker: Worker, status: int, *, now_s: float, moved: int, reachable: bool) -> Failure | None:
-        if not worker.dead:
-            worker.died(status, now_s=now_s, moved=moved, excused=not reachable)
-        decision = restart_policy.decide(worker.deaths, now_s=now_s, rules=self._rules, reachable=reachable)
+    def _on_exit(self, worker: Worker, status: int, *, now_s: float, moved: int, reachable: bool) -> Failure | None:
+        if not worker.exited:
+            worker.on_exit(status, now_s=now_s, moved=moved, excused=not reachable)
+        decision = restart_policy.decide(worker.exits, now_s=now_s, rules=self._rules, reachable=reachable)
         how = restart_policy.how(status)
         if status == BROKEN:
             return Failure(worker.cause())
-        if status == NO_RETRY and (cause := worker.cause()):  # one line, and the rest of its log says no more
+        if status == NO_RETRY and (cause := worker.cause()):  # the rest of its log has no more
             return Failure(f"{worker.name}: {cause}")
         if decision == "give-up":
-            why = restart_policy.why_given_up(worker.deaths, rules=self._rules)
+            why = restart_policy.failure_cause(worker.exits, rules=self._rules)
             return Failure(f"{worker.name} {how} ({why}); its log is {worker.log_file}", worker.last_words())
         if decision == "start":
             self._start(worker, moved=moved)
@@ -187,12 +187,12 @@ class Supervisor:
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:
-        """A `Failure` once a worker has been gone for `LEFT_LIMIT_S` without an error: the run might wait for it forever."""
+        """A `Failure` once a worker has exited without an error for `LEFT_LIMIT_S`: the run might wait for it forever."""
         if worker.left_s is None:
             worker.left_s = now_s
         if now_s - worker.left_s <= LEFT_LIMIT_S:
             return None
-        return Failure(f"{worker.name} has ended although the run is not over; its log is {worker.log_file}", worker.last_words())
+        return Failure(f"{worker.name} exited although the run is not over; its log is {worker.log_file}", worker.last_words())
 
     def _start(self, worker: Worker, *, moved: int) -> None:
         worker.start(moved=moved)
@@ -212,7 +212,7 @@ class Supervisor:
             tokens={worker.name: worker.tokens for worker in rows},
         )
 
-    def _place(self, role: str, slot: int) -> Worker:
+    def _worker(self, role: str, slot: int) -> Worker:
         config = self.config
         name = ROLES[role].worker(slot)
         environment = {

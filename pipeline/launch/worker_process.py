@@ -1,6 +1,6 @@
-"""One worker of this machine: its current process, the deaths of earlier ones, and their common log file.
+"""One worker of this machine: its current process, earlier exits, and their common log file.
 
-The rule: a death is judged by its exit status and by how long the process had served; its last output excludes earlier processes.
+Its last output excludes that of earlier processes.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from penstock.pipeline.observe.run_view_types import WorkerView
 from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 
 LAST_WORDS = 12
-"""Lines of a dead worker's log that are shown."""
+"""Lines of the log that are shown after a crash."""
 
 
 @dataclass(slots=True)
@@ -33,19 +33,19 @@ class Worker:
     log_file: Path
     process: "subprocess.Popen[bytes] | None" = None
     tokens: list[str] = field(default_factory=list)
-    """Of its processes, oldest first: by its token a worker knows whether the owner of its place has certainly ended."""
+    """Of its processes, oldest first: a lease whose owner has one of the earlier tokens is free."""
     starts: int = 0
     started_s: float = 0.0
     """Wall-clock start time [s since the epoch]; also in `workers.json`."""
-    deaths: list[WorkerExit] = field(default_factory=list)
-    dead: bool = False
-    """True while the newest death waits for its restart."""
+    exits: list[WorkerExit] = field(default_factory=list)
+    exited: bool = False
+    """True while the newest exit waits for its restart."""
     left_s: float | None = None
-    """Time at which it was first observed to have ended without an error although the run goes on."""
-    given_up: bool = False
-    """True if it is not restarted and the run goes on without it."""
+    """Time at which it was first observed to have exited without an error although the run is not over."""
+    abandoned: bool = False
+    """True if it is not restarted and the run continues without it."""
     _ready_s: float | None = None
-    _began: int = 0
+    _started: int = 0
     _moved: int = 0
     _share_since: tuple[float, float] | None = None
 
@@ -71,11 +71,11 @@ class Worker:
         self.starts += 1
         ended = ",".join(self.tokens)
         self.tokens.append(new_token())
-        after = f", {self.name} {restart_policy.how(self.deaths[-1].status)} before" if self.deaths else ""
+        after = f", {self.name} {restart_policy.how(self.exits[-1].status)} before" if self.exits else ""
         with self.log_file.open("ab") as log:
             log.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {self.name}: start {self.starts}{after}\n".encode())
             log.flush()
-            self._began = log.tell()
+            self._started = log.tell()
             # A session of its own: Ctrl-C reaches the launcher only, and a kill reaches everything the worker has started.
             self.process = subprocess.Popen(
                 self.command,
@@ -85,19 +85,19 @@ class Worker:
                 env={**self.environment, TOKEN: self.tokens[-1], ENDED: ended},
                 start_new_session=True,
             )
-        self.started_s, self._ready_s, self.dead, self._moved = time.time(), None, False, moved
+        self.started_s, self._ready_s, self.exited, self._moved = time.time(), None, False, moved
 
     def on_report(self, view: WorkerView | None, *, now_s: float) -> None:
-        """Note from its own report when its process became ready."""
+        """Record from its own report when its process became ready."""
         if self._ready_s is None and self.process is not None and view is not None:
             ready = "startup_s" in view.values and view.labels.get("pid") == str(self.pid)
             self._ready_s = now_s if ready else None
 
-    def died(self, status: int, *, now_s: float, moved: int, excused: bool) -> None:
-        """Append the death of its process to `deaths`."""
+    def on_exit(self, status: int, *, now_s: float, moved: int, excused: bool) -> None:
+        """Append the exit of its process to `exits`."""
         progress = self.served_s(now_s) >= restart_policy.HEALTHY_S and moved > self._moved
-        self.deaths.append(WorkerExit(at_s=now_s, status=status, progress=progress, excused=excused))
-        self.dead = True
+        self.exits.append(WorkerExit(at_s=now_s, status=status, progress=progress, excused=excused))
+        self.exited = True
 
     def served_s(self, now_s: float) -> float:
         """Seconds since its process became ready, 0.0 before."""
@@ -131,12 +131,12 @@ class Worker:
         return "\n".join(f"  | {line}" for line in self._lines()[-LAST_WORDS:])
 
     def cause(self) -> str:
-        """The line in which it said why it failed, or its last one."""
-        lines, said = self._lines(), f"penstock: {self.role}: "
-        causes = [line.removeprefix(said) for line in lines if line.startswith(said)]
+        """The line of its log with the cause of its failure, or the last line."""
+        lines, prefix = self._lines(), f"penstock: {self.role}: "
+        causes = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
         return (causes or lines or [""])[-1]
 
     def _lines(self) -> list[str]:
         with self.log_file.open("rb") as log:
-            log.seek(self._began)
+            log.seek(self._started)
             return log.read().decode("utf-8", errors="replace").splitlines()

@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import from_json
 from penstock.pipeline.observe.run_status import fate_counts, fates, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import WorkerView
-from penstock.pipeline.runtime.roles import HELPERS, drawing
+from penstock.pipeline.runtime.roles import HELPERS, generating_roles
 from penstock.pipeline.scheduling.fates import SETTLED
 from penstock.pipeline.scheduling.rules import version_after, versions_of
 from penstock.pipeline.scheduling.schedule import Schedule
@@ -134,7 +134,7 @@ def _role(snapshot: RunSnapshot, role: str, partition: int | None = None) -> str
     there = _of(snapshot.view, role)
     if not there:
         gone = [worker for worker in snapshot.view.workers.values() if worker.role == role and "error" in worker.labels]
-        return f"no {role}{' worker' * (role in drawing())}" + "".join(
+        return f"no {role}{' worker' * (role in generating_roles())}" + "".join(
             f"; {worker.worker} failed: {worker.labels['error']}" for worker in gone
         )
     if partition is not None:

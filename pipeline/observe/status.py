@@ -14,7 +14,7 @@ from penstock.pipeline.observe.report.time_spent import trainer_time
 from penstock.pipeline.observe.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE
-from penstock.pipeline.runtime.roles import drawing
+from penstock.pipeline.runtime.roles import generating_roles
 from penstock.pipeline.scheduling.schedule import MODES
 from penstock.topics.metrics import Activity, activity_of
 
@@ -119,7 +119,7 @@ def _lacks_prompts(view: RunView) -> bool:
     """True if rollout workers wait for prompts that the feeder could send."""
     activities = {(worker.role, activity_of(worker.labels)) for worker in view.workers.values() if not worker.ended}
     feeder_works = all(role != "feeder" or activity.kind != "wait" for role, activity in activities)
-    return feeder_works and any((role, Activity.NO_PROMPTS) in activities for role in drawing())
+    return feeder_works and any((role, Activity.NO_PROMPTS) in activities for role in generating_roles())
 
 
 def _named(who: str, why: str) -> Bottleneck:

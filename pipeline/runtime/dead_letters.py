@@ -1,7 +1,7 @@
-"""Dead letters: records that nobody can use, set aside whole with the reason; and the guard against records that kill their reader.
+"""Dead-letter queue: unreadable records are copied unchanged to `dead-letters` with the reason; and the poison-record guard.
 
-The rule: a record is set aside once, whoever finds it unusable, and its reader goes on. Where its partition moves in that moment the next
-owner may set it aside, too, as neither waits for the other: whoever reads dead letters counts records, not letters.
+A record is written once and its reader continues. If its partition moves at that moment, the next owner may write it too: readers of dead
+letters count records.
 """
 
 import contextlib
@@ -21,41 +21,41 @@ from penstock.topics.wire.record import Outgoing, Record, RecordId
 
 @dataclass(slots=True)
 class DeadLetters:
-    """Writes one worker's dead letters, and watches over what it decodes."""
+    """Writes one worker's dead letters and guards its decoding."""
 
     log: Log
     reporter: Reporter
-    _known: set[RecordId] = field(default_factory=set)
+    _written: set[RecordId] = field(default_factory=set)
     _read: bool = False
     _attempts: Attempts | None = field(default=None, repr=False)
 
     def write(self, record: Record, error: Unusable) -> None:
-        """Set a record aside with the reason, unless somebody has done so already."""
+        """Write a dead letter about a record, unless there is one."""
         if not self._read:
-            self._known |= self._read_known()
+            self._written |= self._read_written()
             self._read = True
-        if record.id in self._known:
+        if record.id in self._written:
             return
-        self._known.add(record.id)
+        self._written.add(record.id)
         reporter = self.reporter
         reporter.add("dead_letters")
         key = str(record.id)
         reporter.throttled.notify(f"dead letters ({error.kind}) from {record.topic}", f"dead letter ({error.kind}) from {key}: {error}")
-        letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=reporter.worker, time_ns=time.time_ns())
-        value = dead_letters.encode(letter)
-        headers = dead_letters.headers(letter, run=reporter.run).encode(value)
+        dead_letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=reporter.worker, time_ns=time.time_ns())
+        value = dead_letters.encode(dead_letter)
+        headers = dead_letters.headers(dead_letter, run=reporter.run).encode(value)
         topic = f"{reporter.run}.dead-letters"
         reporter.producer.send(Outgoing(topic=topic, partition=0, key=key.encode(), headers=headers, value=value))
 
     def on_rebalance(self) -> None:
-        """Partitions have been assigned: before the next letter, learn which records their last owners have set aside since."""
+        """Re-read `dead-letters` before the next write: the last owners of new partitions may have written some."""
         self._read = False
 
     @contextlib.contextmanager
     def decoding(self, record: Record) -> Iterator[None]:
-        """A block that decodes a record: its CPU time is counted, and a record whose decoding kills the process is remembered.
+        """A block that decodes a record: its CPU time is counted, and a record whose decoding crashes the process is remembered.
 
-        Raises `Unusable` for a record that has killed this worker too often, once it is set aside, whoever owns its topic.
+        Raises `Unusable` for a record that has crashed this worker too often, after writing the dead letter, for any topic.
         """
         if self._attempts is None:
             self._attempts = self._open_attempts()
@@ -73,14 +73,14 @@ class DeadLetters:
             self._attempts.close()
 
     def _open_attempts(self) -> Attempts:
-        """What earlier processes of this worker's name were decoding when they died; kept on this machine."""
+        """The record that the previous process of this worker's name was decoding when it crashed; stored on this machine."""
         try:
             return Attempts(run_directory(self.reporter.run) / "attempts" / self.reporter.worker)
-        except BrokerError:  # no directory to write to: a person has to find what kills the reader
+        except BrokerError:  # no directory to write to: no record is skipped then
             return Attempts(None)
 
-    def _read_known(self) -> set[RecordId]:
-        """Records that are set aside already; only a readable letter counts, as any client may write a key."""
+    def _read_written(self) -> set[RecordId]:
+        """Records with a dead letter; only a readable one counts, as any client may write a key."""
         partition = f"{self.reporter.run}.dead-letters", 0
         end = self.log.end_offsets([partition])[partition]
         tail = self.log.tail({partition: "earliest"})
@@ -89,8 +89,8 @@ class DeadLetters:
             while tail.position(partition) < end:  # a few at a time: each holds a record of up to 16 MiB
                 for record in tail.poll(1.0, max_records=100):
                     with contextlib.suppress(Unusable):
-                        letter = dead_letters.read(record, run=self.reporter.run)[1]
-                        refused.add(letter.record_id)
+                        dead_letter = dead_letters.read(record, run=self.reporter.run)[1]
+                        refused.add(dead_letter.record_id)
         finally:
             tail.close()
         return refused

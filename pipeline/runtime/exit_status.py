@@ -6,13 +6,13 @@ from penstock.pipeline.envs.scoring.faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
 ENDED, FAILED, NO_RETRY, BROKEN = 0, 1, 2, 3
-"""The run is over or a stop was asked for; starting again may help; it cannot help; a reward is broken and the whole run is to stop."""
+"""The run is over or a stop was requested; a restart may help; it cannot help; a reward is broken and the whole run must stop."""
 MISTAKES = (ConfigError, DataError, NewerSchema)
-"""A person's mistake. Any other `ValueError` is a fault of this program, whose traceback is wanted."""
+"""Errors of the user. Any other `ValueError` is a fault of this program, and is printed with its traceback."""
 
 
 def exit_status(error: BaseException) -> int:
-    """FAILED where starting again may help after this error, else HOPELESS, or BROKEN.
+    """FAILED if a restart may help after this error, else NO_RETRY or BROKEN.
 
     Example:
         exit_status(ConfigError("sampling.top_p = 3"))  # -> 2

@@ -1,6 +1,6 @@
-"""Opens the engine, the backend and the checkpoints that a configuration names.
+"""Opens the engine, the backend and the checkpoints of a configuration.
 
-The rule: one model is loaded at a time in a process, because transformers changes global state while it loads.
+A process loads one model at a time, because transformers changes global state while it loads.
 """
 
 import threading
@@ -26,7 +26,7 @@ _LOADING = threading.Lock()
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Settings that an engine or a backend refuses are a person's mistake. Raises `ConfigError`."""
+    """Turn settings that an engine or a backend refuses into `ConfigError`."""
     try:
         yield
     except ValueError as error:
@@ -34,7 +34,7 @@ def _mistakes() -> Iterator[None]:
 
 
 def check_engine(config: Config) -> None:
-    """Refuse an engine that cannot be opened on this machine, as far as that shows without opening it. Raises `ConfigError`."""
+    """Refuse an engine that cannot be opened on this machine, without opening it. Raises `ConfigError`."""
     try:
         config.engine.check(_settings_of(config, sleeps=config.colocated))
     except EngineError as error:
@@ -42,9 +42,9 @@ def check_engine(config: Config) -> None:
 
 
 def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, notify: Callable[[str], None] = lambda _: None) -> Engine:
-    """An engine with the initial model; where the run has an environment, and `episodes`, one that plays them. Raises `EngineError`.
+    """Open the engine with the initial model, wrapped by `with_environments` if the run has an environment and `episodes`.
 
-    `sleeps`: it will be asked to sleep.
+    `sleeps`: it must support sleeping. Raises `EngineError`.
     """
     with _LOADING, _mistakes():
         engine = config.engine.open(_settings_of(config, sleeps=sleeps))
@@ -52,7 +52,7 @@ def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, 
 
 
 def with_environments(engine: Engine, config: Config, *, notify: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:
-    """An engine that plays the trajectories of a run, and asks `engine` for their turns."""
+    """Wrap an engine so that each sample is a multi-turn episode."""
     chosen = config.environment
     assert chosen.source is not None
     return TrajectoryEngine(
@@ -62,7 +62,7 @@ def with_environments(engine: Engine, config: Config, *, notify: Callable[[str],
 
 
 def limits_of(config: Config) -> Limits:
-    """What ends a run's trajectories."""
+    """Limits of a run's episodes."""
     chosen = config.environment
     return Limits(
         max_turns=chosen.max_turns, turn_tokens=config.sampling.max_new_tokens, trajectory_tokens=chosen.max_tokens,
@@ -72,7 +72,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def template_for(config: Config) -> Template:
-    """What renders the run's conversations."""
+    """The template of the run's conversations."""
     data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
     return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
@@ -136,12 +136,12 @@ def make_backend(config: Config, *, steps: int) -> Backend:
 
 
 def open_device(config: Config, run: str) -> SharedDevice | None:
-    """This worker's place among those of this machine that share the run's device; None where each has its own."""
+    """The run's device, shared by processes of this machine; None if each has its own."""
     return SharedDevice(run_directory(run) / "device") if config.colocated else None
 
 
 def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:
-    """The run's checkpoints, None when it wants none; `to_read` leaves alone what a trainer may be writing. Raises `CheckpointError`."""
+    """The run's checkpoints, None if it writes none; `to_read` ignores the one being written. Raises `CheckpointError`."""
     chosen = config.trainer
     if not chosen.checkpoint_every:
         return None

@@ -1,7 +1,7 @@
-"""The place of a single writer, as `RUN.trainer`: taken through the log, seen by rivals, given back.
+"""Writer leases: exclusive right of one process to write as, for example, `RUN.trainer`.
 
-The rule: whose a place is, the newest claim in its role's control topic says. A process that starts never takes a place whose owner
-still says that it is alive; so one that was fenced and is started again ends once more and does not fence its successor.
+The newest record in the role's control topic names the owner. A starting process waits until the owner has released the lease or has been
+silent for `watch_s`; it never fences a live owner, so that a fenced process that is restarted does not fence its successor.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
 BEAT_S = 2.0
-"""How often an owner says that it is alive."""
+"""Heartbeat interval of an owner."""
 SILENT_S = 10.0
-"""An owner that has said nothing for so long, while the broker answered, has lost its place to whoever asks for it."""
+"""An owner without a heartbeat for this long, while the broker responded, has lost its lease."""
 TOKEN, ENDED = "PENSTOCK_TOKEN", "PENSTOCK_ENDED"
-"""Environment of a worker: the token that its launcher made for this start, and those of earlier starts, which have certainly ended."""
+"""Environment of a worker: the token of this start, and those of earlier starts, whose processes have certainly exited."""
 
 
 def new_token() -> str:
@@ -35,34 +35,34 @@ def new_token() -> str:
 
 
 def process_token() -> str:
-    """This process's token: the one its launcher made for it, else a new one."""
+    """This process's token: the one from its launcher, else a new one."""
     return os.environ.get(TOKEN) or new_token()
 
 
 @dataclass(slots=True, kw_only=True)
 class WriterLease:
-    """One process's hold of one place."""
+    """Exclusive right of one process to write as `writer`."""
 
     log: Log
     run: str
     writer: str
-    """Name of the place: with the run before it, the transactional id."""
+    """Name of the lease: with the run before it, the transactional id."""
     token: str
     ended: frozenset[str] = field(default_factory=lambda: frozenset(filter(None, os.environ.get(ENDED, "").split(","))))
-    """Tokens of processes that have certainly ended."""
+    """Tokens of processes that have certainly exited."""
     watch_s: float = 0.0
-    """How long a silent owner is watched before its place is taken; 0 asks only who it is."""
+    """How long a silent owner is watched before its lease is taken; with 0 an owner is fenced at once."""
     notify: Callable[[str], None] = lambda _: None
     stop: threading.Event = field(default_factory=threading.Event)
     """Set: stop watching."""
     first_wins: bool = False
-    """Of two that claim at once the last one stays, whose epoch is the valid one; this lets the first stay, for who writes nothing else."""
+    """Of two simultaneous claims the last one wins, as its epoch is the valid one; with this the first, for writers of nothing else."""
     _left: threading.Event = field(default_factory=threading.Event)
     _producer: Producer | None = None
 
     def acquire(self) -> Transactions:
-        """Claim the place; returns its writer of transactions. Raises `Fenced` if its owner is alive or another came first, `LogError`,
-        and `ConfigError` if the run has no such topic.
+        """Acquire the lease; returns its transactional writer. Raises `Fenced` if its owner is alive or another process claimed first,
+        `LogError`, and `ConfigError` if the run has no such topic.
         """
         if self.log.partitions(self._topic) is None:
             raise ConfigError(
@@ -73,33 +73,33 @@ class WriterLease:
         try:
             self._await_silence(tail)
             transactions = self.log.transactions(f"{self.run}.{self.writer}", claim=self._record("taken"))
-            claims = [found for found in self._read(tail.read_to_end(include_open=True)) if found.kind == "taken"]
-            own = [found.token for found in claims].index(self.token)
-            rivals = claims[:own] if self.first_wins else claims[own + 1 :]
+            claims = [claim for claim in self._read(tail.read_to_end(include_open=True)) if claim.kind == "taken"]
+            own = [claim.token for claim in claims].index(self.token)
+            concurrent = claims[:own] if self.first_wins else claims[own + 1 :]
         finally:
             tail.close()
         self._producer = self.log.producer()
         if self.watch_s:
             threading.Thread(target=self._beat, daemon=True, name=f"alive-{self.writer}").start()
-        if rivals:
+        if concurrent:
             self.release()
-            raise self._taken_by(rivals[-1])
+            raise self._taken_by(concurrent[-1])
         return transactions
 
     def require_held(self) -> None:
-        """Raise `Fenced` if another process has taken the place since; costs a reading of the topic."""
+        """Raise `Fenced` if another process has acquired the lease; reads the topic."""
         if self._producer is None:
             return
         tail = self.log.tail({(self._topic, 0): "earliest"})
         try:
-            owner = [found for found in self._read(tail.read_to_end(include_open=True)) if found.kind == "taken"][-1]
+            owner = [claim for claim in self._read(tail.read_to_end(include_open=True)) if claim.kind == "taken"][-1]
         finally:
             tail.close()
         if owner.token != self.token:
             raise Fenced(f"another process, on {owner.host}, writes as {self.run}.{self.writer} now: this one must stop")
 
     def release(self) -> None:
-        """Say that this process has ended, whoever has its place by now: a successor need not wait."""
+        """Record that this process has ended, even if it lost the lease: a successor need not wait."""
         self._left.set()
         if self._producer is not None:
             with contextlib.suppress(PenstockError):  # without it the successor only waits
@@ -112,34 +112,34 @@ class WriterLease:
         return control_topic(self.run, self.writer.partition("-")[0])
 
     def _await_silence(self, tail: Tail) -> None:
-        """Return once no other process says that it is alive here. Raises `Fenced` as soon as one does."""
+        """Return once no other process sends heartbeats. Raises `Fenced` as soon as one does."""
         owner, gone = None, set(self.ended)
-        for found in self._read(tail.read_to_end()):
-            owner = found if found.kind == "taken" else owner
-            gone |= {found.token} if found.kind == "ended" else set()
+        for claim in self._read(tail.read_to_end()):
+            owner = claim if claim.kind == "taken" else owner
+            gone |= {claim.token} if claim.kind == "ended" else set()
         if owner is None or owner.token in gone or not self.watch_s:
             return
-        self.notify(f"waits {self.watch_s:g} s to learn whether {self.writer} on {owner.host} is still alive")
+        self.notify(f"waiting {self.watch_s:g} s to find out whether {self.writer} on {owner.host} is still alive")
         silent_s, last = 0.0, time.monotonic()
         while silent_s < self.watch_s and not self.stop.is_set():
-            for found in self._read(tail.poll(0.25)):
-                if found.kind == "ended" and found.token == owner.token:
+            for claim in self._read(tail.poll(0.25)):
+                if claim.kind == "ended" and claim.token == owner.token:
                     return
-                if found.kind != "ended" and found.token not in gone:
-                    raise self._taken_by(found)
+                if claim.kind != "ended" and claim.token not in gone:
+                    raise self._taken_by(claim)
             now = time.monotonic()
             silent_s, last = silent_s + (0.0 if tail.outage_s else now - last), now
 
     def _taken_by(self, owner: Owner) -> Fenced:
         since = time.strftime("%H:%M:%S", time.localtime(owner.time_ns / 1e9))
         return Fenced(
-            f"{self.writer} of run {self.run} is at work already, on {owner.host} (heard of at {since}): this one ends, and does not take "
-            "its place while it is alive"
+            f"{self.writer} of run {self.run} is at work already, on {owner.host} (last heartbeat at {since}): this process "
+            "exits, as it does not fence a live owner"
         )
 
     def _read(self, records: Iterable[Record]) -> Iterable[Owner]:
         for record in records:
-            with contextlib.suppress(Unusable):  # nobody's claim
+            with contextlib.suppress(Unusable):  # no valid claim
                 owner = owners.read(record, run=self.run)[1]
                 if owner.writer == self.writer:
                     yield owner
@@ -147,7 +147,7 @@ class WriterLease:
     def _beat(self) -> None:
         assert self._producer is not None
         while not self._left.wait(BEAT_S):
-            with contextlib.suppress(PenstockError):  # the process itself meets whatever is wrong with the log
+            with contextlib.suppress(PenstockError):  # the process's own calls raise errors of the log
                 self._producer.send(self._record("alive"))
 
     def _record(self, kind: OwnerKind) -> Outgoing:

@@ -1,8 +1,7 @@
-"""What every worker has to know of a run: the newest weights, what was trained, and whether it is closed.
+"""The ledger state that every worker follows: the newest weights, the trained steps, and the end of the run.
 
-The rule: ledger entries and versions are applied without gaps. Of the manifests of one version with one digest the last counts, whose
-chunks replace lost ones. Any other record seen before changes nothing and one beyond a gap is refused, so
-that readers agree whatever a broker repeats or a foreign client writes.
+Entries and versions are applied without gaps. Of the manifests of one version with one digest the last counts, whose chunks replace lost
+ones. Any other repetition changes nothing and a record beyond a gap is refused, so that all readers agree.
 """
 
 import time
@@ -18,18 +17,18 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 _CATCH_UP_POLL_S = 0.2
-"""A transaction's marker at the end of a partition is passed without a record: the position is checked this often."""
+"""A transaction's marker at the end of a partition delivers no record: the position is checked this often."""
 SILENCE_S = 60.0
-"""A broker that answers, but sends no record for this long although there are more, is given up."""
+"""Timeout for a broker that responds, but sends no record although there are more."""
 
 
 @dataclass(slots=True)
 class LedgerState:
-    """What the run's ledger entries and weight manifests add up to."""
+    """State that follows from the run's ledger entries and weight manifests."""
 
     run: str
     newest_only: bool = False
-    """Keep, beside version 0, only what the newest versions are put together from: the last two that begin a chain, and what follows."""
+    """Retain, in addition to version 0, only the manifests from the last but one anchor on."""
     manifests: dict[int, Manifest] = field(default_factory=dict)
     newest_version: int = -1
     steps: int = 0
@@ -41,19 +40,19 @@ class LedgerState:
     opened: Entry | None = None
     last_seq: int = -1
     _anchor: int = 0
-    """The newest version that begins a chain."""
+    """The newest anchor version."""
 
     def apply(self, record: Record) -> Entry | Manifest | None:
-        """Apply a record of `ledger` or of partition 0 of `weights`; None when it was applied before. Raises `Unusable`."""
+        """Apply a record of `ledger` or of partition 0 of `weights`; None if it was applied before. Raises `Unusable`."""
         if record.topic == f"{self.run}.ledger":
             return self.take(ledger.read(record, run=self.run)[1])
         if record.topic == f"{self.run}.weights" and record.partition == 0:
             return self.take(weights.read(record, run=self.run)[1])
         return None
 
-    def take(self, said: Entry | Manifest) -> Entry | Manifest | None:
-        """Apply what a record says; None when it was applied before. Raises `Unusable`."""
-        return self._apply_entry(said) if isinstance(said, Entry) else self._apply_manifest(said)
+    def take(self, item: Entry | Manifest) -> Entry | Manifest | None:
+        """Apply an entry or manifest; None if it was applied before. Raises `Unusable`."""
+        return self._apply_entry(item) if isinstance(item, Entry) else self._apply_manifest(item)
 
     def _apply_entry(self, entry: Entry) -> Entry | None:
         if not ledger.continues(entry, after=self.last_seq):
@@ -73,8 +72,8 @@ class LedgerState:
 
     def _apply_manifest(self, manifest: Manifest) -> Manifest | None:
         if manifest.version <= self.newest_version:
-            known = self.manifests.get(manifest.version)
-            if known is None or known == manifest or known.digest != manifest.digest:
+            previous = self.manifests.get(manifest.version)
+            if previous is None or previous == manifest or previous.digest != manifest.digest:
                 return None
         elif manifest.version != self.newest_version + 1:
             raise Unusable(f"version {manifest.version} follows version {self.newest_version}: it was not published", kind="mismatch")
@@ -82,7 +81,7 @@ class LedgerState:
         return manifest
 
     def add(self, manifest: Manifest) -> None:
-        """Count a version as published, or where its chunks are after they were sent again."""
+        """Count a version as published, or update where its chunks are after they were sent again."""
         if (origin := self.manifests.get(0)) is not None and (manifest.names, manifest.shapes) == (origin.names, origin.shapes):
             manifest = replace(manifest, names=origin.names, dtypes=_same(manifest.dtypes, origin.dtypes), shapes=origin.shapes)
         self.manifests[manifest.version] = manifest
@@ -93,21 +92,21 @@ class LedgerState:
             self._anchor = max(manifest.version, self._anchor)
 
 
-def _same(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    """The known tuple where both are equal, so that one is kept for all versions."""
-    return known if names == known else names
+def _same(names: tuple[str, ...], previous: tuple[str, ...]) -> tuple[str, ...]:
+    """`previous` if both are equal, so that all versions share one tuple."""
+    return previous if names == previous else names
 
 
 class LedgerFollower:
     """Keeps a `LedgerState` up to date for a worker that reads nothing else from `ledger` and `weights`.
 
-    Records it cannot use are left to the role that owns reading the topic.
+    Unusable records are left to the role that owns reading the topic.
     """
 
     def __init__(self, log: Log, run: str, state: LedgerState | None = None, starts: Mapping[Partition, Start] | None = None) -> None:
-        """`starts`: where to read on, if not from the beginning, in a state that knows what comes before.
+        """`starts`: start offsets, if not the beginning, for a state that includes the records before.
 
-        Without a `state` only the newest manifests are kept.
+        Without a `state` only the newest manifests are retained.
         """
         self.state, self._log = state or LedgerState(run, newest_only=True), log
         self._tail: Tail = log.tail(starts or {(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
@@ -118,7 +117,7 @@ class LedgerFollower:
             self._apply(record)
 
     def catch_up(self) -> None:
-        """Apply every record that is there now. Raises `LogError` when none comes for so long although there are more."""
+        """Apply every record up to the current end offsets. Raises `LogError` if none arrives for too long."""
         ends = self._log.end_offsets([(f"{self.state.run}.ledger", 0), (f"{self.state.run}.weights", 0)])
         last = time.monotonic()
         while behind := [at for at, end in ends.items() if self._tail.position(at) < end]:
@@ -128,7 +127,7 @@ class LedgerFollower:
             if records or self._tail.outage_s > 0:
                 last = time.monotonic()
             elif time.monotonic() - last > SILENCE_S:
-                raise LogError(f"nothing came of {behind[0][0]}/{behind[0][1]} for {SILENCE_S:g} s, and there is more of it")
+                raise LogError(f"no record of {behind[0][0]}/{behind[0][1]} for {SILENCE_S:g} s, although there are more")
 
     def close(self) -> None:
         """Close the reader."""

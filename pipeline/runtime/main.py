@@ -1,7 +1,7 @@
-"""The entry of every worker process: arguments, signals, the wait for the run, and one place where errors become one line.
+"""Entry point of every worker process: arguments, signals, waiting for the run, and errors as one line.
 
-The rule: a worker exits 0 when its run is over or it was asked to stop; otherwise one line says the cause, and the status is 1
-when starting again may help, 2 when it cannot: a person's mistake, a contradiction in what is recorded, another process in its place.
+A worker exits with 0 if its run is over or a stop was requested; otherwise one line tells the cause, and the status is 1 if a restart may
+help, 2 if not: a user error, contradictory records, another process with its lease.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from penstock.topics.wire.visible import visible
 EMBEDDED = "embedded"
 """Address that stands for this machine's own broker."""
 _SHARE_MEMORY = ("trainer", "rollout", "evaluator")
-"""Roles whose other processes open this one's memory under /proc."""
+"""Roles whose memory other processes of the run open under /proc."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,7 +119,7 @@ def work(
     health: str | None = None,
     log_json: bool = False,
 ) -> int:
-    """Join the run as `role` and do its work; SIGTERM and SIGINT end it in an orderly way."""
+    """Join the run as `role` and do its work; SIGTERM and SIGINT request an orderly stop."""
     make_files_private()
     if log_json:
         os.environ[LOG_JSON] = "1"
@@ -147,9 +147,9 @@ def work(
     except (PenstockError, OSError, *MISTAKES) as error:
         return _failed(role, session, error, run=run, debug=debug)
     except ModuleNotFoundError as error:
-        missing = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
+        missing = Unrecoverable(f"{error.name} is not installed on this machine. Find its extra: penstock doctor")
         return _failed(role, session, missing, run=run, debug=debug)
-    except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
+    except Exception as error:  # top level of the process: the launcher and the run learn the cause
         return _failed(role, session, error, run=run, debug=True)
     finally:
         stop_forwarding()
@@ -166,7 +166,7 @@ def _log(bootstrap: str, security: Mapping[str, Any] | None, *, client_id: str) 
 
 
 def _failed(role: str, session: Session | None, error: BaseException, *, run: str, debug: bool) -> int:
-    """Print the cause, tell the run, and end without waiting for client threads that may be stuck."""
+    """Print the cause, report it, and end without waiting for client threads that may be stuck."""
     if debug or os.environ.get("PENSTOCK_DEBUG"):
         traceback.print_exception(error)
     text = f"{error}: is the run attended twice?" if isinstance(error, Fenced) else str(error)
@@ -175,7 +175,7 @@ def _failed(role: str, session: Session | None, error: BaseException, *, run: st
     line = log_line(text, run=run, worker=name, level="error", as_json=True) if as_json else f"penstock: {role}: {visible(text)}"
     print(line, file=sys.stderr, flush=True)
     if session is not None:
-        with contextlib.suppress(Exception):  # the run may be beyond reach: the cause is already printed
+        with contextlib.suppress(Exception):  # the broker may be unreachable: the cause is already printed
             session.reporter.labels["error"] = text
             session.close(status="failed")
     return exit_status(error)

@@ -1,14 +1,14 @@
-"""What a worker leaves to its successor beside a committed offset: one JSON object with the fields of one class below.
+"""Typed metadata stored with committed consumer offsets: one JSON object with the fields of one class below.
 
-The rule: a note that is missing, torn or of another shape counts as none; the successor then reads from the beginning and loses nothing.
+Metadata that are missing or malformed count as none; the successor then reads from the start and loses nothing.
 
-| consumer group | topic with the note | class |
+| consumer group | topic | class |
 |---|---|---|
 | `<run>.rollout` | `prompts` | `RolloutOffsetMetadata` |
-| `<run>.rollout`, with `environment.carrier = "log"` | `calls` | `CallNote` |
+| `<run>.rollout`, with `environment.carrier = "log"` | `calls` | `CallOffsetMetadata` |
 | `<run>.environment` | `prompts` | `RolloutOffsetMetadata` |
-| `<run>.scorer` | `prompts` | `ScorerNote` |
-| `<run>.feeder` | `prompts` and `groups` | `FeederNote`, the same in every partition |
+| `<run>.scorer` | `prompts` | `ScorerOffsetMetadata` |
+| `<run>.feeder` | `prompts` and `groups` | `FeederOffsetMetadata`, the same in every partition |
 """
 
 import json
@@ -16,44 +16,44 @@ from typing import NamedTuple, TypeVar
 
 
 class RolloutOffsetMetadata(NamedTuple):
-    """What a worker that takes prompts knows of the partition's samples."""
+    """The samples of a partition's unfinished prompts."""
 
     rollouts: int
-    """Offset in `rollouts` from which the samples of the prompts above the committed one are found."""
+    """Offset in `rollouts` of the first sample of the prompts above the committed offset."""
 
 
 class CallOffsetMetadata(NamedTuple):
-    """What a rollout worker knows of the partition's replies."""
+    """The replies to a partition's unfinished calls."""
 
     replies: int
-    """Offset in `replies` from which the replies to the calls above the committed one are found."""
+    """Offset in `replies` of the first reply to the calls above the committed offset."""
 
 
 class ScorerOffsetMetadata(NamedTuple):
-    """What a scorer knows of the partition's finished groups."""
+    """A partition's finished groups."""
 
     below: int
     """Groups below this number have ended."""
     groups: int
-    """Offset in `groups` from which the outcomes of the others are found."""
+    """Offset in `groups` of the first outcome of the other groups."""
 
 
 class FeederOffsetMetadata(NamedTuple):
-    """What the feeder has counted of the groups before the committed offsets."""
+    """Counts of the groups before the committed offsets."""
 
     ended: int
     """Groups below this number have ended."""
     dropped: int
     """How many of them a scorer dropped."""
     place: int
-    """Where in the order of prompts the next one stands, as far as those groups tell."""
+    """Next position in the order of prompts after those groups."""
 
 
 Note = TypeVar("Note", RolloutOffsetMetadata, CallOffsetMetadata, ScorerOffsetMetadata, FeederOffsetMetadata)
 
 
 def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetadata | FeederOffsetMetadata) -> str:
-    """The note as commit metadata.
+    """The metadata as JSON.
 
     Example:
         encode(RolloutOffsetMetadata(rollouts=7))  # -> '{"rollouts": 7}'
@@ -62,7 +62,7 @@ def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetada
 
 
 def decode(kind: type[Note], text: str) -> Note | None:
-    """The note in commit metadata; None where there is none that can be used."""
+    """Metadata of a committed offset; None if missing or malformed."""
     try:
         fields = json.loads(text)
         numbers = [fields[name] for name in kind._fields]

@@ -1,6 +1,6 @@
 """The roles of a run in one table: order, colour, number of workers, topics read and written; and the DAG as text and as Mermaid.
 
-The rule: no other module keeps a list of roles. A role's module is imported by name, in the process that runs it.
+No other module has a list of roles. A role's module is imported by name, in the process that runs it.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class Role:
     threads: Count = lambda _: 1
     """CPU threads of one worker."""
     gpus: Count = lambda _: 0
-    """GPUs of one worker, where the configuration places GPUs."""
+    """GPUs of one worker, if the configuration places GPUs."""
     in_ranks: bool = False
     """True if a worker may be several processes: one whose RANK is above 0 runs `follow` of the role's module instead of `main`."""
 
@@ -62,9 +62,9 @@ class Role:
 
 _METRICS = {"metrics": "what it does, once a second"}
 _REPORTS = {**_METRICS, "dead-letters": "records it cannot use"}
-_LETTERS = {"dead-letters": "records that were set aside before"}
+_DEAD_LETTERS = {"dead-letters": "records that are dead letters already"}
 _JOINS = {"run": "the run's configuration", "penstock.runs": "that there is the run"}
-_RIVALS = "whether another process writes under this name"
+_LEASE = "the owner of the writer lease"
 _TAKES = "that this process writes under its name"
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
 
@@ -81,15 +81,15 @@ _TABLE = (
             "groups": "headers: which groups ended, which were dropped",
             **_FOLLOWS,
             "metrics": "free slots",
-            "control-feeder": _RIVALS,
-            **_LETTERS,
+            "control-feeder": _LEASE,
+            **_DEAD_LETTERS,
             **_JOINS,
         },
         writes={"prompts": "one prompt group to sample", "control-feeder": f"{_TAKES}, that all prompts are out", **_REPORTS},
     ),
     Role(
         name="environment",
-        does="plays trajectories of several turns, and asks the rollout workers for the policy's",
+        does="runs episodes of several turns, and requests the policy's turns from the rollout workers",
         colour="bright_magenta",
         keeps_offsets=True,
         extras=("data", "agents"),
@@ -97,13 +97,13 @@ _TABLE = (
         workers=lambda config: config.environment_workers,
         reads={
             "prompts": "what to play",
-            "replies": "what was drawn for a turn",
+            "replies": "the completion of a turn",
             "rollouts": "what exists already in partitions it takes over",
             **_FOLLOWS,
-            **_LETTERS,
+            **_DEAD_LETTERS,
             **_JOINS,
         },
-        writes={"calls": "one turn to draw", "rollouts": "finished trajectories", **_REPORTS},
+        writes={"calls": "one turn to generate", "rollouts": "finished trajectories", **_REPORTS},
     ),
     Role(
         name="rollout",
@@ -117,18 +117,18 @@ _TABLE = (
         gpus=lambda config: config.rollout.gpus_per_worker,
         reads={
             "prompts": "what to sample",
-            "calls": "which turns to draw, where environments have workers of their own",
+            "calls": "turns to generate, if environments have workers of their own",
             "rollouts": "what exists already in partitions it takes over",
-            "replies": "what is answered already in partitions it takes over",
+            "replies": "existing replies in partitions it takes over",
             **_FOLLOWS,
-            "metrics": "what was evaluated before, where it lends its engine",
+            "metrics": "earlier evaluations, if they use its engine",
             "control-rollout": "how accurate that was",
-            **_LETTERS,
+            **_DEAD_LETTERS,
             **_JOINS,
         },
         writes={
             "rollouts": "finished samples",
-            "replies": "what was drawn for a turn",
+            "replies": "the completion of a turn",
             "control-rollout": "accuracy by version, the request to end the run",
             **_REPORTS,
         },
@@ -148,8 +148,8 @@ _TABLE = (
             "groups": "what is finished",
             **_FOLLOWS,
             "metrics": "whether rollout workers report",
-            "control-scorer": _RIVALS,
-            **_LETTERS,
+            "control-scorer": _LEASE,
+            **_DEAD_LETTERS,
             **_JOINS,
         },
         writes={"groups": "one group's outcome", "control-scorer": _TAKES, **_REPORTS},
@@ -169,9 +169,9 @@ _TABLE = (
             "weights": "versions that exist already",
             "control-feeder": "that all prompts are out",
             "control-evaluator": "which version is best, the request to end the run",
-            "control-rollout": "the same, where a rollout worker lends its engine",
-            "control-trainer": _RIVALS,
-            **_LETTERS,
+            "control-rollout": "the same, if evaluations use a rollout worker's engine",
+            "control-trainer": _LEASE,
+            **_DEAD_LETTERS,
             **_JOINS,
         },
         writes={
@@ -191,7 +191,7 @@ _TABLE = (
         workers=lambda config: int(bool(config.eval_sources) and not config.evaluates_on_rollout_engine),
         gpus=lambda config: config.rollout.gpus_per_worker,
         reads={
-            "rollouts": "whether samples are drawn yet",
+            "rollouts": "the first samples",
             "weights": "manifests and chunks",
             "ledger": "the end of the run",
             "metrics": "what was measured before",
@@ -211,7 +211,7 @@ _TABLE = (
             "groups": "headers: rewards of all scored samples",
             "prompts": "headers: which groups are open",
             "rollouts": "at the end, for the report",
-            "dead-letters": "how many records were set aside",
+            "dead-letters": "the number of dead letters",
             **_JOINS,
         },
         writes={"state": "what the run's topics add up to", **_REPORTS},
@@ -228,7 +228,7 @@ TOPICS = (*catalogue.TOPICS, *catalogue.TURNS, *catalogue.CONTROL, catalogue.STA
 
 
 def order(role: str) -> int:
-    """The place of a role in the table, behind all for an unknown one, as a key to sort by."""
+    """Sort key of a role: its index in the table, unknown roles last."""
     return [*ROLES, role].index(role)
 
 
@@ -242,7 +242,7 @@ def writers(topic: str) -> list[str]:
     return [role.name for role in ROLES.values() if topic in role.writes]
 
 
-def drawing() -> list[str]:
+def generating_roles() -> list[str]:
     """Names of the roles whose workers take prompts and publish samples."""
     return writers("rollouts")
 

@@ -1,7 +1,4 @@
-"""A worker's place in a run: its name, the run's configuration from the log, and what it reports with.
-
-The rule: a worker needs a broker address and a run id, nothing else.
-"""
+"""A worker's connection to its run: its name, the configuration from the log, its producer and reporter."""
 
 import contextlib
 import json
@@ -43,17 +40,17 @@ class Session:
     config: Config
     info: Mapping[str, Any]
     stop: threading.Event
-    """Set by SIGTERM and SIGINT: finish or hand back, then end."""
+    """Set by SIGTERM and SIGINT: finish or release, then exit."""
     token: str = field(default_factory=new_token)
-    """The process, for all others."""
+    """Identifies the process to others."""
     trust: Trust = NO_TRUST
-    """What the operator of this process has said about the run."""
+    """The operator's decision about the run's code."""
     pool: str | None = None
     """The one of rollout.pools that this worker is in; None without pools, and in other roles."""
     watch_s: float = 0.0
-    """How long a silent owner of the place that this worker takes is watched; 0 in a process that other workers share."""
+    """How long a silent owner of this worker's lease is watched; 0 in a process that other workers share."""
     finishing: Callable[[], str] | None = None
-    """Says what the worker still does once it is asked to stop, and about how long that takes; set by the worker, called by any thread."""
+    """Describes the remaining work after a stop request and its duration; set by the worker, called by any thread."""
     schedule: Schedule = field(init=False)
     producer: Producer = field(init=False)
     """The plain producer: samples, chunks, measurements and dead letters."""
@@ -76,7 +73,7 @@ class Session:
 
     @property
     def pools(self) -> Pools | None:
-        """Which partitions this worker and its like may own; None without pools."""
+        """Partitions that this worker and its pool may own; None without pools."""
         return None if self.pool is None else Pools(own=self.pool, by_partition=self.config.pools_by_partition)
 
     def topic(self, name: str) -> str:
@@ -84,7 +81,7 @@ class Session:
         return f"{self.run}.{name}"
 
     def member(self, *topics: str, max_records: int, max_bytes: int = 64 << 20, gathers: bool = True) -> Member:
-        """Join the workers of this role, which share the partitions of these of the run's topics; `Log.member` says the rest."""
+        """Join the consumer group of this role on these topics of the run; see `Log.member`."""
         return self.log.member(
             f"{self.run}.{self.role}",
             [self.topic(name) for name in topics],
@@ -96,7 +93,7 @@ class Session:
         )
 
     def transactions(self) -> Transactions:
-        """Take this worker's place as the only writer under its name. Raises `Fenced` while another process is alive there."""
+        """Acquire this worker's lease. Raises `Fenced` while another process holds it."""
         reporter = self.reporter
         self._lease = WriterLease(
             log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, notify=reporter.notify, stop=self.stop
@@ -104,7 +101,7 @@ class Session:
         return self._lease.acquire()
 
     def require_lease(self) -> None:
-        """Raise `Fenced` if another process has taken this worker's place: before it calls foreign what its successor may have written."""
+        """Raise `Fenced` if another process has acquired this worker's lease, whose records would else look foreign."""
         if self._lease is not None:
             self._lease.require_held()
 
@@ -117,11 +114,11 @@ class Session:
             )
 
     def announce_stop(self) -> None:
-        """Wait until the worker is asked to stop, then report what it still finishes; for a thread of its own."""
+        """Wait until a stop is requested, then report the remaining work; for a thread of its own."""
         self.stop.wait()
-        text = self.finishing() if self.finishing else f"ends what it does now: {self.reporter.labels['doing']}"
-        self.reporter.notify(f"asked to stop: {text}")
-        with contextlib.suppress(PenstockError):  # the worker itself meets whatever is wrong with the log
+        text = self.finishing() if self.finishing else f"finishes its current work: {self.reporter.labels['doing']}"
+        self.reporter.notify(f"stop requested: {text}")
+        with contextlib.suppress(PenstockError):  # the worker's own calls raise errors of the log
             self.reporter.doing(Activity.STOP, f"stopping: {text}", now=True)
 
     def close(self, *, status: str) -> None:
@@ -146,26 +143,26 @@ def join(
     pool: str | None = None,
     trust: Trust = NO_TRUST,
 ) -> Session | None:
-    """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited.
+    """Wait for the run to be registered and join it; None if a stop was requested first.
 
-    Raises `ConfigError`, also for code that neither the run's key nor `trust` vouches for.
+    Raises `ConfigError`, also for code that neither the run's key nor `trust` covers.
     """
-    said = False
-    while not _is_made(log, found := registration(log, run, key_file=trust.run_key)):
-        if not said:
-            print_line(run, worker or role, f"waits for the run to be created (penstock create CONFIG --run-id {run})")
-            said = True
+    announced = False
+    while not _is_made(log, registered := registration(log, run, key_file=trust.run_key)):
+        if not announced:
+            print_line(run, worker or role, f"waiting for the run to be created (penstock create CONFIG --run-id {run})")
+            announced = True
         if stop.wait(1.0):
             return None
-    record = require_trusted(found, trust=trust, notify=partial(print_line, run, worker or role))
+    record = require_trusted(registered, trust=trust, notify=partial(print_line, run, worker or role))
     config = from_json(record.config)
     if role == "tracker":
-        require_own_server(found, config, trust=trust)
+        require_own_server(registered, config, trust=trust)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     token = process_token()
     name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
-    pool = pool_of_worker(config, role=role, worker=name, asked=pool)
+    pool = pool_of_worker(config, role=role, worker=name, requested=pool)
     log.wait_out(config.kafka.give_up_s, notify=partial(print_line, run, name))  # before any client is made: it holds for those that follow
     session = Session(
         run=run,
@@ -189,39 +186,39 @@ def join(
     return session
 
 
-def _is_made(log: Log, found: Registration) -> bool:
-    """True if the run is registered, or if an earlier release has made it: anybody may write a status for a run that is not made yet."""
-    if found.record is None:
+def _is_made(log: Log, registered: Registration) -> bool:
+    """True if the run is registered, or made by an earlier release: any client may write a status for a run that does not exist."""
+    if registered.record is None:
         return False
-    return found.own or log.partitions(topic_name(found.run, "ledger")) is not None
+    return registered.own or log.partitions(topic_name(registered.run, "ledger")) is not None
 
 
-def pool_of_worker(config: Config, *, role: str, worker: str, asked: str | None) -> str | None:
-    """The pool that a worker is in: the one it asks for, else that of its number; None without pools. Raises `ConfigError`."""
+def pool_of_worker(config: Config, *, role: str, worker: str, requested: str | None) -> str | None:
+    """The pool that a worker is in: the requested one, else that of its number; None without pools. Raises `ConfigError`."""
     names = ", ".join(config.rollout.pools)
     if role != "rollout" or not names:
-        if asked is not None:
-            raise ConfigError(f"--pool {asked}: only rollout workers are in pools, of a run that has rollout.pools")
+        if requested is not None:
+            raise ConfigError(f"--pool {requested}: only rollout workers are in pools, of a run that has rollout.pools")
         return None
     number = worker.removeprefix(f"{role}-")
-    if asked is None and number.isdigit() and int(number) < len(config.pools):
+    if requested is None and number.isdigit() and int(number) < len(config.pools):
         return config.pools[int(number)]
-    if asked not in config.rollout.pools:
-        raise ConfigError(f"--pool: the run's rollout workers are in pools; say which one this worker joins: {names}")
-    return asked
+    if requested not in config.rollout.pools:
+        raise ConfigError(f"--pool: the run's rollout workers are in pools; name the one that this worker joins: {names}")
+    return requested
 
 
 def stop_on_signals(stop: threading.Event) -> None:
     """SIGTERM and SIGINT set the event; a second one ends the process at once."""
 
-    asked: list[int] = []
+    requested: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
-        if asked:
+        if requested:
             with contextlib.suppress(OSError):  # no stream of Python's: the interrupted code may be writing to it
                 os.write(2, b"stopped at once on a second signal\n")
             os._exit(128 + number)
-        asked.append(number)
+        requested.append(number)
         set_in_handler(stop)
 
     signal.signal(signal.SIGTERM, handle)

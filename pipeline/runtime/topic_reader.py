@@ -1,7 +1,7 @@
-"""The one reader of a run's topics: iterators over Kafka, an archive or memory.
+"""Reads a run's topics from Kafka, an archive or memory, as iterators.
 
-The rule: of records that say the same the first counts, a group counts when all its parts are here, the ledger has no gaps, and a poison
-record is not decoded. Never more than a batch is held, however long a topic is, and only silence is limited, not how long a reading takes.
+Of repeated records the first counts, a group counts once all its parts have arrived, the ledger has no gaps, and a poison record is not
+decoded. At most one batch is in memory. The silence between records is limited, not the duration of a read.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from penstock.topics.wire.record import Record, RecordId
 
 BATCH = 500
 POLL_S = 0.02
-"""A transaction's marker at the end of a partition is passed without a record: the position is checked this often."""
+"""A transaction's marker at the end of a partition delivers no record: the position is checked this often."""
 SILENCE_S = 600.0
-"""A broker that answers, but sends no record for this long although there are more, is given up."""
+"""Timeout for a broker that responds, but sends no record although there are more."""
 EFFECTS_FIRST = ("metrics", "ledger", "weights", "groups", "rollouts", "prompts", "dead-letters")
-"""Order in which the ends of the topics are read: whatever a record refers to is then before the end of its own topic."""
+"""Order in which end offsets are read, so that the records that any record refers to are before the end of their topic."""
 
 POISON: Final = "killer"
-"""Kind of the dead letter about a record that has ended the processes which decoded it."""
+"""Kind of the dead letter about a record that has crashed the processes which decoded it."""
 
 _ALL: Final[Mapping[Partition, int]] = {}
 
@@ -46,16 +46,16 @@ Decoder = Callable[..., tuple[Headers, Payload]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read(Generic[Payload]):
-    """What one record says, or the records of all parts of one group."""
+    """The content of one record, or of all parts of one group."""
 
     records: tuple[Record, ...]
     headers: Headers | None = None
-    """None where they cannot be used."""
+    """None if they are invalid."""
     payload: Payload | None = None
-    """None where it cannot be decoded, or was not to be."""
+    """None if it cannot be decoded, or was not decoded."""
     problem: Unusable | None = None
     repeats: bool = False
-    """True where an earlier record says the same: this one does not count."""
+    """True for a repetition of an earlier record: it does not count."""
 
     @property
     def record(self) -> Record:
@@ -64,32 +64,32 @@ class Read(Generic[Payload]):
 
 
 class RunReader:
-    """Reads one run up to the ends that its topics have at the first call, so that everything read by it fits together."""
+    """Reads one run up to the end offsets at the first call, so that all its results are consistent."""
 
     def __init__(self, log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> None:
-        """`alive` is called before every batch; whatever it raises ends the reading."""
+        """`alive` is called before every batch; an exception from it ends the read."""
         self.log, self.run = log, run
         self._alive = alive
 
     def entries(self) -> Iterator[Entry]:
-        """The ledger without repetitions and without what lies beyond a gap."""
-        return (said for said in self.history(LedgerState(self.run), topics=("ledger",)) if isinstance(said, Entry))
+        """The ledger without repetitions and without entries beyond a gap."""
+        return (item for item in self.history(LedgerState(self.run), topics=("ledger",)) if isinstance(item, Entry))
 
     def manifests(self) -> Iterator[Manifest]:
         """Every published version, in order."""
-        return (said for said in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(said, Manifest))
+        return (item for item in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(item, Manifest))
 
     def history(self, ledger_state: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
-        """Every entry of the ledger and every manifest, each applied to `story`."""
+        """Every ledger entry and manifest, each applied to `ledger_state`."""
         for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):
             with contextlib.suppress(Unusable):
-                if record.id not in self.poison and (said := ledger_state.apply(record)) is not None:
-                    yield said
+                if record.id not in self.poison and (item := ledger_state.apply(record)) is not None:
+                    yield item
 
-    def prompts(self, *, wanted: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
-        """The prompt of each group, or of each wanted one; with `repeats` also the records that do not count."""
+    def prompts(self, *, only: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
+        """The prompt of each group, or of each in `only`; with `repeats` also the records that do not count."""
         seen = set[int | None]()
-        for checked in self._checked("prompts", prompts.check, wanted, None):
+        for checked in self._checked("prompts", prompts.check, only, None):
             if checked.headers is None:
                 yield checked
                 continue
@@ -103,17 +103,17 @@ class RunReader:
     def samples(
         self,
         *,
-        wanted: AbstractSet[int] | None = None,
+        only: AbstractSet[int] | None = None,
         partitions: Sequence[int] | None = None,
         decode: bool = True,
         repeats: bool = False,
     ) -> Iterator[Read[Rollout]]:
-        """Each sample, or each of the wanted groups' samples; with `repeats` also those that do not count.
+        """Each sample, or each of the groups in `only`; with `repeats` also those that do not count.
 
-        A record may hold several: each is given with the record, and with its own number and tokens in the headers.
+        A record may hold several: each is yielded with the record, and with its own number and tokens in the headers.
         """
         seen = set[tuple[int | None, int]]()
-        for checked in self._checked("rollouts", rollouts.check, wanted, partitions):
+        for checked in self._checked("rollouts", rollouts.check, only, partitions):
             if (headers := checked.headers) is None:
                 yield checked
                 continue
@@ -121,26 +121,26 @@ class RunReader:
             if not repeats and all((headers.group, number) in seen for number in tokens):
                 continue
             whole: Read[tuple[Rollout, ...]] = self._decoded(checked, rollouts.read_all if decode else None)
-            drawn = {rollout.sample: rollout for rollout in whole.payload or ()}
+            by_number = {rollout.sample: rollout for rollout in whole.payload or ()}
             for number, count in tokens.items():
                 if (repeated := (headers.group, number) in seen) and not repeats:
                     continue
                 own = replace(headers, sample=number, tokens=count, samples=None, sample_tokens=None)
-                yield Read(records=whole.records, headers=own, payload=drawn.get(number), problem=whole.problem, repeats=repeated)
+                yield Read(records=whole.records, headers=own, payload=by_number.get(number), problem=whole.problem, repeats=repeated)
                 if whole.problem is None:
                     seen.add((headers.group, number))
 
     def groups(
         self,
         *,
-        wanted: AbstractSet[int] | None = None,
+        only: AbstractSet[int] | None = None,
         partitions: Sequence[int] | None = None,
         decode: bool = True,
         repeats: bool = False,
     ) -> Iterator[Read[Group]]:
-        """The outcome of each group, or of each wanted one, once all its parts are here; with `repeats` also those that do not count."""
+        """The outcome of each group, or of each in `only`, once all parts have arrived; with `repeats` also those that do not count."""
         assembler, ended = GroupAssembler(), set[int | None]()
-        for part in self._checked("groups", groups.check, wanted, partitions):
+        for part in self._checked("groups", groups.check, only, partitions):
             if part.headers is None:
                 yield part
                 continue
@@ -155,7 +155,7 @@ class RunReader:
                 continue
             whole = replace(part, records=tuple(records), repeats=repeated)
             yield (read := self._decoded(whole, groups.read if decode else None))
-            if read.problem is None or read.problem.kind == POISON:  # a killer's headers are beyond doubt, and the trainer goes by them
+            if read.problem is None or read.problem.kind == POISON:  # its headers were checked, and the trainer uses them
                 ended.add(part.headers.group)
 
     def dead_letters(self) -> Iterator[Read[DeadLetter]]:
@@ -163,19 +163,19 @@ class RunReader:
         refused = set[RecordId]()
         for record in self.records("dead-letters"):
             try:
-                headers, letter = dead_letters.read(record, run=self.run)
+                headers, dead_letter = dead_letters.read(record, run=self.run)
             except Unusable as error:
                 yield Read(records=(record,), problem=error)
                 continue
-            yield Read(records=(record,), headers=headers, payload=letter, repeats=letter.record_id in refused)
-            refused.add(letter.record_id)
+            yield Read(records=(record,), headers=headers, payload=dead_letter, repeats=dead_letter.record_id in refused)
+            refused.add(dead_letter.record_id)
 
     def records(
         self, *topics: str, partitions: Sequence[int] | None = None, since: Mapping[Partition, int] | None = None
     ) -> Iterator[Record]:
-        """The kept records of the run's topics as they are, in order within a partition; none of a topic that does not exist.
+        """The retained records of the run's topics, undecoded, in order within a partition; none of a topic that does not exist.
 
-        `since` gives the offsets of the first ones wanted.
+        `since` gives start offsets.
         """
         ends = {at: end for topic in topics for at, end in self._ends.get(topic, {}).items()}
         if partitions is not None:
@@ -184,17 +184,17 @@ class RunReader:
 
     @cached_property
     def poison(self) -> frozenset[RecordId]:
-        """Places of the records that have ended the processes which decoded them."""
-        letters = (read.payload for read in self.dead_letters() if read.payload is not None)
-        return frozenset(letter.record_id for letter in letters if letter.kind == POISON)
+        """Records that have crashed the processes which decoded them."""
+        payloads = (read.payload for read in self.dead_letters() if read.payload is not None)
+        return frozenset(dead_letter.record_id for dead_letter in payloads if dead_letter.kind == POISON)
 
     @cached_property
     def _ends(self) -> dict[str, dict[Partition, int]]:
         return {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
 
-    def _checked(self, topic: str, check: Check, wanted: AbstractSet[int] | None, partitions: Sequence[int] | None) -> Iterator[Read[Any]]:
-        """Records with their headers, or with why those cannot be used; of groups that nobody wants none."""
-        claims = None if wanted is None else {b"%d" % group for group in wanted}
+    def _checked(self, topic: str, check: Check, only: AbstractSet[int] | None, partitions: Sequence[int] | None) -> Iterator[Read[Any]]:
+        """Records with their headers, or with the reason why those are invalid; none of groups outside `only`."""
+        claims = None if only is None else {b"%d" % group for group in only}
         for record in self.records(topic, partitions=partitions):
             if claims is not None and not _claims(record, claims):
                 continue
@@ -203,14 +203,14 @@ class RunReader:
             except Unusable as error:
                 yield Read(records=(record,), problem=error)
                 continue
-            if wanted is None or headers.group in wanted:
+            if only is None or headers.group in only:
                 yield Read(records=(record,), headers=headers)
 
     def _decoded(self, read: Read[Any], decoder: Decoder[Payload] | None) -> Read[Payload]:
         if decoder is None:
             return read
         if not self.poison.isdisjoint(record.id for record in read.records):
-            return replace(read, problem=Unusable("it has ended the processes that decoded it", kind=POISON))
+            return replace(read, problem=Unusable("it has crashed the processes that decoded it", kind=POISON))
         try:
             return replace(read, payload=decoder(read.records if len(read.records) > 1 else read.record, run=self.run)[1])
         except Unusable as error:
@@ -218,26 +218,30 @@ class RunReader:
 
 
 def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:
-    """What retention has taken from these Kafka topics, a line for each partition, or for that one, that has lost its beginning.
+    """The records that retention has deleted from these Kafka topics, a line for each partition, or for that one.
 
     Example:
         deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
     """
     partitions = [at for name in names for at in _partitions(log, name) if partition in (None, at[1])]
-    begins = log.beginning_offsets(partitions)
-    return [f"{topic}/{p}: the records at offsets 0 to {begins[topic, p] - 1} were deleted" for topic, p in partitions if begins[topic, p]]
+    first_offsets = log.beginning_offsets(partitions)
+    return [
+        f"{topic}/{p}: the records at offsets 0 to {first_offsets[topic, p] - 1} were deleted"
+        for topic, p in partitions
+        if first_offsets[topic, p]
+    ]
 
 
 def scan(log: Log, *names: str, since: Mapping[Partition, int] = _ALL) -> Iterator[Record]:
-    """Every kept record of these Kafka topics, up to the ends they have now and from `since` on; none of a topic that does not exist."""
+    """Every retained record of these Kafka topics from `since` up to the current end offsets; none of a topic that does not exist."""
     return _up_to(log, log.end_offsets([at for name in names for at in _partitions(log, name)]), since=since)
 
 
-def between(log: Log, at: Partition, begin: int, end: int, *, fetch_bytes: int | None = None) -> Iterator[Record]:
-    """The records of one partition from offset `begin` on and below `end`, both of which lie in it; `fetch_bytes` as in `Log.tail`."""
-    if begin >= end:
+def between(log: Log, at: Partition, start: int, end: int, *, fetch_bytes: int | None = None) -> Iterator[Record]:
+    """The records of one partition from offset `start` to before `end`, which both exist; `fetch_bytes` as in `Log.tail`."""
+    if start >= end:
         return
-    tail = log.tail({at: begin}, fetch_bytes=fetch_bytes)
+    tail = log.tail({at: start}, fetch_bytes=fetch_bytes)
     try:
         yield from (record for record in drain(tail, {at: end}) if record.offset < end)
     finally:
@@ -247,7 +251,7 @@ def between(log: Log, at: Partition, begin: int, end: int, *, fetch_bytes: int |
 def drain(
     tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
 ) -> Iterator[Record]:
-    """What an open tail gives until it has passed these ends. Raises `LogError` after `silence_s` in which nothing came."""
+    """The records of an open tail until it has passed these ends. Raises `LogError` after `silence_s` without a record."""
     behind, silent_s = [at for at, end in ends.items() if tail.position(at) < end], 0.0
     while behind:
         alive()
@@ -255,13 +259,13 @@ def drain(
         silent_s = 0.0 if records else silent_s + POLL_S
         if silent_s >= silence_s:
             unread = ", ".join(f"{topic}/{partition}" for topic, partition in behind)
-            raise LogError(f"nothing came for {silence_s:g} s, and these are not read to their ends: {unread}")
+            raise LogError(f"no record for {silence_s:g} s, but these partitions are not read to their ends: {unread}")
         yield from records
         behind = [at for at in behind if tail.position(at) < ends[at]]
 
 
 def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> Iterator[Record]:
-    """What an open tail gives up to the ends that its partitions have now.
+    """Yield the records of an open tail up to the end offsets at the time of the call.
 
     With `include_open`, waits for the transactions that are open now and yields their records too.
     """
@@ -271,8 +275,8 @@ def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> 
 def _up_to(
     log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None, since: Mapping[Partition, int] = _ALL
 ) -> Iterator[Record]:
-    begins = {at: max(begin, since.get(at, begin)) for at, begin in log.beginning_offsets(ends).items()}
-    starts: dict[Partition, Start] = {at: begin for at, begin in begins.items() if begin < ends[at]}
+    first_offsets = {at: max(start, since.get(at, start)) for at, start in log.beginning_offsets(ends).items()}
+    starts: dict[Partition, Start] = {at: start for at, start in first_offsets.items() if start < ends[at]}
     if not starts:
         return
     tail, ends = log.tail(starts), {at: ends[at] for at in starts}
@@ -282,8 +286,8 @@ def _up_to(
                 records = drain(tail, ends, alive=alive)
                 yield from (record for record in records if record.offset < ends.get((record.topic, record.partition), 0))
                 return
-            except RecordMissing:  # retention deletes meanwhile: what is kept counts
-                moved = {at: begin for at, begin in log.beginning_offsets(ends).items() if begin > tail.position(at)}
+            except RecordMissing:  # retention deletes meanwhile
+                moved = {at: start for at, start in log.beginning_offsets(ends).items() if start > tail.position(at)}
                 if not moved:
                     raise
                 ends = {at: end for at, end in ends.items() if moved.get(at, 0) < end}

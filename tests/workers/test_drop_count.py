@@ -14,8 +14,7 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 from penstock.workers.feeder.admission import Admission
-from penstock.workers.trainer.drop_limit import DropLimit
-from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.group_inbox import DropLimit, GroupInbox
 
 RUN, STEPS, LIMIT = "demo", 3, 3
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")

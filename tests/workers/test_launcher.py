@@ -108,7 +108,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
-        assert re.search(rf"^stopped after \d+ of 8 steps; `penstock run --resume {run}` goes on with it$", told, re.MULTILINE)
+        assert re.search(rf"^stopped after \d+ of 8 steps; continue: penstock run --resume {run}$", told, re.MULTILINE)
         assert end_in_time(*workers.values())
         assert watching.report()["status"] == "stopped"
     quick.touch()
@@ -162,7 +162,7 @@ def test_a_run_whose_worker_cannot_be_helped_is_given_up_in_its_own_words_and_ca
     log = KafkaLog(broker)
     try:
         record = create(config, log=log, run_id=run_id, notify=said.append)
-        with pytest.raises(PenstockError, match=rf"run {run_id} is given up: scorer-0: reward: no such function; once"):
+        with pytest.raises(PenstockError, match=rf"run {run_id} failed: scorer-0: reward: no such function. Fix"):
             launcher.watch(log, record, config, notify=said.append, live=False, quiet=True)
         status = find(log, run_id)
     finally:

@@ -1,7 +1,6 @@
-"""The environment worker: takes prompts, plays their trajectories, asks for turns through `calls` and gets them from `replies`.
+"""The environment worker: runs episodes for prompts, and requests their turns through `calls` and `replies`.
 
-The rule: it has no model and no engine. It is killed at any moment: its successor plays the open trajectories again from their seeds,
-with the turns that were drawn.
+It has no model. It may be killed at any moment: its successor runs the open episodes again from their seeds, with the recorded turns.
 """
 
 import queue
@@ -25,21 +24,19 @@ from penstock.workers.environment.log_engine import LogEngine
 
 _TAKE_S = 0.25
 LOOK_EVERY_S = 0.05
-"""How often groups are looked after; a look costs the more, the more of them are in hand."""
+"""How often groups are processed; the cost grows with the groups in flight."""
 
 
 def main(session: Session) -> None:
-    """Play trajectories until the run is closed."""
+    """Run episodes until the run is closed."""
     if not session.config.turns_by_log:
-        raise ConfigError(
-            'this run has nothing for an environment worker: only with environment.carrier = "log" it plays trajectories apart'
-        )
+        raise ConfigError('this run needs no environment worker: set environment.carrier = "log" to run episodes in one')
     session.check_model()
     EnvironmentWorker.join(session).run()
 
 
 class WakingMember:
-    """A member whose events wake its user, who waits for other things too; a thread of its own takes them."""
+    """A consumer whose events wake a worker that also waits for other things; its own thread polls."""
 
     def __init__(self, member: Member, wake: Callable[[], None]) -> None:
         self._member, self._wake = member, wake
@@ -50,7 +47,7 @@ class WakingMember:
 
     @property
     def outage_s(self) -> float:
-        """As the member's."""
+        """The member's."""
         return self._member.outage_s
 
     def take(self, timeout_s: float) -> list[Event]:
@@ -67,11 +64,11 @@ class WakingMember:
             taken += events
 
     def commit(self, offsets: Commits) -> bool:
-        """As the member's."""
+        """The member's."""
         return self._member.commit(offsets)
 
     def membership(self) -> Membership | None:
-        """As the member's."""
+        """The member's."""
         return self._member.membership()
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -95,7 +92,7 @@ class WakingMember:
 class EnvironmentWorker(GroupWorker):
     """A worker of groups whose engine is elsewhere."""
 
-    asking: LogEngine = field(kw_only=True)
+    log_engine: LogEngine = field(kw_only=True)
     _looked: float = 0.0
 
     @classmethod
@@ -108,18 +105,18 @@ class EnvironmentWorker(GroupWorker):
             task = tasks.tasks[group]
             return task.partition, task.prompt.min_version
 
-        asking = LogEngine(
+        log_engine = LogEngine(
             run=session.run, worker=session.worker, topic=session.topic("calls"), producer=session.log.producer(linger_ms=0.0),
             replay=config.environment.resume == "replay", placed=placed,
         )  # fmt: skip
-        engine: TrajectoryEngine = with_environments(asking, config, notify=session.reporter.notify)
+        engine: TrajectoryEngine = with_environments(log_engine, config, notify=session.reporter.notify)
         member = session.member("prompts", "replies", max_records=2048, gathers=False)
         weights = VersionWatch(session.log, session.run, notify=session.reporter.notify)
         published = PublishedSamples(session.log, session.run)
-        return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, asking=asking)
+        return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, log_engine=log_engine)
 
     def turn(self) -> None:
-        """Hand on what was answered, at once; look after groups when a trajectory has ended, and some times a second."""
+        """Pass on replies at once; process groups when an episode has ended, and periodically."""
         self.weights.check()
         idle = self.engine.idle
         self._take(LOOK_EVERY_S if idle else 0.0)
@@ -133,7 +130,7 @@ class EnvironmentWorker(GroupWorker):
         topic = self.session.topic("replies")
         starts = {partition: committed.offset or 0 for (held, partition), committed in event.partitions.items() if held == topic}
         ends = self.session.log.end_offsets((topic, partition) for partition in starts)
-        self.asking.known.assign(starts, {partition: end for (_, partition), end in ends.items()})
+        self.log_engine.recorded.assign(starts, {partition: end for (_, partition), end in ends.items()})
         super(EnvironmentWorker, self)._assigned(event)
 
     def _received(self, record: Record) -> None:
@@ -142,21 +139,21 @@ class EnvironmentWorker(GroupWorker):
             return
         try:
             with self.session.dead_letters.decoding(record):
-                self.asking.take(record)
+                self.log_engine.take(record)
         except Unusable as error:
             self.session.dead_letters.write(record, error)
 
     def _start(self) -> None:
-        if self.asking.known.caught_up:  # a turn that was answered is not asked again
+        if self.log_engine.recorded.caught_up:  # a turn with a reply is not requested again
             super(EnvironmentWorker, self)._start()
 
     def _marks(self) -> Commits:
         marks = dict(super(EnvironmentWorker, self)._marks())
-        self.asking.known.forget(self._has_ended)
+        self.log_engine.recorded.forget(self._has_ended)
         topic = self.session.topic("replies")
-        return marks | {(topic, partition): (offset, "") for partition, offset in self.asking.known.offsets()}
+        return marks | {(topic, partition): (offset, "") for partition, offset in self.log_engine.recorded.offsets()}
 
     def _has_ended(self, partition: int, group: int) -> bool:
-        """Whether nobody plays a group any more: its prompt was delivered, and it is not in hand."""
+        """True if no episode of a group will run: its prompt was delivered, and it is not in flight."""
         owned, task = self.tasks.partitions.get(partition), self.tasks.tasks.get(group)
         return owned is not None and group <= owned.newest and (task is None or task.done)

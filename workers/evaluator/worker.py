@@ -1,7 +1,6 @@
 """The evaluator: evaluates every n-th version on held-out prompts, greedy and sampled, and publishes to `metrics`.
 
-The rule: it reads the same weights as every worker and never delays training, nor the start of a run: its engine starts once others have
-drawn. To end a run early it can only ask.
+It never delays training or the start of a run: its engine starts after the first samples. It can only request the end of a run.
 """
 
 import os
@@ -18,16 +17,16 @@ def main(session: Session) -> None:
     """Evaluate versions until the run is closed and its last version is evaluated."""
     os.nice(5)  # on a busy machine rollouts and training come first
     if not session.config.eval_sources:
-        raise ConfigError("this run has no eval.source, so there is nothing to evaluate")
+        raise ConfigError("this run has no eval.source")
     if session.config.evaluates_on_rollout_engine:
-        raise ConfigError('this run has nothing for an evaluator: with eval.engine = "rollout" a rollout worker evaluates')
+        raise ConfigError('this run needs no evaluator: with eval.engine = "rollout" a rollout worker evaluates')
     _await_samples(session)
     if session.stop.is_set():
         return
     session.reporter.doing(Activity.START, "loading the model", now=True)
     engine = make_engine(session.config)
     evaluations = Evaluations.open(session, engine, meanwhile=session.reporter.status)
-    session.finishing = lambda: "drops the evaluation under way, which is made again when the run is resumed (a few s)"
+    session.finishing = lambda: "drops the current evaluation, which is repeated when the run is resumed (a few s)"
     session.reporter.ready()
     while not session.stop.is_set():
         evaluations.follower.poll(0.2)
@@ -44,9 +43,9 @@ def main(session: Session) -> None:
 
 
 def _await_samples(session: Session) -> None:
-    """Wait until a sample is drawn, the run is closed, or the worker is asked to stop.
+    """Wait until a sample exists, the run is closed, or a stop is requested.
 
-    Until then the engine of a rollout worker and the trainer start, and on few cores another engine's start would hold them up.
+    Until then the rollout engine and the trainer start, and another engine's start would delay them on few cores.
     """
     partitions = [(session.topic("rollouts"), partition) for partition in range(session.config.partitions)]
     follower = LedgerFollower(session.log, session.run)

@@ -1,7 +1,7 @@
-"""The feeder's state: the partition of each admitted group, how it ended, and which rollout workers have free slots.
+"""The feeder's state: the partition of each admitted group, how it ended, and free slots of rollout workers.
 
-The rule: everything follows from the log. Groups below the first one that has not ended are only counted, and the counts are stored with
-the offsets from which later groups are read again: neither memory nor restart time grows with the run.
+Everything follows from the log. Groups below the first unfinished one are only counted, and the counts are stored with the committed
+offsets: neither memory nor restart time grows with the run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,12 +39,12 @@ class Admission:
     ended: set[int] = field(default_factory=set)
     unfinished: list[int] = field(default_factory=list)
     choices: Choices = field(default_factory=lambda: Choices(order=PromptOrder(sizes=(1,), weights=(1.0,))))
-    """What was asked, and what is asked next."""
+    """The requested prompts, and the next one."""
     rows_before: Mapping[int, int] = field(default_factory=lambda: {0: 0})
     """Source -> rows of the sources before it."""
     presence: Presence = field(init=False)
     _reads_all: bool = False
-    """Whether every record that is kept is read, those of groups below `ended_below` too: what they ask once more is known from them."""
+    """True if all retained records are read, also of groups below `ended_below`: they define which prompts are retried."""
     _dropped: set[int] = field(default_factory=set)
     _prompt_at: dict[int, int] = field(default_factory=dict)
     _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -62,39 +62,39 @@ class Admission:
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
 
     def admissible(self, limit: int) -> int:
-        """Groups below `limit`, which the rules allow, that wait for a rollout worker with room; 0 once no further prompt will come."""
+        """Number of groups below `limit` that wait for a free slot; 0 once no further prompt will come."""
         return 0 if self.choices.exhausted else max(0, limit - self.admitted)
 
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
-        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
+        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their metadata disagree."""
         texts = {commit.metadata for commit in committed.values()}
         note = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
         if note is None or self.choices.remembers:
             return {}
-        self.choices.next_place = note.place
+        self.choices.next_position = note.place
         self.admitted = self.ended_below = note.ended
         self.dropped_below = note.dropped
         starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
         self._ends = {(topic.removeprefix(f"{self.run}."), p): offset for (topic, p), offset in starts.items()}
         return starts
 
-    def count_on(self, mark: ResumePoint, *, stale: int) -> None:
-        """Begin where the newest step left the run; `stale` groups had been found too old by then. For a feeder without a note."""
-        self.admitted = self.ended_below = mark.below
-        self.dropped_below = mark.drops - stale
+    def count_on(self, resume_point: ResumePoint, *, stale: int) -> None:
+        """Start from a resume point; `stale` groups had become stale by then. For a feeder without offset metadata."""
+        self.admitted = self.ended_below = resume_point.below
+        self.dropped_below = resume_point.drops - stale
         self._reads_all = True
 
     def commits(self) -> Commits:
-        """Commits from which the next feeder begins: offsets, and as metadata the counts of the records before each."""
+        """Commits for the next feeder: offsets, and as metadata the counts of the records before each."""
         text = offset_metadata.encode(
-            FeederOffsetMetadata(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_place)
+            FeederOffsetMetadata(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_position)
         )
         offsets = {
             (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
         }
-        held = [("prompts", p, self._prompt_at[group]) for group, p in self.partition_of.items()]
-        held += [("groups", p, offset) for p, offset in self._outcome_at.values()]
-        for topic, p, offset in held:
+        unfinished = [("prompts", p, self._prompt_at[group]) for group, p in self.partition_of.items()]
+        unfinished += [("groups", p, offset) for p, offset in self._outcome_at.values()]
+        for topic, p, offset in unfinished:
             offsets[f"{self.run}.{topic}", p] = min(offsets[f"{self.run}.{topic}", p], offset)
         return {partition: (offset, text) for partition, offset in offsets.items()}
 
@@ -115,20 +115,20 @@ class Admission:
             self.ledger.apply(record)
 
     def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice) -> None:
-        """Note that a group's prompt is in a partition, or about to be."""
+        """Record that a group's prompt is in a partition, or about to be."""
         if group < self.ended_below:
             if self._reads_all:
-                self.choices.asked(group, choice)
+                self.choices.requested(group, choice)
         elif group not in self.partition_of:
             self.partition_of[group], self._prompt_at[group] = partition, offset
             while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
                 self.admitted += 1
             self.unfinished[partition] += 1
-            self.choices.asked(group, choice)
+            self.choices.requested(group, choice)
             self._pass_ended()
 
     def written(self, batch: Sequence[Outgoing], offsets: Sequence[int]) -> None:
-        """Note the offsets of a batch of prompts, whose keys are their group numbers."""
+        """Record the offsets of a batch of prompts, whose keys are their group numbers."""
         for outgoing, offset in zip(batch, offsets, strict=True):
             self._prompt_at[int(outgoing.key or b"")] = offset
             self._ends["prompts", outgoing.partition] = offset + 1
@@ -148,7 +148,7 @@ class Admission:
         self._pass_ended()
 
     def _pass_ended(self) -> None:
-        """Forget the oldest groups that have ended; not one whose prompt is to be asked once more."""
+        """Forget the oldest groups that have ended, except one whose prompt will be retried."""
         while self.ended_below in self.ended and self.ended_below not in self.choices.awaiting:
             done = self.ended_below
             self.dropped_below += done in self._dropped and done not in self.ledger.stale

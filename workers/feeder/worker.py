@@ -1,8 +1,8 @@
 """The feeder: publishes the data set's rows to `prompts`, as fast as the rules admit them.
 
 Group n's prompt is a function of (seed, n). Admission follows the newest weights and the dropped groups, so that a slow trainer limits
-the whole pipeline. The trainer alone counts towards `schedule.max_drops_per_step`: a second count could reach the limit first, and then
-the trainer would wait for groups that are never admitted.
+the whole pipeline. Only the trainer enforces `schedule.max_drops_per_step`: a second count could reach the limit first, and the trainer
+would wait for groups that are never admitted.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def main(session: Session) -> None:
     # Fence before reading: no write of an earlier feeder can follow the records read now.
     transactions = session.transactions()
     state = _nothing_admitted(session, data)
-    session.finishing = lambda: "nothing is left to finish (about 1 s)"
+    session.finishing = lambda: "exits at once (about 1 s)"
     tail = _catch_up(session, state)
     session.reporter.outage = lambda: tail.outage_s
     session.reporter.ready()
@@ -79,7 +79,7 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
 
 
 def _limit(state: Admission, session: Session) -> int:
-    """How many groups the rules allow now, those admitted included."""
+    """Number of groups that the rules allow now, including those admitted."""
     return rules.admission_limit(
         session.schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps,
         ahead=not _paused(state, session),
@@ -87,7 +87,7 @@ def _limit(state: Admission, session: Session) -> int:
 
 
 def _paused(state: Admission, session: Session) -> bool:
-    """Whether the last step's effective sample size is so low that nothing is admitted ahead of its round."""
+    """True if the last step's effective sample size is so low that nothing is admitted ahead of its round."""
     return rules.too_far_off(state.ledger.ess, floor=session.config.algorithm.ess_floor)
 
 
@@ -106,23 +106,24 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
-    """Read the run's records so far, from the offsets of an earlier feeder; returns the tail for the following ones.
+    """Read the run's records, from the offsets of an earlier feeder on; returns the tail for the following ones.
 
-    Where its note has expired and records were deleted, the counts are those of the newest step's mark. Raises `Unrecoverable` without one.
+    If its metadata have expired and records were deleted, the counts come from the newest resume point. Raises `Unrecoverable` without
+    one.
     """
     group, count = f"{session.run}.feeder", session.config.partitions
-    asked: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
+    prompt_starts: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
     ended: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
-    past, tail = session.log.tail(asked, group=group), session.log.tail(ended, group=group)
-    committed, begins = {**past.committed(), **tail.committed()}, session.log.beginning_offsets([*asked, *ended])
-    reaches = all((committed[at].offset or 0) >= begin for at, begin in begins.items())
+    past, tail = session.log.tail(prompt_starts, group=group), session.log.tail(ended, group=group)
+    committed, first_offsets = {**past.committed(), **tail.committed()}, session.log.beginning_offsets([*prompt_starts, *ended])
+    reaches = all((committed[at].offset or 0) >= first for at, first in first_offsets.items())
     starts = state.begin(committed) if reaches else {}
-    if not starts and any(begins.values()):
+    if not starts and any(first_offsets.values()):
         _count_on(session, state)
     for partition, offset in starts.items():
         (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
-    said: dict[Partition, Start] = {(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"}
-    tail.add({**said, (session.topic("metrics"), 0): "latest"})
+    ledger_starts: dict[Partition, Start] = {(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"}
+    tail.add({**ledger_starts, (session.topic("metrics"), 0): "latest"})
     for reader in (past, tail):
         for record in read_to_current_end(session.log, reader):
             _apply(session, state, record)
@@ -131,19 +132,19 @@ def _catch_up(session: Session, state: Admission) -> Tail:
 
 
 def _count_on(session: Session, state: Admission) -> None:
-    """Take the counts of groups whose records were deleted from the ledger: what is left of them would admit too many prompts."""
+    """Take the counts of groups whose records were deleted from the ledger: the remaining records would admit too many prompts."""
     stale, newest = 0, None
     for entry in RunReader(session.log, session.run).entries():
         stale += len(entry.groups) if entry.kind == "stale" else 0
         newest = (resume_point_of(entry), stale) if entry.kind == "step" else newest
     if newest is None or newest[0] is None or state.choices.remembers:
         gone = "; ".join(deleted(session.log, session.topic("prompts"), session.topic("groups")))
-        raise Unrecoverable(f"how many groups were admitted and dropped is not known, no earlier feeder has noted it: {gone}")
+        raise Unrecoverable(f"the numbers of admitted and dropped groups are lost: no earlier feeder has committed them, and {gone}")
     state.count_on(newest[0], stale=newest[1])
 
 
 def _apply(session: Session, state: Admission, record: Record) -> None:
-    """Apply a record; an unusable one is set aside by the role that owns its topic."""
+    """Apply a record; an unusable one is left to the role that owns its topic."""
     try:
         with session.dead_letters.decoding(record):
             state.apply(record)
@@ -192,7 +193,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
 
 
 def _owners(state: Admission, session: Session, pool: str | None) -> list[str | None]:
-    """The owner of each partition, None where there is none that reports, and where the partition is another pool's."""
+    """The owner of each partition, None if none reports, or if the partition is another pool's."""
     owners = state.presence.owners
     if pool is None:
         return owners
@@ -203,7 +204,7 @@ def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, ro
     """Group `number`'s prompt, rendered and tokenised once."""
     source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
-    # A trajectory goes on from its prompt, and every turn renders the conversation: its driver needs the messages themselves.
+    # Every turn of an episode renders the conversation: its driver needs the messages.
     messages = row.messages if session.config.environment.source is None else renderer.messages(row)
     return Prompt(
         group=number,
@@ -217,6 +218,6 @@ def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, ro
         token_ids=token_ids,
         columns=json.dumps(row.columns),
         created_ns=time.time_ns(),
-        place=choice.place,
+        place=choice.position,
         again=choice.again,
     )

@@ -1,12 +1,13 @@
-"""Answers `calls`: whole context in, tokens out; nobody waits inside the engine, and nothing is known of trajectories.
+"""Serves `calls`: full context in, tokens out. The engine has no state of an episode.
 
-The rule: a call starts only under weights that it allows, the lowest group first, and only without a reply in the log; its random numbers
-follow from (run seed, group, sample, turn). While the consumer group rebalances replies are held back, and those that turn out to be
-another's are dropped.
+A call starts only under weights that it allows, the lowest group first, and only without a reply in the log; its random numbers follow
+from (run seed, group, sample, turn). During a rebalance replies are held back, and those that turn out to be another worker's are
+dropped.
 """
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.rollout.call_tasks import CallTask, CallTasks
 
 IDLE_WAIT_S = 0.2
-"""How long an idle worker waits for calls, or for the weights that they need, before it checks everything again."""
+"""How long an idle worker waits for calls or weights before it checks everything again."""
 
 
 @dataclass(slots=True)
@@ -38,25 +39,24 @@ class CallWorker(GenerationLoop):
     producer: Producer
     tasks: CallTasks = field(default_factory=CallTasks)
     _seen: Tail | None = None
-    """Reads `replies` of the owned partitions, for what others have answered."""
-    _drawn: list[tuple[CallTask, Completion]] = field(default_factory=list)
+    """Reads `replies` of the owned partitions, for replies of other workers."""
+    _completed: list[tuple[CallTask, Completion]] = field(default_factory=list)
     """Turns that ended and are not sent."""
     _waited_s: float = 0.0
-    """In which no call was to be drawn."""
+    """Seconds without a call to generate."""
 
     @classmethod
-    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "CallWorker":
-        """Join the run's rollout workers."""
+    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "CallWorker":
+        """Join the run's rollout workers; `shared`: `device` and `shared_engine`."""
         member = session.member("calls", max_records=2048, gathers=False)
-        return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0))
+        return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0), **shared)
 
     def turn(self) -> None:
-        """As every drawing worker's, once it is known that no reply failed to be sent."""
+        """One turn of the loop, after a check that no reply failed to be sent."""
         self.producer.check()
         GenerationLoop.turn(self)
 
     def drain_samples(self) -> None:
-        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
         self._publish_completions()
         self.producer.flush(10.0)
         self._acknowledge()
@@ -65,29 +65,27 @@ class CallWorker(GenerationLoop):
         self.session.reporter.labels["calls"] = ""
 
     def finishing(self) -> str:
-        """What is still done after a request to stop."""
-        return f"hands its partitions back, {len(self.tasks.tasks)} calls unanswered (about 1 s)"
+        return f"releases its partitions, {len(self.tasks.tasks)} calls without a reply (about 1 s)"
 
     def close(self) -> None:
-        """Leave the other rollout workers."""
         self.member.close(5.0)
         self.producer.close()
         if self._seen is not None:
             self._seen.close()
 
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and learn from `replies` which calls of the own partitions are answered already."""
-        topic, answers = self.session.topic("calls"), self.session.topic("replies")
+        """Drop what others own now, and read from `replies` which calls of the own partitions have one."""
+        topic, replies_topic = self.session.topic("calls"), self.session.topic("replies")
         ends = self.session.log.end_offsets(event.partitions)
         notes = {at: offset_metadata.decode(CallOffsetMetadata, committed.metadata) for (_, at), committed in event.partitions.items()}
         if self._seen is not None:
             self._seen.close()
-        kept = self.session.log.beginning_offsets((answers, at) for at in notes)
-        starts = {at: max(kept[answers, at], note.replies if note else 0) for at, note in notes.items()}
-        self._seen = self.session.log.tail({(answers, at): start for at, start in starts.items()}) if notes else None
+        first_offsets = self.session.log.beginning_offsets((replies_topic, at) for at in notes)
+        starts = {at: max(first_offsets[replies_topic, at], note.replies if note else 0) for at, note in notes.items()}
+        self._seen = self.session.log.tail({(replies_topic, at): start for at, start in starts.items()}) if notes else None
         for (_, at), committed in event.partitions.items():
             self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=starts[at])
-        self._read_answered()
+        self._read_replies()
         for task in self.tasks.gone():
             self._drop(task)
         self._settled = True
@@ -95,22 +93,22 @@ class CallWorker(GenerationLoop):
         reporter.labels["calls"] = ",".join(str(at) for at in sorted(notes))
         reporter.status(force=True)
 
-    def _read_answered(self) -> None:
-        """Learn which calls others have answered."""
+    def _read_replies(self) -> None:
+        """Read which calls have replies of other workers."""
         for record in read_to_current_end(self.session.log, self._seen) if self._seen is not None else ():
             try:
                 claims = replies.check(record, run=self.session.run)
             except Unusable:
                 continue  # the environment workers own reading `replies`
-            if (task := self.tasks.answered(record.partition, calls.key_of(claims), record.offset)) is not None:
+            if (task := self.tasks.replied(record.partition, calls.key_of(claims), record.offset)) is not None:
                 self._drop(task)
 
     def _drop(self, task: CallTask) -> None:
-        """Stop drawing a call that is another's, or answered."""
-        if self.tasks.drawing.get(task.number) is task:
+        """Abort a call that is another worker's, or has a reply."""
+        if self.tasks.generating.get(task.number) is task:
             self.engine.abort(task.number)
-            del self.tasks.drawing[task.number]
-        self._drawn = [(other, completion) for other, completion in self._drawn if other is not task]
+            del self.tasks.generating[task.number]
+        self._completed = [(other, completion) for other, completion in self._completed if other is not task]
 
     def _revoke(self) -> None:
         self.tasks.revoke()
@@ -126,11 +124,10 @@ class CallWorker(GenerationLoop):
         self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
 
     def _refresh(self) -> None:
-        """Between two decode steps: load the newest weights if the schedule says so, and end calls that can no longer be fresh."""
         schedule = self.session.schedule
         if schedule.loads_at != "step":
             return
-        if self.weights.version > self.engine.version and self.tasks.drawing:
+        if self.weights.version > self.engine.version and self.tasks.generating:
             self._load()
         if schedule.stale_in_hand == "abort":
             for held in self.engine.groups_in_flight():
@@ -150,13 +147,13 @@ class CallWorker(GenerationLoop):
         return False
 
     def _start(self) -> None:
-        """Give the engine the calls that it has room for, the lowest group number first."""
+        """Fill the engine with calls, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version
         if not self.engine.has_room or not self.tasks.tasks or self._already_stale(max(self.engine.version, newest)):
             return
         waiting = self.tasks.waiting()
-        if any(task.inherited for task in waiting):  # an earlier owner may have answered after the partition was assigned
-            self._read_answered()
+        if any(task.inherited for task in waiting):  # an earlier owner may have replied after the partition was assigned
+            self._read_replies()
         for task in waiting:
             oldest = task.call.min_version
             if not self.engine.has_room:
@@ -169,10 +166,10 @@ class CallWorker(GenerationLoop):
                     return  # the weights change between calls
                 if not self._load():
                     return
-            self._begin(task)
+            self._start_task(task)
 
-    def _begin(self, task: CallTask) -> None:
-        self.tasks.drawing[task.number] = task
+    def _start_task(self, task: CallTask) -> None:
+        self.tasks.generating[task.number] = task
         self.session.reporter.doing(Activity.BUSY, "generating")
         self.engine.submit(self._request(task))
 
@@ -188,34 +185,34 @@ class CallWorker(GenerationLoop):
         )  # fmt: skip
 
     def _wait(self) -> None:
-        """Nothing can be drawn: wait for what is missing, weights or calls."""
+        """Nothing can be generated: wait for weights or calls."""
         if any(task.sent is None for task in self.tasks.tasks.values()):
             self.weights.wait(IDLE_WAIT_S)
         elif self.weights.version > self.engine.version:
             self._load()  # the calls for it are about to come
         else:
-            began = time.monotonic()
+            started = time.monotonic()
             self.session.reporter.doing(Activity.NO_CALLS, "waiting for calls")
             self._take(0.01 if self.tasks.tasks else IDLE_WAIT_S)
-            self._waited_s += time.monotonic() - began
+            self._waited_s += time.monotonic() - started
 
     def _decode(self) -> None:
-        """One decode step; what ended in it goes out at once, as its trajectory waits for it."""
+        """One decode step; turns that ended are sent at once, as their episodes wait."""
         GenerationLoop._decode(self)
         self._publish_completions()
 
     def _ended(self, completions: list[Completion]) -> None:
         for completion in completions:
-            if (task := self.tasks.drawing.pop(completion.group, None)) is not None:
-                self._drawn.append((task, completion))
+            if (task := self.tasks.generating.pop(completion.group, None)) is not None:
+                self._completed.append((task, completion))
 
     def _publish_completions(self) -> None:
-        """Send the turns that ended, while this worker knows which partitions are its own."""
-        if not self._settled or not self._drawn:
+        """Send the turns that ended, while this worker knows its partitions."""
+        if not self._settled or not self._completed:
             return
-        drawn, self._drawn = self._drawn, []
+        completed, self._completed = self._completed, []
         session, topic = self.session, self.session.topic("replies")
-        for task, completion in drawn:
+        for task, completion in completed:
             reply = reply_to(task.call, task.key.sha256, completion, worker=session.worker)
             with session.reporter.encoding:
                 value = replies.encode(reply)
@@ -228,7 +225,7 @@ class CallWorker(GenerationLoop):
     def _acknowledge(self) -> None:
         for task in [task for task in self.tasks.tasks.values() if task.sent is not None and task.sent.done()]:
             assert task.sent is not None
-            self.tasks.answered(task.partition, task.key, task.sent.offset(0.0))
+            self.tasks.replied(task.partition, task.key, task.sent.offset(0.0))
 
     def _commit(self) -> None:
         self._committed = time.monotonic()
@@ -244,7 +241,7 @@ class CallWorker(GenerationLoop):
 
 
 def reply_to(call: Call, sha256: str, completion: Completion, *, worker: str) -> Reply:
-    """What was drawn for a call; `sha256`: of its context."""
+    """The reply to a call; `sha256`: of its context."""
     spans = completion.spans
     return Reply(
         group=call.group, sample=call.sample, turn=call.turn, attempt=call.attempt, sha256=sha256,

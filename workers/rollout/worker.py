@@ -1,7 +1,4 @@
-"""The rollout worker: `prompts` become `rollouts`; or, where environments have workers of their own, `calls` become `replies`.
-
-The rule: it has no address and knows no environment: what it is asked is in the log, and so is what it drew.
-"""
+"""The rollout worker: `prompts` -> `rollouts`, or `calls` -> `replies` if environments have workers of their own."""
 
 from functools import partial
 
@@ -16,7 +13,7 @@ from penstock.workers.rollout.call_worker import CallWorker
 
 
 def main(session: Session) -> None:
-    """Draw until the run is closed."""
+    """Generate samples until the run is closed."""
     session.check_model()
     device = open_device(session.config, session.run)
     if device is not None:
@@ -35,10 +32,8 @@ def main(session: Session) -> None:
     weights = WeightPrefetch(
         session.log, session.run, notify=session.reporter.notify, shared=chosen.shared, direct=chosen.transport == "ipc"
     )
-    worker = (CallWorker if by_log else GroupWorker).open(session, engine, weights)
-    worker.device = device
+    shared_engine = None
     if session.config.evaluates_on_rollout_engine:
-        worker.shared_engine = SharedEngine(session, engine, weights.state)
-        if by_log:
-            worker.shared_engine.playing = partial(with_environments, config=session.config, notify=session.reporter.notify)
-    worker.run()
+        wrap = partial(with_environments, config=session.config, notify=session.reporter.notify) if by_log else None
+        shared_engine = SharedEngine(session, engine, weights.state, wrap)
+    (CallWorker if by_log else GroupWorker).open(session, engine, weights, device=device, shared_engine=shared_engine).run()

@@ -1,22 +1,28 @@
-"""A scorer's groups: which samples are here, which groups are complete, what may be committed.
+"""A scorer's groups: the samples that have arrived, complete groups, and the offsets that may be committed.
 
-The rule: a sample counts once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so
-that a new owner needs nothing but the log. A note beside the offset says where in `groups` it begins to read: a restart costs the same
-however long the run has lasted.
+A sample counts once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so that a new
+owner needs only the log. The offset metadata tell where in `groups` it starts to read: a restart costs the same at any time of a run.
 """
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from penstock.infra.errors import LogError
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import ScorerOffsetMetadata
+from penstock.pipeline.runtime.roles import generating_roles
+from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.pipeline.scheduling.presence import CALLS, PROMPTS, Presence, WorkingClock, update_presence
+from penstock.topics import metrics, prompts
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 ORPHAN_AFTER_S = 30.0
-"""After this much working time without its prompt a sample is checked against the log, in which a prompt is always before its samples."""
+"""After this working time without its prompt a sample is checked against the log, where prompts precede their samples."""
 
 
 @dataclass(slots=True)
@@ -30,18 +36,18 @@ class OpenGroup:
     records: dict[int, Record] = field(default_factory=dict)
     seen_s: float = 0.0
     """The owner's working time when the group was first seen, or last checked."""
-    begun_s: float = 0.0
-    """`PartitionGroups.drawing_s` when the group was first seen."""
+    opened_s: float = 0.0
+    """`PartitionGroups.present_s` when the group was first seen."""
     submitted: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether the prompt and all its samples are here."""
+        """True if the prompt and all its samples have arrived."""
         return self.prompt is not None and len(self.samples) == self.prompt.samples_per_prompt
 
     @property
     def aborted(self) -> int:
-        """How many of its samples were ended early, because the group could no longer be fresh."""
+        """Number of its samples that were aborted, because the group could no longer be fresh."""
         return sum(sample.finish == "abort" for sample in self.samples.values())
 
     def ordered(self) -> list[Rollout]:
@@ -55,34 +61,34 @@ class PartitionGroups:
 
     partition: int
     finished: IdSet = field(default_factory=IdSet)
-    """Groups whose outcome is in `groups`, of those that this owner knows of."""
+    """Groups whose outcome is in `groups`, of those that this owner has read."""
     open: dict[int, OpenGroup] = field(default_factory=dict)
     prompts_position: int = 0
     rollouts_position: int = 0
     groups_position: int = 0
-    """Where `groups` ends as far as this owner knows."""
+    """End of `groups` as far as this owner has read."""
     below: int = 0
     """Groups below this number ended before the partition was assigned, if the numbers of its prompts rise, as the feeder writes them."""
     newest: int = -1
     """The highest number of a prompt so far."""
     rising: bool = True
-    """False once a prompt came out of order: then only the whole of `groups` tells which groups have ended."""
+    """False once a prompt came out of order: then only all of `groups` tells which groups have ended."""
     cut: bool = False
-    """Whether its first prompts were deleted, and no note says which groups had ended."""
-    drawing_s: float = 0.0
-    """Seconds in which a rollout worker was there for the partition; a group's deadline counts only these."""
+    """True if its first prompts were deleted, and no metadata tell which groups had ended."""
+    present_s: float = 0.0
+    """Seconds in which a rollout worker was present for the partition; a group's deadline counts only these."""
     outcomes: dict[int, int] = field(default_factory=dict)
     """Group -> offset of its outcome, of the finished groups above the oldest unfinished one."""
 
-    def begin(self, *, prompts: int, metadata: str) -> None:
-        """Start at the previous owner's committed offset in `prompts`, with its note; without one all of `groups` is read."""
+    def start(self, *, prompts: int, metadata: str) -> None:
+        """Start at the previous owner's committed offset in `prompts`, with its metadata; without metadata all of `groups` is read."""
         note = offset_metadata.decode(ScorerOffsetMetadata, metadata) or ScorerOffsetMetadata(below=0, groups=0)
         self.prompts_position = prompts
         self.below, self.groups_position = note.below, note.groups
         self.newest = self.below - 1
 
     def note(self, *, without: Collection[int] = ()) -> str:
-        """What a new owner has to know beside the offset in `prompts`, once the groups in `without` have ended."""
+        """Offset metadata for a new owner, once the groups in `without` have ended."""
         if not self.rising:
             return ""
         below = min((group.group for group in self._unfinished(without) if group.prompt), default=self.newest + 1)
@@ -90,7 +96,7 @@ class PartitionGroups:
         return offset_metadata.encode(ScorerOffsetMetadata(below=below, groups=min(self.outcomes.values(), default=self.groups_position)))
 
     def out_of_order(self, group: int) -> bool:
-        """Whether a prompt's number shows that `below` cannot be trusted; then all of `groups` has to be read."""
+        """True if a prompt's number shows that `below` is invalid; then all of `groups` has to be read."""
         return self.rising and group <= self.newest and group not in self.finished and not (group in self.open and self.open[group].prompt)
 
     def distrust(self) -> None:
@@ -112,11 +118,11 @@ class PartitionGroups:
         return True
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether this sample is here already, or too late to matter."""
+        """True if this sample has arrived before, or its group has ended."""
         return group in self.finished or (group in self.open and sample in self.open[group].samples)
 
     def missing(self, group: int, *, samples: int) -> int:
-        """How many of so many samples are not here yet: under over-sampling the first in the log are the group's."""
+        """Number of samples that have not arrived: with oversampling the first in the log are the group's."""
         return max(0, samples - len(self.open[group].samples)) if group in self.open else samples
 
     def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
@@ -126,26 +132,26 @@ class PartitionGroups:
         group.records[rollout.sample] = record
 
     def finish(self, group: int, *, offset: int) -> None:
-        """Note that a group's outcome is in the log."""
+        """Record that a group's outcome is in the log."""
         self.finished.add(group)
         self.open.pop(group, None)
         self.outcomes.setdefault(group, offset)
         self.groups_position = max(self.groups_position, offset + 1)
 
     def offsets(self, *, without: Collection[int] = ()) -> tuple[int, int]:
-        """Where a new owner begins in `prompts` and in `rollouts`, once the groups in `without` have ended."""
+        """Start offsets of a new owner in `prompts` and `rollouts`, once the groups in `without` have ended."""
         unfinished = self._unfinished(without)
         prompts = min((group.prompt_record.offset for group in unfinished if group.prompt_record), default=self.prompts_position)
         rollouts = min((record.offset for group in unfinished for record in group.records.values()), default=self.rollouts_position)
         return prompts, rollouts
 
     def overdue(self, *, deadline_s: float) -> list[OpenGroup]:
-        """Groups with a prompt that are still incomplete after the deadline, in time that was there to draw them."""
-        begun_by = self.drawing_s - deadline_s
-        return [group for group in self.open.values() if group.prompt and not group.submitted and group.begun_s < begun_by]
+        """Groups with a prompt that are incomplete after the deadline."""
+        latest_s = self.present_s - deadline_s
+        return [group for group in self.open.values() if group.prompt and not group.submitted and group.opened_s < latest_s]
 
     def orphans(self, *, now_s: float) -> list[OpenGroup]:
-        """Groups with samples and no prompt for long: it is late, does not exist, or the group had ended before (`below`)."""
+        """Groups with samples and no prompt for long: it is late, does not exist, or the group ended before (`below`)."""
         return [group for group in self.open.values() if group.prompt is None and now_s - group.seen_s > ORPHAN_AFTER_S]
 
     def _unfinished(self, without: Collection[int]) -> list[OpenGroup]:
@@ -153,5 +159,91 @@ class PartitionGroups:
 
     def _group(self, group: int, now_s: float) -> OpenGroup:
         if group not in self.open:
-            self.open[group] = OpenGroup(group, seen_s=now_s, begun_s=self.drawing_s)
+            self.open[group] = OpenGroup(group, seen_s=now_s, opened_s=self.present_s)
         return self.open[group]
+
+
+LOOK_EVERY_S = 1.0
+
+
+class RolloutReports:
+    """Follows rollout workers' reports on a clock that stops during an outage.
+
+    A group's deadline counts only time in which a worker was present for its partition; if turns go through the log, an environment
+    worker and a rollout worker.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Follow the reports from now on."""
+        self._session = session
+        self.clock, self._looked_s = WorkingClock(), 0.0
+        labels = (PROMPTS, CALLS) if session.config.turns_by_log else (PROMPTS,)
+        self._presences = {label: Presence(session.config.partitions) for label in labels}
+        self._tail = session.log.tail({(session.topic("metrics"), 0): "latest"})
+
+    @property
+    def now_s(self) -> float:
+        """The scorer's working time."""
+        return self.clock.now_s
+
+    def pass_time(self, owned: Iterable[PartitionGroups], *, working: bool) -> None:
+        """Advance the clock, and those of the partitions whose rollout worker reports."""
+        before = self.clock.now_s
+        now = self.clock.tick(working=working)
+        if now - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now
+            self._read()
+        for presence in self._presences.values():
+            presence.now_s = now
+        for state in owned:
+            if all(presence.present(state.partition) for presence in self._presences.values()):
+                state.present_s += now - before
+
+    def close(self) -> None:
+        """Close the reader."""
+        self._tail.close()
+
+    def _read(self) -> None:
+        for record in self._tail.poll(0.0, max_records=5000):
+            with contextlib.suppress(Unusable):  # the tracker owns reading `metrics`
+                if (metrics.check(record, run=self._session.run).worker or "").startswith(tuple(generating_roles())):
+                    with self._session.dead_letters.decoding(record):
+                        measured = metrics.read(record, run=self._session.run)[1]
+                    for label, presence in self._presences.items():
+                        update_presence(presence, measured, label=label)
+
+
+LATE_LIMIT_S = 5.0
+
+
+def reject_orphans(session: Session, state: PartitionGroups, *, now_s: float) -> None:
+    """Write dead letters about the samples whose prompt is not in the log; samples whose prompt is only late wait."""
+    suspects = state.orphans(now_s=now_s)
+    late = _prompts_to_come(session, state) if suspects else frozenset()
+    for group in suspects:
+        if late is None or group.group in late:
+            group.seen_s = now_s
+            continue
+        del state.open[group.group]
+        if group.group < state.below:
+            continue  # it had ended before its samples were read again
+        for record in group.records.values():
+            error = Unusable(f"no prompt of group {group.group} is in partition {state.partition}", kind="orphan")
+            session.dead_letters.write(record, error)
+
+
+def _prompts_to_come(session: Session, state: PartitionGroups) -> frozenset[int] | None:
+    """Groups whose prompts are in the log and have not arrived; None if the log cannot be read."""
+    group_numbers = set()
+    tail = None
+    try:
+        tail = session.log.tail({(session.topic("prompts"), state.partition): state.prompts_position})
+        for record in tail.read_to_end(LATE_LIMIT_S, include_open=True):
+            with contextlib.suppress(Unusable):
+                group_numbers.add(prompts.check(record, run=session.run).group)
+    except LogError:
+        return None
+    finally:
+        if tail is not None:
+            tail.close()
+    return frozenset(group for group in group_numbers if group is not None)

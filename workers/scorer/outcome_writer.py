@@ -1,6 +1,6 @@
-"""Writes the outcomes of groups, with the offsets from which the next owner goes on.
+"""Writes the outcomes of groups, with the offsets from which the next owner continues.
 
-The rule: outcomes and offsets are one transaction, and only the owner of a partition commits; after an unknown result the log decides.
+Outcomes and offsets are one transaction, and only the owner of a partition commits; after an unknown result the log decides.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from penstock.topics.wire.record import Outgoing
 from penstock.workers.scorer.group_buffer import PartitionGroups
 
 WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
-"""What one transaction carries at most, beside a group that is larger: on a slow link it has to end before the broker aborts it."""
+"""Limits of one transaction, except for a larger single group: on a slow link it must end before the broker aborts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class OutcomeWriter:
     member: Member
     owned: Mapping[int, PartitionGroups]
     read_finished: Callable[[list[int]], None]
-    """Learns from the log which groups of these partitions have ended."""
+    """Reads from the log which groups of these partitions have ended."""
 
     def write(self, ended: Sequence[Group]) -> None:
-        """Write outcomes, as many in one transaction as it may carry."""
+        """Write outcomes, in as few transactions as the limits allow."""
         batch, size = dict[int, list[Outgoing]](), 0
         for group in ended:
             partition = next((p for p, state in self.owned.items() if group.group in state.open), None)
@@ -54,7 +54,7 @@ class OutcomeWriter:
             ]
 
     def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
-        """Commit the outcomes of these groups with offsets; if the result is unknown, read in the log which were written."""
+        """Commit the outcomes of these groups with offsets; if the result is unknown, read from the log which were written."""
         records = [record for parts in batch.values() for record in parts]
         partitions = {record.partition for record in records}
         try:
@@ -72,7 +72,7 @@ class OutcomeWriter:
             self.owned[record.partition].finish(int(record.key or b""), offset=offset)
 
     def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
-        """What a new owner begins with once the groups in `without` have ended."""
+        """Offsets and metadata for a new owner once the groups in `without` have ended."""
         offsets: dict[Partition, tuple[int, str]] = {}
         for partition in partitions:
             state = self.owned[partition]

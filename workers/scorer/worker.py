@@ -1,7 +1,6 @@
 """The scorer: `prompts` p and `rollouts` p become `groups` p, in Kafka transactions.
 
-The rule: until its record is in `groups`, only the scorer that owns the partition decides how a group ends; a broken reward is
-`failed` and a dead letter, never a zero.
+Only the scorer that owns a partition decides how a group ends. A broken reward makes the group `failed` and a dead letter, never a zero.
 """
 
 import time
@@ -25,19 +24,19 @@ from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
-from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups
-from penstock.workers.scorer.orphans import set_aside_orphans
+from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups, RolloutReports, reject_orphans
 from penstock.workers.scorer.outcome_writer import OutcomeWriter
-from penstock.workers.scorer.rollout_reports import RolloutReports
 
 NEXT_RESULT_S, GATHERED_S = 0.003, 0.02
-"""Rewards that follow one another this closely are written in one transaction, for so long at most: a transaction takes tens of ms, during
-which no child is given the next group, so that one for each group would hold up quick rewards, and with them whoever draws."""
+"""Rewards that follow within the first time are written in one transaction, gathered for the second at most.
+
+A transaction takes tens of ms, during which no child gets the next group: one for each group would slow down quick rewards.
+"""
 LEDGER_EVERY_S = 0.5
 """How often the scorer checks whether the run is closed."""
 
 Job = tuple[int, int, int]
-"""Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
+"""Partition, generation of the consumer group, group: after a rebalance the same group may be scored again."""
 
 
 def main(session: Session) -> None:
@@ -55,7 +54,7 @@ def main(session: Session) -> None:
     )
     member = session.member("prompts", "rollouts", max_records=2048, max_bytes=128 << 20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
-    session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
+    session.finishing = lambda: f"leaves {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
     polled = 0.0
     session.reporter.outage = lambda: member.outage_s
     session.reporter.ready()
@@ -98,7 +97,7 @@ class Scorer:
     _scoring: dict[Job, Scoring] = field(default_factory=dict)
     _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
-    """Outcomes of groups that get no rewards: their prompt must not be decoded, a sample was aborted, or an environment broke."""
+    """Outcomes without rewards: a poison prompt, an aborted sample, or a broken environment."""
     _faults: FaultCount = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +123,7 @@ class Scorer:
         self._unscored = []
         self._faults.check()  # the groups that show the fault are written
         for state in self.owned.values():
-            set_aside_orphans(self.session, state, now_s=self.reports.now_s)
+            reject_orphans(self.session, state, now_s=self.reports.now_s)
         reporter = self.session.reporter
         reporter.values["reward_busy_s"] = self.pool.busy_s
         reporter.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
@@ -155,7 +154,7 @@ class Scorer:
         self.reports.close()
 
     def _revoked(self, partitions: set[int]) -> None:
-        """Forget partitions and cancel their reward calls: the next owner, maybe this worker, reads and scores their groups again."""
+        """Forget partitions and cancel their reward calls: the next owner scores their groups again."""
         for partition in partitions:
             self.owned.pop(partition, None)
         void = {job for job in self._scoring if job[0] in partitions}
@@ -168,22 +167,24 @@ class Scorer:
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))
             if topic == self.session.topic("prompts"):
-                state.begin(prompts=committed.offset or 0, metadata=committed.metadata)
+                state.start(prompts=committed.offset or 0, metadata=committed.metadata)
             else:
                 state.rollouts_position = committed.offset or 0
         prompts = self.session.topic("prompts")
         unknown = [at for at, committed in event.partitions.items() if at[0] == prompts and committed.offset is None]
-        for (_, partition), begin in self.session.log.beginning_offsets(unknown).items():
-            self.owned[partition].cut = begin > 0
+        for (_, partition), start in self.session.log.beginning_offsets(unknown).items():
+            self.owned[partition].cut = start > 0
         self._read_finished(sorted({partition for _, partition in event.partitions}))
 
     def _read_finished(self, partitions: list[int]) -> None:
-        """Learn from `groups` which groups of these partitions have ended since what is known."""
+        """Read from `groups` which groups of these partitions have ended since the last read."""
         if not partitions:
             return
         topic, log = self.session.topic("groups"), self.session.log
-        kept = log.beginning_offsets([(topic, partition) for partition in partitions])  # the groups before were deleted, so they had ended
-        tail = log.tail({at: max(begin, self.owned[at[1]].groups_position) for at, begin in kept.items()})
+        first_offsets = log.beginning_offsets(
+            [(topic, partition) for partition in partitions]
+        )  # the groups before were deleted, so they had ended
+        tail = log.tail({at: max(start, self.owned[at[1]].groups_position) for at, start in first_offsets.items()})
         for record in read_to_current_end(log, tail, include_open=True):  # what a predecessor has committed may not be readable yet
             try:
                 headers = groups.check(record, run=self.session.run)
@@ -213,16 +214,15 @@ class Scorer:
             if error.kind == "killer":
                 self._fail_unread(state, record, str(error))
             return
-        if state.out_of_order(prompt.group):  # somebody else's record: the feeder's numbers rise
-            place = f"{record.topic}/{record.partition}/{record.offset}"
-            self.session.reporter.notify(f"prompt {prompt.group} at {place} is out of order: reading all groups")
+        if state.out_of_order(prompt.group):  # a foreign record: the feeder's numbers rise
+            self.session.reporter.notify(f"prompt {prompt.group} at {record.id} is out of order: reading all groups")
             state.distrust()
             self._read_finished([state.partition])
         if state.add_prompt(record, prompt, now_s=self.reports.now_s):
             self._submit(state, prompt.group)
 
     def _fail_unread(self, state: PartitionGroups, record: Record, reason: str) -> None:
-        """End the group of a prompt that must not be decoded: its headers, which were checked, say which group it is."""
+        """End the group of a poison prompt: its checked headers name the group."""
         headers = prompts.check(record, run=self.session.run)
         unread = prompts.unread(headers, samples=self.session.schedule.samples_per_prompt, created_ns=record.timestamp_ms * 1_000_000)
         if state.add_prompt(record, unread, now_s=self.reports.now_s):
@@ -235,8 +235,8 @@ class Scorer:
         try:
             with self.session.reporter.decoding:
                 headers = rollouts.check(record, run=self.session.run)
-            wanted = self._wanted(state, record, headers)
-            if not wanted:
+            counted = self._new_samples(state, record, headers)
+            if not counted:
                 return
             with self.session.dead_letters.decoding(record):
                 samples = rollouts.read_all(record, run=self.session.run, checked=headers)[1]
@@ -244,14 +244,14 @@ class Scorer:
             self.session.dead_letters.write(record, error)
             return
         for rollout in samples:
-            if rollout.sample in wanted:
+            if rollout.sample in counted:
                 state.add_sample(record, rollout, now_s=self.reports.now_s)
         self._submit(state, samples[0].group)
 
-    def _wanted(self, state: PartitionGroups, record: Record, headers: Headers) -> list[int]:
-        """The samples of a record that count, from its headers: those that are no duplicates, as far as their group needs more.
+    def _new_samples(self, state: PartitionGroups, record: Record, headers: Headers) -> list[int]:
+        """The samples of a record that count, from its headers: no duplicates, and only while their group needs more.
 
-        Raises `Unusable` where a number is none of its group's.
+        Raises `Unusable` if a number is outside its group.
         """
         schedule, group = self.session.schedule, headers.group
         assert group is not None
@@ -263,13 +263,13 @@ class Scorer:
                 self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.topic}/{record.partition}/{record.offset}")
         if new and new[-1] >= schedule.samples_begun:
             raise Unusable(f"sample {new[-1]} of group {group}: a group has {schedule.samples_begun}", kind="mismatch")
-        wanted = new[: state.missing(group, samples=schedule.samples_per_prompt)]
-        if surplus := len(new) - len(wanted):
+        counted = new[: state.missing(group, samples=schedule.samples_per_prompt)]
+        if surplus := len(new) - len(counted):
             self.session.reporter.add("surplus_samples", surplus)
-        return wanted
+        return counted
 
     def _submit(self, state: PartitionGroups, number: int) -> None:
-        """Submit a group to the reward functions once all its samples are here."""
+        """Submit a group to the reward functions once all its samples have arrived."""
         group = state.open[number]
         if not group.complete or group.submitted:
             return
@@ -296,7 +296,7 @@ class Scorer:
         self._unscored.append(self._group(group, "failed", cause, ()))
 
     def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
-        """A scored, filtered or failed group; None for one whose partition was revoked, or which has ended otherwise meanwhile."""
+        """A scored, filtered or failed group; None if its partition was revoked, or if it has ended meanwhile."""
         scoring = self._scoring.pop(result.key, None)
         if scoring is None:
             return None
@@ -322,7 +322,7 @@ class Scorer:
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 
     def _overdue(self) -> list[Group]:
-        """Outcome "abandoned" for incomplete groups past their deadline, which counts only time in which a rollout worker was there."""
+        """Outcome "abandoned" for incomplete groups past their deadline."""
         deadline, abandoned = self.session.config.scorer.group_deadline_s, []
         for state in self.owned.values():
             for group in state.overdue(deadline_s=deadline):

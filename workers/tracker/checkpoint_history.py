@@ -1,6 +1,6 @@
-"""The checkpoints of a run that are on this machine, as its tracker registers them in MLflow.
+"""Checkpoints of a run on this machine, which its tracker registers in MLflow.
 
-The rule: only what the ledger has recorded and the disk still has; a tracker on another machine than the trainer registers nothing.
+Only those that are in the ledger and on the disk; a tracker on another machine than the trainer registers nothing.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class CheckpointHistory:
                 "penstock.digest": str(entry.digest),
             }
 
-    def kept(self) -> RegisteredCheckpoints:
+    def existing(self) -> RegisteredCheckpoints:
         """Those that exist now; the Hugging Face model of each, where the run exports one."""
         store = open_store(self.session.config, self.session.run, to_read=True) if self._tags else None
         if store is None:

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: every point of a run, one JSON object per line; the uploader to MLflow reads from here.
 
-The rule: a line is written once, by one process. The lines of an existing file say how far it goes; a torn last one is cut off
-first. MLflow gets no point that is not in the file.
+One process writes each line once. It continues after the last complete line of an existing file. MLflow gets no point that is not in the
+file.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from penstock.pipeline.observe.metrics.points import Line
 
 LOCK_WAIT_S = 5.0
 """Time for another tracker of this run to finish ending."""
-_KNOWN = frozenset({"kind", "step", "time", "from", "number"})
+_RESERVED = frozenset({"kind", "step", "time", "from", "number"})
 
 
 class MetricsFile:
@@ -134,7 +134,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 def _values(line: dict[str, Any]) -> dict[str, float]:
     """A line's values; one that was not finite is NaN."""
-    values = {name: value for name, value in line.items() if name not in _KNOWN and (value is None or isinstance(value, float))}
+    values = {name: value for name, value in line.items() if name not in _RESERVED and (value is None or isinstance(value, float))}
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder at its end: the report as text and JSON, its configuration, and the page."""
+"""Writes a run's files at its end: the report as text and JSON, its configuration, and the page."""
 
 import json
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.runtime.session import Session
 
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
-"""Time to make the run's page, normally and once this process was asked to stop."""
+"""Time to make the run's page, normally and after a stop request."""
 PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
-"""Limits of the page sent to MLflow, smaller than those of a page that a person asks for."""
+"""Limits of the page sent to MLflow, smaller than those of `penstock report --html`."""
 
 
 def write_report(session: Session, report: Mapping[str, Any], directory: Path) -> list[Path]:
@@ -45,7 +45,7 @@ def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list
     mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
     try:
         write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
-    except Exception as error:  # the page is optional: whatever error prevents it, the run ends as it would without it
+    except Exception as error:  # the page is optional: no error changes the end of the run
         cause = " ".join(str(error).split()) or type(error).__name__
         session.reporter.notify(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
         return []

@@ -1,8 +1,7 @@
-"""Deletes what a run needs no more: prompts, samples, turns and groups of steps before the newest `kafka.keep_steps`.
+"""Deletes records that a run needs no more: prompts, samples, turns and groups of steps before the newest `kafka.keep_steps`.
 
-The rule: nothing goes that an open group, an untrained one, a checkpoint a trainer may come back to, or this tracker's successor needs;
-with `kafka.archive` nothing goes that was not exported. A prompt goes before what it led to, so that no group whose outcome is gone is
-drawn again.
+Retained is what an open or untrained group, a checkpoint a trainer may load, or a restarted tracker needs; with `kafka.archive` also what
+was not exported. A prompt is deleted before its outcome, so that no group without an outcome is generated again.
 """
 
 import threading
@@ -27,22 +26,22 @@ CLOCKS_APART_S = 600.0
 
 @dataclass(slots=True)
 class Retention:
-    """What a run's tracker knows of what is still needed."""
+    """Tracks which records a run still needs."""
 
     session: Session
-    _mark: ResumePoint | None = None
+    _resume_point: ResumePoint | None = None
     """Of the newest step."""
     _steps: int = 0
     _planned: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Step -> partition -> the first offset in `groups` of what it trained."""
+    """Step -> partition -> the first offset in `groups` that it trained."""
     _published_ms: dict[int, int] = field(default_factory=dict)
-    """Version -> when it was published."""
+    """Version -> time of publication."""
     _cut: int = 0
     """Steps whose records were deleted."""
     _deleting: threading.Thread | None = None
 
     def note(self, entry: Entry) -> None:
-        """Take in an entry of the ledger."""
+        """Apply a ledger entry."""
         if self.session.config.kafka.keep_steps is None:
             return
         if entry.kind == "version" and entry.version is not None:
@@ -51,16 +50,16 @@ class Retention:
             first = self._planned.setdefault(entry.step, {})
             for planned in entry.plan:
                 first[planned.partition] = min(planned.offset, first.get(planned.partition, planned.offset))
-            self._steps, self._mark = entry.step + 1, resume_point_of(entry)
+            self._steps, self._resume_point = entry.step + 1, resume_point_of(entry)
 
     def delete(self, view: RunView, positions: Mapping[Partition, int], saved: Pending) -> None:
-        """Begin to delete what is needed no more, once the view is in the log: who reads that goes on from `positions`."""
-        cut = self._first_kept()
+        """Start to delete, once the view is in the log: its readers continue from `positions`."""
+        cut = self._first_retained()
         if cut <= self._cut or (self._deleting is not None and self._deleting.is_alive()):
             return
         try:
             before = self._before(cut, view, positions)
-        except LogError:  # the broker is away: try later
+        except LogError:  # broker unreachable: try later
             return
         self._cut = cut
         self._planned = {step: first for step, first in self._planned.items() if step >= cut}
@@ -68,21 +67,21 @@ class Retention:
         self._deleting.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait for what is under way."""
+        """Wait for a running deletion."""
         if self._deleting is not None:
             self._deleting.join(timeout_s)
 
-    def _first_kept(self) -> int:
+    def _first_retained(self) -> int:
         """The first step whose records are needed: of the newest ones, and of those a trainer repeats from its checkpoints."""
-        keep, mark = self.session.config.kafka.keep_steps, self._mark
-        if keep is None or mark is None or not mark.checkpoints:
+        keep, resume_point = self.session.config.kafka.keep_steps, self._resume_point
+        if keep is None or resume_point is None or not resume_point.checkpoints:
             return 0
-        return max(0, min(self._steps - keep, mark.checkpoints[-1][0]))
+        return max(0, min(self._steps - keep, resume_point.checkpoints[-1][0]))
 
     def _before(self, cut: int, view: RunView, positions: Mapping[Partition, int]) -> dict[Partition, int]:
-        """Partition -> the offset before which nothing is needed."""
-        schedule, mark, log = self.session.schedule, self._mark, self.session.log
-        assert mark is not None
+        """Partition -> the offset below which nothing is needed."""
+        schedule, resume_point, log = self.session.schedule, self._resume_point, self.session.log
+        assert resume_point is not None
         # No sample that step `cut` may train is older than this version, and no prompt that is open than its own record.
         oldest = max(0, rules.version_after(cut, steps_per_version=schedule.steps_per_version) - schedule.max_lag)
         times = [self._published_ms.get(oldest, 0), *(round(1000 * opened.time_s) for opened in view.open.values())]
@@ -90,27 +89,27 @@ class Retention:
         others_ms = prompts_ms - int(1000 * CLOCKS_APART_S)
         self._published_ms = {version: at for version, at in self._published_ms.items() if version >= oldest}
         names = [name for name in BY_GROUP if name != "prompts" and (name not in TURNS or self.session.config.turns_by_log)]
-        before = log.offsets_at(self._places("prompts"), max(0, prompts_ms))
-        before |= log.offsets_at([place for name in names for place in self._places(name)], max(0, others_ms))
-        for number, place in enumerate(self._places("groups")):
+        before = log.offsets_at(self._partitions("prompts"), max(0, prompts_ms))
+        before |= log.offsets_at([partition for name in names for partition in self._partitions(name)], max(0, others_ms))
+        for number, partition in enumerate(self._partitions("groups")):
             planned = [first[number] for step, first in self._planned.items() if step >= cut and number in first]
-            before[place] = min(before[place], mark.positions.get(f"groups/{number}", 0), *planned)
-        begins = log.beginning_offsets(before)
-        limited = {place: min(offset, positions.get(place, offset)) for place, offset in before.items()}
-        return {place: offset for place, offset in limited.items() if offset > begins[place]}
+            before[partition] = min(before[partition], resume_point.positions.get(f"groups/{number}", 0), *planned)
+        first_offsets = log.beginning_offsets(before)
+        limited = {partition: min(offset, positions.get(partition, offset)) for partition, offset in before.items()}
+        return {partition: offset for partition, offset in limited.items() if offset > first_offsets[partition]}
 
-    def _places(self, name: str) -> list[Partition]:
+    def _partitions(self, name: str) -> list[Partition]:
         return [(self.session.topic(name), number) for number in range(self.session.config.partitions)]
 
     def _delete(self, before: Mapping[Partition, int], saved: Pending) -> None:
-        """Export, then delete; where either is refused the records stay and the run goes on."""
+        """Export, then delete; if either fails the records stay and the run continues."""
         session, archive = self.session, self.session.config.kafka.archive
-        prompts = {place: offset for place, offset in before.items() if place[0] == session.topic("prompts")}
+        prompts = {partition: offset for partition, offset in before.items() if partition[0] == session.topic("prompts")}
         try:
             saved.offset()
             if archive is not None and isinstance(session.log, KafkaLog):
                 export(session.log, session.run, Path(archive))
             session.log.delete_records(prompts)
-            session.log.delete_records({place: offset for place, offset in before.items() if place not in prompts})
+            session.log.delete_records({partition: offset for partition, offset in before.items() if partition not in prompts})
         except (PenstockError, OSError, ValueError) as error:
-            session.reporter.throttled.notify("records that stay", f"old records stay: {error}")
+            session.reporter.throttled.notify("records that stay", f"deletion of old records failed: {error}")

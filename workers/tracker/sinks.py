@@ -1,6 +1,6 @@
-"""Other places for a run's points beside MLflow: TensorBoard's event files and Weights & Biases.
+"""Sinks of a run's points in addition to MLflow: TensorBoard's event files and Weights & Biases.
 
-The rule: the same points under the same names; a sink that fails says so once and is left alone, because `metrics.jsonl` has them all.
+All sinks get the same points under the same names. A sink that fails is reported once and closed: `metrics.jsonl` has all points.
 """
 
 import os
@@ -28,7 +28,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """One event file in a folder; a restarted tracker reads the run from its beginning and writes the file anew."""
+    """One event file in a folder; a restarted tracker reads the run from its beginning and rewrites the file."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run of the run's own id, which a restarted tracker goes on with; its key comes from the environment alone."""
+    """A W&B run of the run's own id, which a restarted tracker continues; its key comes from the environment alone."""
 
     def __init__(self, run: str, directory: Path, *, project: str, mode: Literal["online", "offline"], config: Mapping[str, Any]) -> None:
         import wandb

@@ -1,7 +1,6 @@
-"""Where a restarted tracker begins: at the log's beginning, or behind the view that is in the log, once records were deleted.
+"""Where a restarted tracker starts: at the log's beginning, or after the saved view if records were deleted.
 
-The rule: counts come from records that are there or from the saved view; the points of ledger and metrics, which nobody deletes, are the
-same either way.
+Counts come from existing records or the saved view; the points of ledger and metrics, which are never deleted, are the same either way.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,15 +15,15 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 
-def known(log: Log, run: str) -> Saved:
-    """What is known of the records that were deleted, and the offsets to go on from; an empty view and none where all are there."""
+def saved_start(log: Log, run: str) -> Saved:
+    """The view of the deleted records, and the offsets after it; an empty view and no offsets if nothing was deleted."""
     if not deleted(log, f"{run}.prompts", f"{run}.groups"):
         return RunView(run=run), {}
     view, since = saved_view.newest(log, run)
-    return view, {place: offset for place, offset in since.items() if place[0] not in (RUNS_TOPIC, f"{run}.run")}
+    return view, {partition: offset for partition, offset in since.items() if partition[0] not in (RUNS_TOPIC, f"{run}.run")}
 
 
-def held_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[tuple[Folded, Record]]:
+def entries_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[tuple[Folded, Record]]:
     """The ledger's entries and the measurements before these offsets, each once: `metrics.jsonl` may be on another machine."""
     view = RunView(run=run)
     for topic in ("ledger", "metrics"):
@@ -33,7 +32,7 @@ def held_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[
             try:
                 payload = view.fold(record)
             except Unusable:
-                continue  # set aside by the tracker that read it first
+                continue  # the tracker that read it first wrote a dead letter
             if payload is not None:
                 yield payload, record
             view.forget()

@@ -1,7 +1,7 @@
-"""The tracker: turns `ledger` and `metrics` into points of one MLflow run and lines of `metrics.jsonl`, and ends with report and page.
+"""The tracker: turns `ledger` and `metrics` into points of one MLflow run and lines of `metrics.jsonl`, and writes report and page.
 
-The rule: a point has its record's time, is written to `metrics.jsonl` first and sent to MLflow from there; a restarted tracker
-reads ledger and metrics from their beginning and adds missing points, so that both hold the same points, each once.
+A point has its record's time, is written to `metrics.jsonl` first and sent to MLflow from there. A restarted tracker reads ledger and
+metrics from their beginning and adds missing points, so that both hold the same points, each once.
 """
 
 import math
@@ -34,7 +34,7 @@ from penstock.workers.tracker.metrics_file import MetricsFile
 from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
 from penstock.workers.tracker.retention import Retention
 from penstock.workers.tracker.sinks import sinks
-from penstock.workers.tracker.start import held_before, known
+from penstock.workers.tracker.start import entries_before, saved_start
 
 POLL_S = 0.5
 LOOK_S = 0.05
@@ -50,12 +50,12 @@ SETTLE_S = 2.0
 MLFLOW_END_S = 60.0
 """Time to deliver MLflow's missing points when the run is over."""
 STOPPED_S = 15.0
-"""Time for all remaining work once this process was asked to stop: half of the launcher's limit."""
+"""Time for all remaining work after a stop request: half of the launcher's limit."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 def main(session: Session) -> None:
-    """Follow the run until it is closed and its workers have ended, or until asked to stop; leaves a report either way."""
+    """Follow the run until it is closed and its workers have exited, or a stop is requested; writes a report either way."""
     directory = run_directory(session.run)
     directory.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(session, directory=directory)
@@ -69,7 +69,7 @@ def main(session: Session) -> None:
 
 
 class _OutOfTime(Exception):
-    """This process was asked to stop and has no time left for what it does."""
+    """The time after a stop request is used up."""
 
 
 class Tracker:
@@ -81,14 +81,14 @@ class Tracker:
         names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
         counts = {name: session.log.partitions(name) or 0 for name in names}
         self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
-        self.view, self._since = known(session.log, session.run)
+        self.view, self._since = saved_start(session.log, session.run)
         self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
         self.sinks = sinks(session.config, session.run, directory, notify=session.reporter.notify)
         self._checkpoints = CheckpointHistory(session)
         self._retention = Retention(session)
-        self._tail = session.log.tail({place: self._since.get(place, "earliest") for place in self._partitions})
+        self._tail = session.log.tail({partition: self._since.get(partition, "earliest") for partition in self._partitions})
         self._configured = {role.worker(slot) for role in ROLES.values() for slot in range(role.workers(session.config))} - {session.worker}
         self._views = ViewWriter(session.log, session.producer, session.worker)
         self._last_report: dict[str, float] = {}
@@ -104,7 +104,7 @@ class Tracker:
         """Pass on existing and new records until no more are expected."""
         session = self.session
         session.reporter.doing(Activity.START, "reading the log")
-        for payload, record in held_before(session.log, session.run, self._since):
+        for payload, record in entries_before(session.log, session.run, self._since):
             self._pass_on(payload, record)
         self._read_to_end()
         while not session.stop.is_set() and not self._over():
@@ -141,7 +141,7 @@ class Tracker:
         """Write the report; returns its files, none where this process is to end before the whole log is read."""
         session = self.session
         try:
-            report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._go_on)
+            report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._check_time)
         except _OutOfTime:
             remove_reports(self.directory)
             session.reporter.notify(f"no report was written: the log is too long for that; `penstock report {session.run}` makes one")
@@ -189,7 +189,7 @@ class Tracker:
         self._flush()
 
     def _pass_on(self, payload: Folded, record: Record) -> None:
-        """Write the points of a record, and note what it says."""
+        """Write the points of a record, and apply it."""
         now = time.monotonic()
         self._write_down(self.points.of(payload, record, source=record.topic.removeprefix(f"{self.session.run}.")))
         if isinstance(payload, Measurement):
@@ -209,7 +209,7 @@ class Tracker:
             return
         try:
             self._awaited = self._awaited or self.session.log.end_offsets(self._partitions)
-        except LogError:  # the broker is away: try later
+        except LogError:  # broker unreachable: try later
             return
         if self._reached(self._awaited):
             self._write_down(self.points.rewards(self.view, before=self._due - self.session.schedule.max_lag))
@@ -230,7 +230,7 @@ class Tracker:
         if self.uploader is not None:
             if self.view.groups:  # before, the import of MLflow would hold up the start of engines and trainer on few cores
                 self.uploader.start()
-            self.uploader.more(self._checkpoints.kept())
+            self.uploader.more(self._checkpoints.existing())
 
     def _announce(self) -> None:
         """Publish the MLflow run's id, so that a report finds it."""
@@ -278,7 +278,7 @@ class Tracker:
         return uploader.run_id
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
-        """Wait for MLflow up to `limit_s`, less once this process was asked to stop; goes on reporting meanwhile."""
+        """Wait for MLflow up to `limit_s`, less after a stop request; keeps reporting."""
         end_s = time.monotonic() + limit_s
         while not check(0.25):
             left_s = end_s - time.monotonic()
@@ -289,19 +289,19 @@ class Tracker:
         return True
 
     def _save(self, *, now: bool = False) -> None:
-        """Write what this tracker has read, for whoever looks at the run."""
-        positions = {place: self._tail.position(place) for place in self._partitions}
+        """Write the state of this tracker, for readers of the run."""
+        positions = {partition: self._tail.position(partition) for partition in self._partitions}
         if saved := self._views.write(self.view, positions, now=now):
             self._retention.delete(self.view, positions, saved)
 
-    def _go_on(self) -> None:
+    def _check_time(self) -> None:
         """Report while the log is read; raises `_OutOfTime` when this process is to end."""
         if self._out_of_time():
             raise _OutOfTime
         self.session.reporter.status()
 
     def _out_of_time(self) -> bool:
-        """True if this process was asked to stop and `STOPPED_S` have passed since."""
+        """True if `STOPPED_S` have passed since the stop request."""
         now = time.monotonic()
         if self.session.stop.is_set():
             self._stopped_at = self._stopped_at or now

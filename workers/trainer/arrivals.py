@@ -1,6 +1,6 @@
-"""What the log brings to a trainer: groups, the manifests of its own versions, the end of the prompts, an evaluator's request to end.
+"""Records that a trainer follows: groups, its own manifests, the end of the prompts, an evaluator's request to end the run.
 
-The rule: reading changes only what is known; what is trained, written or given up is decided by the worker.
+Reading only updates state; the worker decides what is trained, written or abandoned.
 """
 
 from collections.abc import Sequence
@@ -19,30 +19,29 @@ from penstock.topics.wire.checked import whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
-from penstock.workers.trainer.marks import note_anchor, place_name, resume_point_at
-from penstock.workers.trainer.resuming import Places, Resumed
+from penstock.workers.trainer.resuming import Resumed, ResumeOffsets, note_anchor, partition_key, resume_point_at
 
 POLL_S = 0.5
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """The records that a trainer follows, and what they have said so far."""
+    """The topics that a trainer follows, and the state from their records."""
 
     session: Session
     writer: RunWriter
     inbox: GroupInbox
     tail: Tail
     followed: Sequence[Partition]
-    places: Places
-    asked_to_end: str | None = None
+    offsets: ResumeOffsets
+    end_reason: str | None = None
     """The reason if the run is to end before all its steps are done; else None."""
     _admitted: int | None = None
-    """Groups of the whole run, once the feeder has said that no prompt will follow; None before."""
+    """Groups of the whole run, once the feeder has reported that no prompt will follow; None before."""
 
     @classmethod
     def open(cls, session: Session, writer: RunWriter, resumed: Resumed) -> Self:
-        """Begin to follow, from where the newest step's mark says."""
+        """Start to follow, from the newest step's resume point."""
         inbox = GroupInbox(
             run=session.run,
             schedule=session.schedule,
@@ -57,17 +56,17 @@ class Arrivals:
         if session.config.eval_sources:
             starts[control_topic(session.run, session.config.evaluating_role), 0] = "earliest"
         if resumed.resume_point is not None:
-            starts.update({at: resumed.resume_point.positions.get(place_name(session, at), 0) for at in starts})
-        starts[control_topic(session.run, "feeder"), 0] = "earliest"  # a feeder says only once that no prompt follows
-        return cls(session, writer, inbox, session.log.tail(starts), list(starts), resumed.places)
+            starts.update({at: resumed.resume_point.positions.get(partition_key(session, at), 0) for at in starts})
+        starts[control_topic(session.run, "feeder"), 0] = "earliest"  # a feeder reports only once that no prompt follows
+        return cls(session, writer, inbox, session.log.tail(starts), list(starts), resumed.offsets)
 
     @property
     def no_more(self) -> bool:
-        """Whether no group will come any more: under `run.epochs` the prompts may end before the steps."""
+        """True if no group will follow: under `run.epochs` the prompts may end before the steps."""
         return self._admitted is not None and self.inbox.selector.finished_groups >= self._admitted
 
     def settle(self, resumed: Resumed) -> None:
-        """Count the groups that the ledger says have ended."""
+        """Count the groups that have ended according to the ledger."""
         selector, past, resume = self.inbox.selector, resumed.past, resumed.resume_point
         if resume is None:
             selector.settle([*past.stale, *past.trained])
@@ -84,14 +83,14 @@ class Arrivals:
         self.tail.add(dict.fromkeys(self.followed, "earliest"))
 
     def take_in(self, timeout_s: float) -> bool:
-        """Take in what is there, or arrives within `timeout_s`; returns whether anything did."""
+        """Apply the records that exist, or arrive within `timeout_s`; returns True if there were any."""
         records = self.tail.poll(timeout_s)
         for record in records:
             self._receive(record)
         return bool(records)
 
     def catch_up(self) -> None:
-        """Take in all that was there when this was called, or until the worker is to stop."""
+        """Apply all records up to the end offsets at the call, unless a stop is requested."""
         behind = self.session.log.end_offsets(self.followed)
         while behind and not self.session.stop.is_set():
             self.take_in(POLL_S)
@@ -99,27 +98,27 @@ class Arrivals:
             self.session.reporter.status()
 
     def resume_point(self) -> ResumePoint:
-        """Where a step that is about to be committed leaves the run."""
+        """The resume point of a step that is about to be committed."""
         positions = {at: self.tail.position(at) for at in self.followed}
         store = self.writer.checkpoints.store
-        return resume_point_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps())
+        return resume_point_at(self.session, self.inbox, self.offsets, positions, saved=[] if store is None else store.steps())
 
     def _receive(self, record: Record) -> None:
         if record.topic == self.session.topic("groups"):
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):
             self.writer.check_manifest(record)
-            note_anchor(self.places, record, self.writer.state)
+            note_anchor(self.offsets, record, self.writer.state)
         else:
-            self._hear(record)
+            self._on_measurement(record)
 
-    def _hear(self, record: Record) -> None:
-        """Take in a measurement of the feeder or an evaluator, from the topic that only its role may write."""
+    def _on_measurement(self, record: Record) -> None:
+        """Apply a measurement of the feeder or an evaluator, from the topic that only its role may write."""
         try:
             with self.session.dead_letters.decoding(record):
                 measurement = metrics.read(record, run=self.session.run)[1]
         except Unusable:
-            return  # a claim of the role's place
+            return  # a lease record of the role
         config = self.session.config
         if record.topic != self.session.topic(f"control-{measurement.role}"):
             return
@@ -130,4 +129,4 @@ class Arrivals:
         manifest = self.writer.state.manifests.get(measurement.version)
         self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
         if config.stops_early and measurement.labels.get("ask") == "stop":
-            self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
+            self.end_reason = measurement.labels.get("reason", "the evaluator requested it")

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 END_LIMIT_S = 60.0
-"""Time for the others to end once they are told that it is over."""
+"""Time for the other ranks to exit after the end was broadcast."""
 PARENT = "PENSTOCK_RANK_OF"
 """The process that started this one as another rank."""
 
 
 @contextlib.contextmanager
 def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
-    """The trainer's processes, all joined; None where it is one. Raises `ConfigError`, `BackendError`."""
+    """The trainer's processes, all joined; None if there is one. Raises `ConfigError`, `BackendError`."""
     config = session.config
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched not in (1, config.trainer.processes):
@@ -67,7 +67,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
         yield processes
         over.set()
         processes.broadcast(do="end")
-        processes.replies()  # the store ends with this process: the others have to have heard it
+        processes.replies()  # the store ends with this process: the others must have received it
         for child in children:
             child.wait(END_LIMIT_S)
     finally:
@@ -80,13 +80,13 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
 
 
 def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) -> None:
-    """Be another rank of a run's trainer until rank 0 says that it is over. Raises `PenstockError`."""
+    """Be another rank of a run's trainer until rank 0 broadcasts the end. Raises `PenstockError`."""
     from penstock.infra.backends.ranks.process_set import ProcessSet
 
     if os.environ.get(PARENT) == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # rank 0 may be killed while this one computes
     for number in (signal.SIGTERM, signal.SIGINT):
-        ignore(number)  # rank 0 gets them as well, and says when it is over
+        ignore(number)  # rank 0 gets them as well, and broadcasts the end
     record = _registered(log, run, trust)
     config = from_json(record.config)
     if model is not None:
@@ -100,9 +100,9 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
 
 
 def _registered(log: Log, run: str, trust: Trust) -> RunRecord:
-    while (found := registration(log, run, key_file=trust.run_key)).record is None:
+    while (registered := registration(log, run, key_file=trust.run_key)).record is None:
         threading.Event().wait(1.0)
-    return require_trusted(found, trust=trust, notify=print)
+    return require_trusted(registered, trust=trust, notify=print)
 
 
 def _on_gpu(config: Config) -> bool:
@@ -112,7 +112,7 @@ def _on_gpu(config: Config) -> bool:
 
 
 def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
-    """Start another rank on this machine; it prints where this process does."""
+    """Start another rank on this machine; it shares the output of this process."""
     connection = getattr(session.log, "connection", None)
     if connection is None:
         raise ConfigError("trainer.processes: several need a broker, the in-memory log is of one process; set 1")
@@ -122,7 +122,7 @@ def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
         PARENT: str(os.getpid()),
         VARIABLE: json.dumps(dict(connection.security)),
         "PYTHONPATH": os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a stack trace where rank 0 has ended would hide the line that says why
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a stack trace where rank 0 has ended would hide the line with the cause
     }
     command = [sys.executable, "-P", "-m", "penstock.workers", "trainer", "--run", session.run, "--bootstrap", connection.bootstrap]
     command += ["--model", session.config.model.path, *session.trust.arguments()]
@@ -134,7 +134,7 @@ def variables(*, rank: int, size: int, port: int) -> dict[str, str]:
     from penstock.infra.backends.ranks.process_group import loopback
 
     return {
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback(),  # whatever the host's name resolves to
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback(),  # independent of the host's name
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),

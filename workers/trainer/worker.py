@@ -1,7 +1,7 @@
 """The trainer: `groups` become optimizer steps, `ledger` entries and new `weights`.
 
-The rule: one ledger record commits a step; what it trains is decided by headers and the schedule's integers; after a restart the
-committed plans since the newest checkpoint are trained again from the log and must give the same bits.
+One ledger record commits a step; headers and the schedule's integers decide what it trains. After a restart the committed plans since the
+newest checkpoint are trained again from the log and must give the same bits.
 """
 
 import contextlib
@@ -34,10 +34,9 @@ from penstock.topics.ledger import ALL_DONE, Planned
 from penstock.topics.metrics import Activity
 from penstock.topics.runs import Status
 from penstock.workers.trainer.arrivals import POLL_S, Arrivals
-from penstock.workers.trainer.drop_limit import DropLimit
-from penstock.workers.trainer.marks import saved_steps
+from penstock.workers.trainer.group_inbox import DropLimit
 from penstock.workers.trainer.other_ranks import follow, other_ranks
-from penstock.workers.trainer.resuming import Resumed, read_resumed
+from penstock.workers.trainer.resuming import Resumed, read_resumed, saved_steps
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
@@ -45,20 +44,20 @@ if TYPE_CHECKING:
 __all__ = ["follow", "main"]
 
 PUBLISHING_POLL_S = 0.02
-"""Longest wait for records while a version is on its way, which others wait for."""
+"""Longest wait for records while a version is being sent."""
 LOOK_S = 60.0
-"""A trainer that has waited this long for groups looks whether the workers can read the newest weights at all."""
+"""After waiting this long for groups the trainer checks that workers can read the newest weights."""
 
 
 def main(session: Session) -> None:
-    """Train until the run's steps are done, an evaluator asks for the end, or too many groups are dropped."""
-    # Fence first, read afterwards: nothing an earlier trainer still had in hand can follow what is read now.
+    """Train until the run's steps are done, an evaluator requests the end, or too many groups are dropped."""
+    # Fence before reading: no write of an earlier trainer can follow the records read now.
     transactions = session.transactions()
     resumed = read_resumed(session.log, session.run, saved=saved_steps(session))
     past = resumed.past
     if past.ledger_state.closed is not None:
         session.reporter.notify("the run is closed already")
-        set_status(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
+        set_status(session.log, session.record, status=past.ended)  # the trainer that closed it may have crashed before setting it
         return
     device = open_device(session.config, session.run)
     with contextlib.ExitStack() as ends:
@@ -68,15 +67,13 @@ def main(session: Session) -> None:
             if not device.wait(session.stop, meanwhile=session.reporter.status):
                 return
         session.reporter.doing(Activity.START, "loading the model", now=True)
-        trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)))
-        if device is not None:
-            trainer.device, device.model = device, trainer.policy
+        trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)), device)
         session.reporter.outage = lambda: trainer.arrivals.tail.outage_s
         session.reporter.ready()
         set_status(session.log, session.record, status="running")
         trainer.begin(resumed)
         try:
-            while trainer.policy.steps_done < session.steps and trainer.arrivals.asked_to_end is None and not session.stop.is_set():
+            while trainer.policy.steps_done < session.steps and trainer.arrivals.end_reason is None and not session.stop.is_set():
                 if not trainer.train_step():
                     break
             trainer.end()
@@ -96,19 +93,26 @@ class Trainer:
     arrivals: Arrivals
     drops: DropLimit
     committed: int = 0
-    """Steps in the ledger; more than the policy has done only while they are repeated."""
+    """Steps in the ledger; exceeds the steps of the policy only while they are repeated."""
     _waited_s: float = 0.0
     """Seconds waited before this step."""
     _look_s: float = 0.0
-    """After waiting this long within one step the newest weights are looked at."""
+    """After waiting this long within one step the newest weights are checked."""
     _compute_s: float | None = None
-    """How long the newest step computed."""
+    """Computing time of the newest step."""
     device: SharedDevice | None = None
-    """What this trainer shares with a rollout worker; None where its device is its own."""
+    """Shared with a rollout worker; None if the trainer has a device of its own."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, resumed: Resumed, processes: "ProcessSet | None" = None) -> "Trainer":
-        """Load the model and begin to follow the groups."""
+    def open(
+        cls,
+        session: Session,
+        transactions: Transactions,
+        resumed: Resumed,
+        processes: "ProcessSet | None" = None,
+        device: SharedDevice | None = None,
+    ) -> "Trainer":
+        """Load the model and start to follow the groups; a shared device moves the model when it changes hands."""
         past, manifests = resumed.past, resumed.past.ledger_state.manifests
         policy = PolicyTrainer.open(
             session.config,
@@ -119,38 +123,41 @@ class Trainer:
         )
         writer = RunWriter(session, transactions, past.ledger_state)
         arrivals = Arrivals.open(session, writer, resumed)
-        trainer = cls(session, policy, writer, arrivals, DropLimit(arrivals.inbox))
+        trainer = cls(session, policy, writer, arrivals, DropLimit(arrivals.inbox), device=device)
+        if device is not None:
+            device.model = policy
         session.finishing = trainer.finishing
         return trainer
 
     def begin(self, resumed: Resumed) -> None:
-        """Open the run with version 0, or go back to where the ledger ends."""
+        """Open the run with version 0, or recover the state at the end of the ledger."""
         self._settle(resumed)
         self.writer.open_run(self.policy)
         try:
             recover(self.policy, self.writer, resumed.past)
         except OlderNeeded as error:
-            self.session.reporter.notify(f"{error}: the whole ledger is read")
+            self.session.reporter.notify(f"{error}: reading the whole ledger")
             resumed = Resumed(past=read_ledger_history(self.session.log, self.session.run))
             self.writer.state.manifests.update(resumed.past.ledger_state.manifests)
             self.arrivals.start_over()
             self._settle(resumed)
             recover(self.policy, self.writer, resumed.past)
         if resumed.past.entries:
-            self.session.reporter.doing(Activity.START, "reading the groups that are there")
+            self.session.reporter.doing(Activity.START, "reading the existing groups")
             self.arrivals.catch_up()
             self.drops.tolerate()
 
     def _settle(self, resumed: Resumed) -> None:
-        """Count the groups that the ledger says have ended."""
+        """Count the groups that have ended according to the ledger."""
         self.arrivals.settle(resumed)
         past, resume = resumed.past, resumed.resume_point
         self.drops.at_last_step, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
 
     def train_step(self) -> bool:
-        """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile.
+        """Run one optimizer step: select fresh groups, run each micro-batch backward as it fills, update, commit, publish weights.
 
-        A device that is shared is taken once all groups are here: whoever draws them never waits for a step that waits for them.
+        Returns False if a stop was requested first. A shared device is acquired once all groups have arrived: the generating worker never
+        waits for a step that waits for it.
         """
         schedule, number, started = self.session.schedule, self.policy.steps_done, time.time()
         version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
@@ -158,15 +165,15 @@ class Trainer:
         if not self._round_is_ready():
             return False
         plan, held = list[Planned](), deque[tuple[Group, Planned]]()
-        step = self._begin_step(plan, held) if self.device is None else None
+        step = self._start_step(plan, held) if self.device is None else None
         while len(plan) < schedule.prompts_per_step:
             selected = self.arrivals.inbox.take(learner_version=version)
             self._record_stale()
             if selected is None:
                 if self.arrivals.no_more:
                     if not number:
-                        self._give_up(self.drops.without_a_step(asked=self.arrivals.inbox.selector.finished_groups))
-                    self.arrivals.asked_to_end = "every prompt of the run's epochs was asked"
+                        self._stop_run(self.drops.without_a_step(requested=self.arrivals.inbox.selector.finished_groups))
+                    self.arrivals.end_reason = "every prompt of the run's epochs was used"
                     return False
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
@@ -179,7 +186,7 @@ class Trainer:
                 continue
             if not self._has_device():
                 return False
-            step = step or self._begin_step(plan, held)
+            step = step or self._start_step(plan, held)
             while held:
                 self.session.reporter.doing(
                     Activity.COMPUTE, f"training step {number}, group {len(plan) - len(held) + 1} of {schedule.prompts_per_step}"
@@ -195,31 +202,31 @@ class Trainer:
         self.session.reporter.status()
         return True
 
-    def _begin_step(self, plan: Sequence[Planned], held: Sequence[tuple[Group, Planned]]) -> Step:
-        """Begin the step that is given the groups of `plan`, of which it does not have those in `held`."""
+    def _start_step(self, plan: Sequence[Planned], held: Sequence[tuple[Group, Planned]]) -> Step:
+        """Start the step that trains the groups of `plan`, of which those in `held` follow."""
         step = self.policy.step()
-        step.on_batch = lambda batch, count: self._say_batch(step.number, batch, count, groups=len(plan) - len(held))
+        step.on_batch = lambda batch, count: self._report_batch(step.number, batch, count, groups=len(plan) - len(held))
         return step
 
     def _has_device(self) -> bool:
-        """Take the device, if it is shared; False when the worker is to stop before it is free."""
+        """Acquire the device, if it is shared; False if a stop is requested first."""
         while self.device is not None and not self.device.acquire():
             if not self._wait("waiting for the device", Activity.NO_DEVICE):
                 self.device.leave_queue()
                 return False
         return True
 
-    def _say_batch(self, step: int, batch: int, count: int | None, *, groups: int) -> None:
-        """Say which micro-batch is computed; at once where that takes long, as nothing is reported meanwhile."""
+    def _report_batch(self, step: int, batch: int, count: int | None, *, groups: int) -> None:
+        """Report the current micro-batch; at once if that takes long, as nothing is reported meanwhile."""
         about = max(batch, round(batch * self.session.schedule.prompts_per_step / groups))
         of = f"of {count}" if count is not None else f"of ~{about}"
         slow = self._compute_s is None or self._compute_s > 1.0
         self.session.reporter.doing(Activity.COMPUTE, f"training step {step}, micro-batch {batch} {of}", now=slow)
 
     def end(self) -> None:
-        """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""
+        """Close the run, unless a stop was requested; then write a checkpoint, which makes resuming short."""
         session, done = self.session, self.policy.steps_done
-        if session.stop.is_set() and done < session.steps and self.arrivals.asked_to_end is None:
+        if session.stop.is_set() and done < session.steps and self.arrivals.end_reason is None:
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
             self.writer.finish_pending()
@@ -227,7 +234,7 @@ class Trainer:
             return
         self.writer.finish_pending()
         self.writer.export(self.policy)
-        reason = self.arrivals.asked_to_end
+        reason = self.arrivals.end_reason
         if reason is not None:
             selector = self.arrivals.inbox.selector
             unused = selector.finished_groups - selector.drops - self.committed * session.schedule.prompts_per_step
@@ -243,7 +250,7 @@ class Trainer:
         return f"look at the samples of step {self.policy.steps_done}, or continue from step {good} with a lower learning rate: {fork}"
 
     def finishing(self) -> str:
-        """What is still done after a request to stop."""
+        """Describe the remaining work after a stop request."""
         saving_s = self.session.reporter.values.get("checkpoint_s")
         text = f"ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
         return text if self.writer.checkpoints.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
@@ -272,19 +279,19 @@ class Trainer:
         self.writer.finish_pending(wait=False)
         soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
         anything = self.arrivals.take_in(soon)
-        self._hand_over(idle=not anything)
+        self._release_device(idle=not anything)
         waited = reporter.waited_s() - self._waited_s
         if waited > self._look_s:
             self._look_s = 2 * waited
             self.writer.repair_newest()
         self._check_drops()
         reporter.status()
-        return not self.session.stop.is_set() and self.arrivals.asked_to_end is None
+        return not self.session.stop.is_set() and self.arrivals.end_reason is None
 
-    def _hand_over(self, *, idle: bool) -> None:
-        """Give the device to whoever wants it; not before what has arrived was looked at: a whole step goes first, it is what was drawn."""
+    def _release_device(self, *, idle: bool) -> None:
+        """Release the device to a waiting process, but only once all arrived records were read: a complete step goes first."""
         if idle and self.device is not None and self.device.owned and self.device.contended:
-            self.session.reporter.doing(Activity.NO_DEVICE, "handing the device over", now=True)
+            self.session.reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
             self.device.release()
 
     def _record_stale(self) -> None:
@@ -296,15 +303,15 @@ class Trainer:
             stale.clear()
 
     def _check_drops(self) -> None:
-        """End the run if too many groups are dropped: solved it is finished, else stopped with the causes, and can be resumed."""
+        """End the run if too many groups are dropped: a solved run finishes, another stops with the causes and can be resumed."""
         passed = self.drops.passed(steps_done=self.policy.steps_done)
         if passed is None:
             return
         if not passed.solved:
-            self._give_up(passed.reason)
-        self.arrivals.asked_to_end = passed.reason
+            self._stop_run(passed.reason)
+        self.arrivals.end_reason = passed.reason
 
-    def _give_up(self, reason: str) -> NoReturn:
+    def _stop_run(self, reason: str) -> NoReturn:
         set_status(self.session.log, self.session.record, status="stopped")
         raise Unrecoverable(reason)
 
@@ -330,7 +337,7 @@ class Trainer:
             details=self.arrivals.resume_point().to_json(),
         )
         self.committed += 1
-        self.arrivals.places.steps[self.committed] = self.writer.newest_offset
+        self.arrivals.offsets.steps[self.committed] = self.writer.newest_offset
         self.drops.committed()
         self._compute_s = outcome.metrics["compute_s"]
         self.session.reporter.add("compute_s", self._compute_s)

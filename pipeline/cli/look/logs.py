@@ -21,7 +21,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
 ) -> None:
     """What the workers of a run on this machine have written."""
-    from penstock.pipeline.launch.attended import folder_of, log_files
+    from penstock.pipeline.launch.run_lock import folder_of, log_files
 
     directory = folder_of(run)
     files = log_files(directory, role)
@@ -49,11 +49,11 @@ def _print(file: Path, lines: list[str], width: int) -> None:
 
 def stop(run: Run) -> int:
     """Stop a run whose launcher is on this machine, as Ctrl-C there does; it can be resumed."""
-    from penstock.pipeline.launch.attended import ask_to_stop, folder_of
+    from penstock.pipeline.launch.run_lock import folder_of, request_stop
 
     directory = folder_of(run)
     asking = f"stopping {directory.name}; its workers finish what they have in hand"
-    if not ask_to_stop(directory, wait_s=STOP_LIMIT_S, asked=lambda: notify(asking)):
+    if not request_stop(directory, wait_s=STOP_LIMIT_S, requested=lambda: notify(asking)):
         notify(f"it has not stopped after {STOP_LIMIT_S:.0f} s; `penstock logs {directory.name}` shows what it does")
         return 1
     print(f"stopped; `penstock run --resume {directory.name}` goes on with it")

@@ -71,7 +71,7 @@ def rm(
     """Remove runs: their topics, record and folder on this machine; says what is freed."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.delete import delete, ended_before, plan_deletion
-    from penstock.pipeline.launch.attended import attended_runs
+    from penstock.pipeline.launch.run_lock import attended_runs
     from penstock.pipeline.observe.records.runs import size
     from penstock.pipeline.runtime.registration.run_registry import resolve
 

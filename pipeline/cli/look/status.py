@@ -53,7 +53,7 @@ def status(
         emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
         return
     from penstock.infra.paths import run_directory
-    from penstock.pipeline.launch.attended import launcher_of
+    from penstock.pipeline.launch.run_lock import launcher_of
     from penstock.pipeline.observe.live.frame import frame, missing
     from penstock.pipeline.observe.live.terminal import Terminal
     from penstock.pipeline.observe.run_status import has_ended

@@ -20,7 +20,7 @@ def ui(
     from penstock.infra.errors import PenstockError
     from penstock.infra.paths import make_files_private, state_directory
     from penstock.pipeline.cli.ui.server import Server
-    from penstock.pipeline.launch.attended import UI_ADDRESS
+    from penstock.pipeline.launch.run_lock import UI_ADDRESS
 
     make_files_private()
     with at(bootstrap, security) as log:

@@ -30,7 +30,7 @@ def stop(
     """Stop it; its data stays. Refused while runs of this machine are at work, unless --yes is given."""
     from penstock.infra.broker import embedded
     from penstock.infra.errors import PenstockError
-    from penstock.pipeline.launch.attended import attended_runs
+    from penstock.pipeline.launch.run_lock import attended_runs
 
     if not yes and (busy := attended_runs()):
         raise PenstockError(f"at work: {', '.join(busy)}; `penstock stop RUN` stops one, and --yes stops the broker all the same")

@@ -60,7 +60,7 @@ def train(
                 raise ConfigError("--mlflow is for a what-if: add --set")
             if keep_going and is_what_if:
                 raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
-            code = user_code(chosen.config, sections=("algorithm", "trainer"), given=keys_of(overrides or []))
+            code = user_code(chosen.config, sections=("algorithm", "trainer"), overridden=keys_of(overrides or []))
             require_trusted(recording.found, trust=Trust(code=trust_code), notify=notify, code=code)
             prepare(chosen.config)
             from penstock.pipeline.replay.train.steps import Asked  # imports torch, which reads the environment then

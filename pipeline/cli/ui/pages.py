@@ -14,7 +14,7 @@ from penstock.pipeline.archive.database import Limits
 from penstock.pipeline.archive.sql import LiveTables, question
 from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
 from penstock.pipeline.cli.ui.watched import Watching
-from penstock.pipeline.launch.attended import log_files
+from penstock.pipeline.launch.run_lock import log_files
 from penstock.pipeline.observe.explain import as_json
 from penstock.pipeline.observe.explain.text import as_page
 from penstock.pipeline.observe.html.build import build

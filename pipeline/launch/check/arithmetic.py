@@ -41,7 +41,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
 
 
 def threads(config: Config) -> str:
-    """How many threads compute, and in which number format the trainer does."""
+    """Number of computing threads, and the trainer's number format."""
     trainer, rollout = config.trainer, config.rollout
     each = f" in each of {trainer.processes} processes" if trainer.processes > 1 else ""
     return f"trainer {trainer.threads}{each}, in {trainer.dtype}; each rollout worker {rollout.threads}, in {rollout.dtype}"

@@ -23,12 +23,12 @@ def code_digests(config: Config) -> dict[str, str]:
     algorithm = config.algorithm
     own = {"environment.source": config.environment.source, "algorithm.loss": algorithm.loss, "algorithm.advantage": algorithm.advantage}
     plain = {key: split_options(name)[0] for key, name in own.items() if name}
-    found = {f"{key} {name}": source_digest(name) for key, name in plain.items() if name.partition(":")[0].endswith(".py")}
-    return found | {f"eval reward {name}": digest for name, digest in rewards.digests(config.eval.functions or ()).items()}
+    digests = {f"{key} {name}": source_digest(name) for key, name in plain.items() if name.partition(":")[0].endswith(".py")}
+    return digests | {f"eval reward {name}": digest for name, digest in rewards.digests(config.eval.functions or ()).items()}
 
 
 def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> RunRecord:
-    """The record of a run that is resumed, with what has changed since it was written; each change is said.
+    """The record of a run that is resumed, with what has changed since it was written; each change is logged.
 
     Raises:
         ConfigError: other rows, which `data.on_change` does not accept, or none.
@@ -57,7 +57,7 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
         return record
     for change in changes:
         notify(
-            f"{change['what']} has changed since the run's start ({change['before'][:12]} -> {change['after'][:12]}): the report says so"
+            f"{change['what']} has changed since the run's start ({change['before'][:12]} -> {change['after'][:12]}): the report shows it"
         )
     info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
     return replace(record, info=json.dumps(info))

@@ -1,6 +1,6 @@
-"""The bytes that a run leaves on the disk, step by step: weights and samples in the log, checkpoints beside it.
+"""Bytes that a run writes to disk, by step: weights and samples in the log, and checkpoints.
 
-The rule: from the configuration and the headers of the model's files; no weight is read, so what a delta takes is an estimate.
+Computed from the configuration and the headers of the model's files; no weight is read, so the size of a delta is an estimate.
 """
 
 import bisect
@@ -24,7 +24,7 @@ SAMPLE_BYTES, TOKEN_BYTES, GROUP_BYTES = 4_500, 20.2, 7_600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What a run of a model of `count` parameters takes on the disk after each of its steps, in bytes."""
+    """Bytes on disk after each step of a run of a model of `count` parameters."""
 
     config: Config
     count: int
@@ -79,8 +79,8 @@ class Growth:
         if not trainer.checkpoint_every:
             return 0
         newest = min(math.ceil(steps / trainer.checkpoint_every), trainer.checkpoint_keep_last + 1)
-        kept = newest + (steps // trainer.checkpoint_keep_every if trainer.checkpoint_keep_every else 0)
-        return kept * self.count * (OPTIMIZER_BYTES + (BYTES_OF[trainer.dtype] if trainer.export else 0))
+        retained = newest + (steps // trainer.checkpoint_keep_every if trainer.checkpoint_keep_every else 0)
+        return retained * self.count * (OPTIMIZER_BYTES + (BYTES_OF[trainer.dtype] if trainer.export else 0))
 
     @property
     def exported(self) -> int:
@@ -99,7 +99,7 @@ class Growth:
 
 
 def delta_share(dtype: str, lr: float) -> float:
-    """About how large a delta is beside the whole version; at most 1, as no piece takes more than its bytes.
+    """Estimated size of a delta relative to the full version; at most 1, as no piece takes more than its bytes.
 
     In float32 every step changes all elements; in bfloat16 only those whose float32 master has crossed to the next number.
 

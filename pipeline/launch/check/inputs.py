@@ -1,6 +1,6 @@
-"""What a model, data and this machine are, and the defaults that follow from that: for `penstock init`.
+"""Properties of a model, data and this machine, and the defaults that follow from them: for `penstock init`.
 
-The rule: every default is a property of `Inputs`, a function of what was read and of nothing else.
+Every default is a property of `Inputs`, a pure function of its fields.
 """
 
 import json
@@ -39,7 +39,7 @@ UNKNOWN = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a model, data and this machine are, as far as a configuration depends on it."""
+    """Properties of a model, data and this machine that a configuration depends on."""
 
     rows: int
     prompt_field: str
@@ -47,12 +47,12 @@ class Inputs:
     longest_prompt: int
     """Tokens."""
     longest_answer: int
-    """Tokens; 0 without answers."""
+    """Tokens; 0 without reference answers."""
     context: int | None
     count: int | None
     """Parameters of the model."""
     half: bool
-    """Whether the model was saved in a format of 16 bits."""
+    """True if the model was saved in a 16-bit format."""
     template: bool
     held_out: int
     """Rows at the end of the data that are not trained on."""
@@ -68,19 +68,19 @@ class Inputs:
 
     @property
     def completion_room(self) -> int:
-        """Tokens for a completion: as many as this machine draws in reasonable time, at least the longest answer, within the context."""
+        """Tokens for a completion: as many as this machine generates in reasonable time, at least the longest answer, in the context."""
         usual = USUAL_SMALL if self.small else USUAL_GPU if self.gpus else USUAL_CPU
         room = 8 * math.ceil(max(usual, self.longest_answer + 1) / 8)
         return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
 
     @property
     def small(self) -> bool:
-        """Whether the model is too small to reason, and its updates too fine for bfloat16."""
+        """True if the model is too small to reason, and its updates too fine for bfloat16."""
         return (self.count or UNKNOWN) < 10**7
 
     @property
     def dtype(self) -> str:
-        """The model's own format where the machine multiplies it; from a billion parameters on bfloat16 whatever it was saved in."""
+        """The model's own format if the machine multiplies it; from a billion parameters on always bfloat16."""
         half = self.half or (self.count or UNKNOWN) >= 10**9
         return "bfloat16" if self.bfloat16 and half and not self.small else "float32"
 
@@ -126,18 +126,18 @@ def look(
     )
 
 
-def _field(what: str, given: str | None, known: Sequence[str], names: Sequence[str], source: str) -> str:
-    """The given column, else the first that has a usual name."""
-    if given is not None and given not in names:
-        raise ConfigError(f"--{what}-field {given}: the rows have {', '.join(names)}{nearest(given, names)}")
-    name = given or next((name for name in known if name in names), None)
+def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[str], source: str) -> str:
+    """The named column, else the first with a usual name."""
+    if column is not None and column not in names:
+        raise ConfigError(f"--{what}-field {column}: the rows have {', '.join(names)}{nearest(column, names)}")
+    name = column or next((name for name in usual if name in names), None)
     if name is None:
         raise ConfigError(f"{source}: no column looks like a {what} (the rows have: {', '.join(names)}); name one with --{what}-field")
     return name
 
 
 def _texts(answer: Any) -> tuple[str, ...]:
-    """The accepted answers; of another value its text."""
+    """The accepted reference answers; of another value its text."""
     try:
         return accepted(answer)
     except InvalidReference:
@@ -145,7 +145,7 @@ def _texts(answer: Any) -> tuple[str, ...]:
 
 
 def _longest(folder: Path, dataset: Dataset) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest answer of the first rows."""
+    """Tokens of the longest prompt and of the longest reference answer of the first rows."""
     renderer, decoder = Renderer(folder, max_prompt_tokens=10**9), Decoder(folder)
     rows = [dataset[index] for index in range(min(len(dataset), ROWS_MEASURED))]
     answers = [text for row in rows if "answer" in row.columns for text in _texts(row.columns["answer"])]

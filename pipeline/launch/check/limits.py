@@ -1,6 +1,6 @@
-"""How much weights an embedded broker can keep on this machine before it runs out of file descriptors or memory maps.
+"""Bytes of weights that an embedded broker can keep on this machine with its file descriptors and memory maps.
 
-The rule: Kafka holds each segment of a partition open, as one file and two mapped indexes ("OS" in its operations guide); a broker without
+Kafka holds each segment of a partition open, as one file and two mapped indexes ("OS" in its operations guide); a broker without
 room for the next one stops.
 """
 
@@ -27,7 +27,7 @@ def memory_maps() -> int | None:
 
 
 def kept_bytes(limit: int, *, each: int) -> int:
-    """Bytes of weights, all of them kept, for which `limit` is enough if a segment takes `each` of it.
+    """Bytes of weights without deletion for which `limit` is enough if a segment takes `each` of it.
 
     Example:
         kept_bytes(65_530, each=2)  # -> 8_526_852_259_840

@@ -1,6 +1,6 @@
-"""How much memory each worker takes at most, from the sizes in a model's `config.json`: no weight is read.
+"""Peak memory of each worker, from the sizes in a model's `config.json`; no weight is read.
 
-The rule: pure functions of sizes. What a process holds without a model was measured (`benchmarks/memory.py` repeats it); all else is
+Pure functions of sizes. The memory of a process without a model was measured (`benchmarks/memory.py` repeats it); all else is
 counted. On a GPU the same parts lie in its memory, but for the libraries.
 """
 
@@ -38,7 +38,7 @@ class Shape:
     vocabulary: int
     tied: bool
     biases: bool
-    """Whether queries, keys and values have biases (Qwen2)."""
+    """True if queries, keys and values have biases (Qwen2)."""
 
     @property
     def parameters(self) -> int:
@@ -72,25 +72,25 @@ class Shape:
 def shape_of(config: Mapping[str, Any]) -> Shape | None:
     """The sizes in a model's `config.json`; None of another kind of model, such as a mixture of experts."""
     text = config.get("text_config")
-    found = text if isinstance(text, Mapping) else config
+    sizes = text if isinstance(text, Mapping) else config
     try:
         layers, hidden, intermediate, heads, vocabulary = (
-            int(found[name]) for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+            int(sizes[name]) for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         )
     except (KeyError, TypeError, ValueError):
         return None
-    if any("expert" in name or name == "kv_lora_rank" for name in found):
+    if any("expert" in name or name == "kv_lora_rank" for name in sizes):
         return None
     return Shape(
         layers=layers,
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
-        kv_heads=int(found.get("num_key_value_heads") or heads),
-        head_dim=int(found.get("head_dim") or hidden // heads),
+        kv_heads=int(sizes.get("num_key_value_heads") or heads),
+        head_dim=int(sizes.get("head_dim") or hidden // heads),
         vocabulary=vocabulary,
-        tied=bool(found.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
-        biases=bool(found.get("attention_bias", found.get("model_type") == "qwen2")),
+        tied=bool(sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+        biases=bool(sizes.get("attention_bias", sizes.get("model_type") == "qwen2")),
     )
 
 
@@ -110,24 +110,24 @@ class Estimate:
 def estimates(config: Config, shape: Shape) -> list[Estimate]:
     """Trainer (each of its processes), rollout worker and evaluator."""
     engine = Estimate(role="rollout", parts=engine_parts(config, shape))
-    found = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
+    shown = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
     return (
-        [*found, Estimate(role="evaluator", parts=engine.parts)]
+        [*shown, Estimate(role="evaluator", parts=engine.parts)]
         if config.eval_sources and not config.evaluates_on_rollout_engine
-        else found
+        else shown
     )
 
 
-def time_shared(found: Sequence[Estimate]) -> tuple[int, int]:
+def time_shared(workers: Sequence[Estimate]) -> tuple[int, int]:
     """(bytes on the GPU, bytes on the host) at the peak, where the workers have one GPU by turns."""
-    on_gpu = [sum(size for part, size in each.parts.items() if part not in ON_HOST) for each in found]
-    stays = [sum(size for part, size in each.parts.items() if part in ON_HOST) for each in found]
-    moved = [sum(each.parts.get(part, 0) for part in MOVED) for each in found if each.role == "trainer"]
+    on_gpu = [sum(size for part, size in each.parts.items() if part not in ON_HOST) for each in workers]
+    stays = [sum(size for part, size in each.parts.items() if part in ON_HOST) for each in workers]
+    moved = [sum(each.parts.get(part, 0) for part in MOVED) for each in workers if each.role == "trainer"]
     return max(on_gpu), sum(stays) + sum(moved)
 
 
 def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
-    """What a process of the trainer holds at its peak."""
+    """Memory of a trainer process at its peak."""
     trainer, count = config.trainer, shape.parameters
     item, rank = ITEM[trainer.dtype], trainer.lora_rank
     trained = rank * shape.linear * shape.layers if rank else count
@@ -151,30 +151,30 @@ def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
 
 
 def offloaded(config: Config, shape: Shape) -> int:
-    """What of a trainer's process stays in the host's memory although it computes on a GPU."""
+    """Bytes of a trainer process that stay in the host's memory although it computes on a GPU."""
     parts = trainer_parts(config, shape)
-    kept = activations(config, shape)[0] if config.trainer.offload_activations else 0
-    return kept + sum(parts[name] for name in OFFLOADED[config.trainer.offload])
+    on_host = activations(config, shape)[0] if config.trainer.offload_activations else 0
+    return on_host + sum(parts[name] for name in OFFLOADED[config.trainer.offload])
 
 
 def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
-    """What a version takes that is published as adapters; None for other versions, and for models that are not estimated."""
+    """Bytes of a version that is published as adapters; None for other versions, and for models that are not estimated."""
     return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
 
 
 def activations(config: Config, shape: Shape) -> tuple[int, int]:
-    """Bytes of the largest micro-batch, every prompt and completion as long as may be: kept for the backward pass, computed again in it."""
+    """Bytes of the largest micro-batch, every prompt and completion of maximum length: retained for the backward pass, recomputed in it."""
     trainer, schedule = config.trainer, config.schedule
-    prompt, drawn = config.data.max_prompt_tokens, config.max_completion_tokens
-    samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + drawn)))
+    prompt, completion = config.data.max_prompt_tokens, config.max_completion_tokens
+    samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + completion)))
     prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
-    tokens, item = prompts * prompt + samples * drawn, ITEM[trainer.dtype]
+    tokens, item = prompts * prompt + samples * completion, ITEM[trainer.dtype]
     layer = tokens * shape.activations(item)
     return (shape.layers * tokens * item * shape.hidden, layer) if trainer.gradient_checkpointing else (shape.layers * layer, 0)
 
 
 def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
-    """What a process with the rollout engine holds at its peak."""
+    """Memory of a process with the rollout engine at its peak."""
     rollout, item = config.rollout, ITEM[config.rollout.dtype]
     longest = config.data.max_prompt_tokens + config.max_completion_tokens
     vllm = rollout.engine == "vllm"

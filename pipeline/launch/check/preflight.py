@@ -1,6 +1,6 @@
 """Everything that can fail later, tried before a run exists: `penstock check`, and before `create` and `run`.
 
-The rule: the first problem is raised as one line that says what to do; what was found before it has been told.
+The first problem is raised as one line with its fix; earlier findings have been reported.
 """
 
 import json
@@ -40,7 +40,7 @@ Tell = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found: lines for a person by name, the run's info for `create`, and the samples that were drawn."""
+    """Findings: lines for the user by name, the run's info for `create`, and the generated samples."""
 
     lines: dict[str, str]
     info: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Checked:
 
 
 def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], None] = lambda _: None) -> Checked:
-    """Try everything; `tell` gets each finding as (name, text) when it is there; with `samples` the engine draws those of a step.
+    """Check everything; `tell` gets each finding as (name, text) at once; with `samples` the engine generates those of a step.
 
     Raises:
         ConfigError: a setting that this machine, the model or the data cannot do.
@@ -66,7 +66,7 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     try:
         info, kinds = check_inputs(config, notify=notify)
     except (PenstockError, ConfigError):
-        # The numbers help to see what is asked for, also where a file is missing.
+        # The numbers show what is requested even if a file is missing.
         rows = config.data.limit or config.data.size or (config.run.steps or 0) * config.schedule.prompts_per_step
         for name, text in arithmetic(config, rows=rows) if rows else ():
             note(name, text)
@@ -79,14 +79,14 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     note("memory", memory_line(config))
     scores = list[Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
-        scores = trial.judge_answers(config, kinds)
+        scores = trial.score_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
-    drawn = _samples(config, info, note, notify) if samples else []
-    sampled = [sample["reward"] for sample in drawn if sample["reward"] is not None]
+    generated = _samples(config, info, note, notify) if samples else []
+    sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
     problem = equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
     if problem:
         note("warning", problem)
-    return Checked(lines, info, drawn)
+    return Checked(lines, info, generated)
 
 
 def check_devices(config: Config) -> None:
@@ -113,7 +113,7 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
         else f"{size(likely.whole)} whole, once; the adapters of each version {size(likely.adapters)}"
     )
     note("weights", f'{sent}; weights.keep = "{chosen.keep}"')
-    keeps = "" if config.kafka.keep_steps is None else f" (at most {size(likely.kept_samples(steps))} are kept)"
+    keeps = "" if config.kafka.keep_steps is None else f" (at most {size(likely.kept_samples(steps))} are retained)"
     home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
     free = shutil.disk_usage(home).free
     full, earliest = likely.full_at(free, steps=steps), most.full_at(free, steps=steps)
@@ -136,15 +136,15 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
 
 
 def memory_line(config: Config) -> str:
-    """The most that each worker is expected to take; says so where that is more than this machine has free."""
+    """Expected peak memory of each worker, with a warning if the sum exceeds the free memory of this machine."""
     shape = _shape(config)
     if shape is None:
         return "not estimated: the model is no decoder with dense gated layers"
-    found, counts = estimates(config, shape), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
-    parts = [f"{each.role} {size(each.total)}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in found]
-    total, free = sum(each.total * counts.get(each.role, 1) for each in found), psutil.virtual_memory().available
+    workers, counts = estimates(config, shape), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
+    parts = [f"{each.role} {size(each.total)}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in workers]
+    total, free = sum(each.total * counts.get(each.role, 1) for each in workers), psutil.virtual_memory().available
     if config.colocated and visible_gpus():
-        gpu, host = time_shared(found)
+        gpu, host = time_shared(workers)
         turns = f"by turns the GPU holds {size(gpu)} at most and the host {size(host)}, {size(free)} are free"
         return f"about {', '.join(parts)} at the peak; {turns}"
     where = f"{size(free)} are free"
@@ -159,16 +159,16 @@ def _shape(config: Config) -> Shape | None:
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
-    notify(f"loading the model into the {config.rollout.engine} engine, to draw as many samples as a step has, at most 64")
+    notify(f"loading the model into the {config.rollout.engine} engine, to generate the samples of a step, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
-    drawn = trial.draw(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
-    samples: list[dict[str, Any]] = drawn["samples"]
+    trial_result = trial.generate(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
+    samples: list[dict[str, Any]] = trial_result["samples"]
     if cause := next((sample["cause"] for sample in samples if sample["cause"]), None):
         raise PenstockError(f"{config.environment.source}: {cause}")
     rows = trial.rows_of(config)
     groups = [[sample for sample in samples if sample["row"] == number] for number in range(len(rows))]
     texts, ids, played = ([[sample[name] for sample in group] for group in groups] for name in ("completion", "token_ids", "episode"))
-    scores = trial.judge(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
+    scores = trial.score(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
     for group, row, score in zip(groups, rows, scores, strict=True):
         for sample, reward in zip(group, score.rewards, strict=False):  # a single sample was scored twice
             sample["reward"], sample["answer"] = reward, row.columns.get("answer")
@@ -179,10 +179,13 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
     note("rewards", f"of {len(samples)} samples of {len(rows)} prompts: {span}")
     tokens = sum(len(sample["token_ids"]) for sample in samples)
     trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
-    drawing_s = trained * drawn["draw_s"] / len(samples) / config.rollout.workers
-    took = f"{tokens} tokens in {drawn['draw_s']:.1f} s, {len(samples)} samples side by side"
-    note("drawing", f"the model loaded in {drawn['load_s']:.1f} s; {took}")
-    note("time", f"at most {duration(drawing_s)} of drawing for {trained:,} samples at that rate; training comes on top or runs beside it")
+    generating_s = trained * trial_result["generate_s"] / len(samples) / config.rollout.workers
+    took = f"{tokens} tokens in {trial_result['generate_s']:.1f} s, {len(samples)} samples concurrently"
+    note("drawing", f"the model loaded in {trial_result['load_s']:.1f} s; {took}")
+    note(
+        "time",
+        f"at most {duration(generating_s)} of generation for {trained:,} samples at that rate; training takes additional time or overlaps",
+    )
     return samples
 
 

@@ -1,7 +1,7 @@
-"""A configuration to begin with, for a model, data, a reward and this machine: `penstock init`.
+"""Proposes a first configuration for a model, data, a reward and this machine: `penstock init`.
 
-The rule: each value is read from the model, the data or the machine, or its comment says when to change it; what is written passes the
-checks of any configuration.
+Each value is read from the model, the data or the machine, or its comment tells when to change it. The file passes all checks of a
+configuration.
 """
 
 import json
@@ -27,7 +27,7 @@ def propose(
     answer_field: str | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """The text of a configuration file that lies in the folder `base`; the columns are guessed from their names where none is given.
+    """The text of a configuration file that lies in the folder `base`; columns that are not named are guessed.
 
     `notify` gets a line for what takes a while.
 
@@ -78,7 +78,7 @@ def _beginning(model: str, inputs: Inputs, *, steps: int) -> list[str]:
     size = f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"
     return [
         "# Written by `penstock init`. Every key: docs/configuration.md. Paths are relative to this file.",
-        "# `penstock check` tries all of it and draws the samples of a step; `penstock run` starts it.",
+        "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
         "[run]",
         _line("name", _name(model), "first part of the run's id"),
         _line("steps", steps, "optimizer steps; or epochs = passes over the data"),
@@ -114,12 +114,14 @@ def _reward(functions: Sequence[str]) -> list[str]:
     return [
         "[reward]",
         _line("functions", list(functions), "f(completions, **columns) -> a number for each"),
-        '# on_error = "drop"                 # go on where it breaks often, instead of stopping the run',
+        '# on_error = "drop"                 # continue if it breaks often, instead of stopping the run',
     ]
 
 
 def _schedule(inputs: Inputs, *, engine: str) -> list[str]:
-    mode, why = ("in_flight", "new weights between two decode steps") if engine == "vllm" else ("pipelined", "draws ahead of the trainer")
+    mode, why = (
+        ("in_flight", "new weights between two decode steps") if engine == "vllm" else ("pipelined", "generates ahead of the trainer")
+    )
     return [
         "[schedule]",
         _line("mode", mode, f"{why}; docs/schedules.md"),
@@ -140,7 +142,9 @@ def _rollout(inputs: Inputs, *, engine: str) -> list[str]:
     workers = max(1, inputs.gpus - 1)  # all but the trainer's
     lines = [
         "[rollout]",
-        _line("engine", engine, "draws all samples side by side" if engine == "vllm" else "vLLM is not here, or cannot load this model"),
+        _line(
+            "engine", engine, "generates all samples concurrently" if engine == "vllm" else "vLLM is not here, or cannot load this model"
+        ),
         _line("workers", workers),
         _line("dtype", dtype),
     ]
@@ -179,10 +183,10 @@ def _eval(data: str, inputs: Inputs) -> list[str]:
     return [
         "[eval]",
         _line("source", data),
-        *([_line("engine", "rollout", "a rollout worker lends its engine, so that evaluations need no GPU")] if inputs.gpus else []),
+        *([_line("engine", "rollout", "evaluations use a rollout worker's engine and need no GPU")] if inputs.gpus else []),
         _line("start", inputs.rows - inputs.held_out),
         _line("limit", inputs.held_out, "held-out prompts"),
         _line("every", 25, "versions; the first and the last are always evaluated"),
-        _line("samples", 1, "beside the greedy one"),
+        _line("samples", 1, "in addition to the greedy one"),
         "# threshold = 1.0                   # reward from which a completion counts as solved",
     ]

@@ -1,4 +1,4 @@
-"""Rewards that cannot teach the task: a wrong answer earns more than the right one, or all samples earn the same low reward."""
+"""Checks for rewards that cannot teach the task: a wrong answer earns more, or all samples earn the same low reward."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ ENOUGH = 16
 def swapped(rows: Sequence[Row], answers: Sequence[str]) -> list[tuple[int, int]]:
     """Two rows whose answers differ, each paired with the other; empty if there are none.
 
-    A reward that does not look at the row cannot give both rows less for their own answer than for the other one.
+    A reward that ignores the row cannot give both rows less for their own answer than for the other one.
     """
-    known = [number for number, row in enumerate(rows) if row.columns.get("answer") is not None]
-    pairs = [(known[0], number) for number in known[1:] if answers[number] != answers[known[0]]] if known else []
+    answered = [number for number, row in enumerate(rows) if row.columns.get("answer") is not None]
+    pairs = [(answered[0], number) for number in answered[1:] if answers[number] != answers[answered[0]]] if answered else []
     return [pairs[0], pairs[0][::-1]] if pairs else []
 
 

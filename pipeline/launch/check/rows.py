@@ -1,6 +1,6 @@
-"""Reads every row of a run's data before the run exists: prompts, pools, and what each reward function needs of it.
+"""Reads every row of a run's data before the run exists: prompts, pools, and the columns that each reward function needs.
 
-The rows of different kinds (other columns, or values of other types) are kept, so that the reward functions can be tried on each kind.
+The rows of different kinds (other columns, or values of other types) are collected, so that the reward functions can be tried on each kind.
 """
 
 import time
@@ -31,7 +31,7 @@ class RowReader:
         self.kinds: list[Row] = []
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
 
-        Among them is one with another answer than the first row, if there is one."""
+        Includes a row with another reference answer than the first row, if there is one."""
         self._seen: set[object] = set()
         self._same_answer = True
         self._noted: set[str] = set()

@@ -39,7 +39,7 @@ def endless_warning(config: Config, stop_ids: Sequence[int], renderer: Renderer)
     if sampling.stop or (stop_ids and renderer.ends_turns()):
         return None
     cause = (
-        f"the chat template writes none of the model's end tokens (ids {', '.join(map(str, stop_ids))}) after an answer"
+        f"the chat template writes none of the model's end tokens (ids {', '.join(map(str, stop_ids))}) after a completion"
         if stop_ids
         else "config.json, generation_config.json and the tokenizer name no eos token"
     )

@@ -1,6 +1,6 @@
-"""Draws samples and judges them before a run exists, in child processes that may load a model, hang or crash.
+"""Generates samples and scores them before a run exists, in child processes that may load a model, hang or crash.
 
-The rule: a fault of the model, the engine or a reward ends in one line; nothing that the libraries print reaches the screen.
+A fault of the model, the engine or a reward ends in one line; output of the libraries is discarded.
 """
 
 import json
@@ -27,18 +27,18 @@ from penstock.topics.samples import cause_of, generated
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
 COPIES = 2
-"""Completions of a call: a reward that gives one number whatever it gets would pass with one."""
+"""Completions of a call: a reward that returns one number for any number of completions would pass with one."""
 PROMPTS, SAMPLES = 8, 8
 """Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
-DRAW_LIMIT_S = 1_800.0
+GENERATE_LIMIT_S = 1_800.0
 _ENGINE = ChildRules(section="environment", memory_gb=math.inf, file_gb=math.inf, isolate="none")
-"""Rules for the process that draws: an engine, which starts the run's environments by their own rules."""
+"""Rules for the process that generates: an engine, which starts the run's environments by their own rules."""
 
 
 def rows_of(config: Config) -> list[Row]:
     """The first rows of each source: together as many as a step has prompts; two of each with an environment, whose episodes are dear."""
-    data, wanted = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
-    each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, wanted // len(data.sources))
+    data, groups = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
+    each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, groups // len(data.sources))
     return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(each, len(source)))]
 
 
@@ -46,16 +46,16 @@ def _samples_of(config: Config) -> int:
     return min(SAMPLES, config.schedule.samples_per_prompt) if config.environment.source is None else 1
 
 
-def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Up to `SAMPLES` samples of each of the first rows by the run's engine, drawn side by side in a process with these variables.
+def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Up to `SAMPLES` samples of each of the first rows by the run's engine, generated concurrently in a process with these variables.
 
-    Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `draw_s`. Raises `PenstockError`.
+    Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `generate_s`. Raises `PenstockError`.
     """
-    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S, rules=_ENGINE) as pool:
-        return dict(_result(pool, {}, what="drawing"))
+    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=GENERATE_LIMIT_S, rules=_ENGINE) as pool:
+        return dict(_result(pool, {}, what="generating"))
 
 
-def judge(
+def score(
     config: Config, rows: Sequence[Row], completions: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Any]], episodes: Sequence[Any]
 ) -> list[rewards.Score]:
     """The score of some completions of each of the rows, by the run's reward functions. Raises `PenstockError`."""
@@ -89,12 +89,12 @@ def _copied(values: Sequence[Any]) -> list[Any]:
     return list(values) * (COPIES if len(values) == 1 else 1)
 
 
-def judge_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
-    """As `judge`, of the rows' own answers, or of their prompts if they have none. Raises `PenstockError`, also for a reversed reward."""
+def score_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
+    """Like `score`, for the rows' own answers, or their prompts if they have none. Raises `PenstockError`, also for a reversed reward."""
     decoder, texts = Decoder(config.model.path), [_own_answer(row) for row in rows]
     pairs = swapped(rows, texts)
-    tried, said = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
-    scores = judge(config, tried, [[text] for text in said], [[decoder.encode(text)] for text in said], [None] * len(tried))
+    tried, completions = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
+    scores = score(config, tried, [[text] for text in completions], [[decoder.encode(text)] for text in completions], [None] * len(tried))
     if rows and not any(score.scored for score in scores[: len(rows)]):
         raise PenstockError(f"the reward of {rows[0].origin}: every reward function returned None, as for all rows tried")
     right, wrong = [scores[own].rewards[0] for own, _ in pairs], [score.rewards[0] for score in scores[len(rows) :]]
@@ -103,7 +103,7 @@ def judge_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
 
 
 def _own_answer(row: Row) -> str:
-    """The first accepted answer of a row; the answer's own text if only a function of the user can judge it."""
+    """The first accepted answer of a row; the answer's own text if only a user function can score it."""
     answer = row.columns.get("answer")
     try:
         return accepted(answer)[0]
@@ -112,7 +112,7 @@ def _own_answer(row: Row) -> str:
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The handler of a child process, with the engine loaded: it draws what `draw` returns."""
+    """Handler of a child process with the engine loaded: generates what `generate` returns."""
     os.environ.update(init["environment"])
     if not os.environ.get("PENSTOCK_DEBUG"):
         nothing = os.open(os.devnull, os.O_WRONLY)
@@ -120,13 +120,13 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
         os.dup2(nothing, 2)
     from penstock.pipeline.runtime.factories import make_engine
 
-    config, began = from_json(init["config"]), time.monotonic()
+    config, started = from_json(init["config"]), time.monotonic()
     engine = make_engine(config)
-    load_s = time.monotonic() - began
-    return lambda _: {"load_s": load_s, **_draw(config, engine)}
+    load_s = time.monotonic() - started
+    return lambda _: {"load_s": load_s, **_generate(config, engine)}
 
 
-def _draw(config: Config, engine: Any) -> dict[str, Any]:
+def _generate(config: Config, engine: Any) -> dict[str, Any]:
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.envs.tokenization import digests
     from penstock.pipeline.runtime.generation.sampling import episode_request
@@ -138,7 +138,7 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
         stop=tuple(chosen.stop),
     )  # fmt: skip
     numbers = tuple(range(_samples_of(config)))
-    prompts, began = [renderer.render(row) for row in rows_of(config)], time.monotonic()
+    prompts, started = [renderer.render(row) for row in rows_of(config)], time.monotonic()
     for group, ((text, ids), row) in enumerate(zip(prompts, rows_of(config), strict=True)):
         request = GroupRequest(group=group, prompt_ids=ids, samples=numbers, rows=len(numbers), seed=config.run.seed, sampling=how)
         messages = json.dumps(renderer.messages(row)) if renderer.messages(row) else None
@@ -160,12 +160,14 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
         for (group, _), completion in sorted(ended.items())
     ]
     engine.close()
-    return {"samples": samples, "draw_s": time.monotonic() - began}
+    return {"samples": samples, "generate_s": time.monotonic() - started}
 
 
 @contextmanager
 def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: ChildRules) -> Iterator[ChildPool[int]]:
-    with ChildPool[int](target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=DRAW_LIMIT_S, rules=rules) as pool:
+    with ChildPool[int](
+        target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=GENERATE_LIMIT_S, rules=rules
+    ) as pool:
         yield pool
 
 

@@ -143,7 +143,7 @@ def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) 
     """Everything about one group. Raises `ConfigError` for one that was never admitted, `LogError` for one whose prompt is gone."""
     wanted, reader = {number}, run.reader
     notify(f"reading the prompts of {run.run}")
-    prompts = list(reader.prompts(wanted=wanted, repeats=True))
+    prompts = list(reader.prompts(only=wanted, repeats=True))
     if not prompts:
         raise no_prompt(run, number)
     partition = next((read for read in prompts if read.payload), prompts[0]).record.partition
@@ -155,8 +155,8 @@ def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) 
         run=run,
         number=number,
         prompts=prompts,
-        samples=list(reader.samples(wanted=wanted, partitions=[partition], repeats=True)),
-        outcomes=list(reader.groups(wanted=wanted, partitions=[partition], repeats=True)),
+        samples=list(reader.samples(only=wanted, partitions=[partition], repeats=True)),
+        outcomes=list(reader.groups(only=wanted, partitions=[partition], repeats=True)),
         step=step,
         stale=next((entry for entry in entries if entry.kind == "stale" and number in entry.groups), None),
         version=next((entry for entry in entries if done is not None and entry.kind == "version" and (entry.step or 0) >= done), None),

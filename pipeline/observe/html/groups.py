@@ -102,7 +102,7 @@ class GroupPages:
         """Groups with samples come from `groups`, the others from `prompts` and `rollouts`."""
         left = set(self.wanted.listed)
         unscored: dict[int, tuple[str, Group]] = {}
-        for outcome in self.reader.groups(wanted=self.wanted.listed):
+        for outcome in self.reader.groups(only=self.wanted.listed):
             group, worker = outcome.payload, (outcome.headers and outcome.headers.worker) or ""
             if group is None:
                 continue
@@ -138,9 +138,9 @@ class GroupPages:
 
     def _unscored(self, left: AbstractSet[int], outcomes: Mapping[int, tuple[str, Group]]) -> None:
         """Groups without rewards: their prompts, and the samples that were drawn for them, whole only where tokens are wanted."""
-        prompts = {read.payload.group: read.payload for read in self.reader.prompts(wanted=left) if read.payload is not None}
+        prompts = {read.payload.group: read.payload for read in self.reader.prompts(only=left) if read.payload is not None}
         drawn: dict[int, dict[int, tuple[Drawn, Rollout | None]]] = {}
-        for read in self.reader.samples(wanted={group for group in left if self.view.samples.get(group)}):
+        for read in self.reader.samples(only={group for group in left if self.view.samples.get(group)}):
             if (rollout := read.payload) is not None:
                 kept = rollout if rollout.group in self.wanted.texts else None
                 drawn.setdefault(rollout.group, {})[rollout.sample] = Drawn.of(rollout), kept

@@ -31,7 +31,7 @@ from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.observe.waste import RECENT_GROUPS, wastes
-from penstock.pipeline.runtime.roles import ROLES, drawing, order
+from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
 from penstock.topics.metrics import Activity, activity_of
 
 SILENT_S = 5.0
@@ -100,7 +100,7 @@ def line(view: RunView, *, now_s: float) -> str:
     if step is not None and "lag_mean" in step.metrics:
         parts.append(f"lag {step.metrics['lag_mean']:.1f}")
     for name in ("samples", "tokens"):
-        if rate := sum(_sum_of_rates(view, role, name) for role in (drawing() if name == "samples" else ["rollout"])):
+        if rate := sum(_sum_of_rates(view, role, name) for role in (generating_roles() if name == "samples" else ["rollout"])):
             parts.append(f"{rate:.1f} {name}/s" if rate < 100 else f"{rate:,.0f} {name}/s")
     if (elapsed := elapsed_s(view, now_s=now_s)) is not None:
         to_go = to_go_s(view)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.roles import drawing
+from penstock.pipeline.runtime.roles import generating_roles
 
 _PREFIX = "engine_environment_"
 
@@ -15,7 +15,7 @@ def episodes(view: RunView) -> dict[str, Any] | None:
     made good, `results_cut` were longer than `environment.max_result_tokens`. `engine_idle_s`: in which the engines had no turn to draw,
     as every trajectory waited for its environment.
     """
-    workers = [worker for worker in view.workers.values() if worker.role in drawing()]
+    workers = [worker for worker in view.workers.values() if worker.role in generating_roles()]
     engines = [worker for worker in workers if worker.role == "rollout"]
 
     def total(name: str) -> float:

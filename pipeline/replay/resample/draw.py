@@ -54,7 +54,7 @@ def redraw(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[st
     if recorded.record is None:
         raise RunNotFound(run)
     config, past = changed(recorded.config, request.overrides), recorded.past
-    code = user_code(config, sections=("environment", "rollout"), given=keys_of(request.overrides))
+    code = user_code(config, sections=("environment", "rollout"), overridden=keys_of(request.overrides))
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     wanted = groups_of(past, request)
     asked = prompts_of(recorded, wanted)
@@ -134,5 +134,5 @@ def prompts_of(recorded: RecordedRun, wanted: Sequence[int]) -> dict[int, Prompt
 
 def samples_of(recorded: RecordedRun, wanted: AbstractSet[int]) -> dict[tuple[int, int], Rollout]:
     """(group, sample) -> its first record, for these groups; aborted ones are left out, as when they ended was chance."""
-    samples = (read.payload for read in recorded.reader.samples(wanted=wanted) if read.payload is not None)
+    samples = (read.payload for read in recorded.reader.samples(only=wanted) if read.payload is not None)
     return {(sample.group, sample.sample): sample for sample in samples if sample.finish != "abort" and len(sample.token_ids)}

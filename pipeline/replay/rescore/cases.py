@@ -77,7 +77,7 @@ def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case |
 
 def read_prompts(recorded: RecordedRun, *, wanted: AbstractSet[int] | None = None) -> dict[int, tuple[Prompt, int]]:
     """Group -> its prompt and the partition of that; those nobody can read are passed over."""
-    reads = recorded.reader.prompts(wanted=wanted)
+    reads = recorded.reader.prompts(only=wanted)
     return {read.payload.group: (read.payload, read.record.partition) for read in reads if read.payload is not None}
 
 
@@ -89,7 +89,7 @@ def _from_tokens(
         return
     decoder = decoder_of(recorded, model)
     by_group: dict[int, dict[int, Rollout]] = {}
-    for read in recorded.reader.samples(wanted=unjudged.keys()):
+    for read in recorded.reader.samples(only=unjudged.keys()):
         if (rollout := read.payload) is not None:
             drawn = by_group.setdefault(rollout.group, {})
             if len(drawn) < prompts[rollout.group][0].samples_per_prompt:

@@ -53,7 +53,7 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[
     config = changed(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
     # A new run has the whole configuration, and what this machine signs has been trusted whole.
     given = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
-    code = user_code(config, sections=() if request.write else ("reward",), given=given)
+    code = user_code(config, sections=() if request.write else ("reward",), overridden=given)
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)

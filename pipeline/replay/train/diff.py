@@ -126,7 +126,7 @@ def _differing_samples(recording: Recording, member: Found) -> list[dict[str, An
     """The fields in which a group's samples differ from their records in `rollouts`; samples not kept there are left out."""
     if (group := member.group) is None:
         return []
-    reads = RunReader(recording.log, recording.run).samples(wanted={group.group}, partitions=[member.planned.partition])
+    reads = RunReader(recording.log, recording.run).samples(only={group.group}, partitions=[member.planned.partition])
     drawn = {read.payload.sample: read.payload for read in reads if read.payload is not None}
     rows = []
     for scored in group.samples:

@@ -1,8 +1,8 @@
-"""The loop of a worker that draws with an engine: samples of groups, or single turns of trajectories.
+"""Base of the workers that own an engine: they generate samples of groups, or single turns of episodes.
 
-The rule: records arrive, weights load and replies go out only between two decode steps; while the consumer group rebalances the worker
-draws on and publishes nothing. A worker that shares its device takes it when it has something to draw, and hands it over when another
-process wants it and what it has in hand has ended.
+Between two decode steps records are read, weights load and results are sent. During a rebalance the worker generates on and publishes
+nothing. A worker that shares its device acquires it when it has work, and releases it when another process waits and nothing is in
+flight.
 """
 
 import time
@@ -28,25 +28,25 @@ MEASURE_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class GenerationLoop(ABC):
-    """What such workers have in common; a subclass defines what it draws and how it publishes that."""
+    """The common loop; a subclass defines what it generates and how it publishes that."""
 
     session: Session
     engine: Engine
     weights: WeightPrefetch
     member: Member
     _settled: bool = field(default=False, init=False)
-    """True while this worker knows which partitions are its own: not while the consumer group rebalances."""
+    """True while this worker knows its partitions: False during a rebalance."""
     _committed: float = field(default=0.0, init=False)
     _measured: float = field(default=0.0, init=False)
-    _lends: bool = field(default=False, init=False)
-    """Whether evaluations take this worker's engine, if any worker's."""
-    shared_engine: SharedEngine | None = field(default=None, init=False)
-    """Evaluations on this engine; None where they have one of their own."""
-    device: SharedDevice | None = field(default=None, init=False)
-    """What this worker shares with the trainer; None where its device is its own."""
+    _shares: bool = field(default=False, init=False)
+    """True if evaluations use this worker's engine, if any engine of a rollout worker."""
+    shared_engine: SharedEngine | None = field(default=None, kw_only=True)
+    """Runs evaluations on this engine; None if they have an engine of their own."""
+    device: SharedDevice | None = field(default=None, kw_only=True)
+    """Shared with the trainer; None if the worker has a device of its own."""
 
     def run(self) -> None:
-        """Draw until the run is closed or the worker is asked to stop; hands back what is unfinished."""
+        """Generate until the run is closed or a stop is requested; then release what is unfinished."""
         session = self.session
         session.finishing = self.finishing
         session.reporter.outage = lambda: self.member.outage_s
@@ -64,69 +64,69 @@ class GenerationLoop(ABC):
                 self.device.close()
 
     def turn(self) -> None:
-        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
+        """Read records, publish what ended, load newer weights, start what may start, decode one step, commit."""
         self._exchange()
         use = self._device_use()
         if use != "none":
             self._refresh()
-        if use == "begin" and not self._evaluates(idle=self.engine.idle):
+        if use == "start" and not self._evaluates(idle=self.engine.idle):
             self._start()
         if use == "none":
             self._take(DEVICE_POLL_S)
         elif not self.engine.idle:
             self._decode()
-        elif use == "begin":
+        elif use == "start":
             self._wait()
         self._commit_done()
         if time.monotonic() - self._measured > MEASURE_EVERY_S:
             self._measure()
         self.session.reporter.status()
 
-    def _device_use(self) -> Literal["none", "end", "begin"]:
-        """What the device may be used for: to begin something, to end what is in hand because another process waits, or for nothing.
+    def _device_use(self) -> Literal["none", "end", "start"]:
+        """Return what this worker may do with the shared device now: `start` new groups, `end` those in flight, or `none`.
 
-        Who has just taken the device begins what it has room for, however many wait: else it would have woken for nothing.
+        `end`: another process waits. A worker that has just acquired the device always fills its free slots first.
         """
         device = self.device
         if device is None:
-            return "begin"
+            return "start"
         if device.owned and device.contended:
             if not self.engine.idle:
                 return "end"
-            self.session.reporter.doing(Activity.NO_DEVICE, "handing the device over", now=True)
+            self.session.reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
             device.release()
         if device.owned:
-            return "begin"
+            return "start"
         if self._evaluates(idle=False) or self._has_work():
             self.session.reporter.doing(Activity.NO_DEVICE, "waiting for the device")
-            return "begin" if device.acquire() else "none"
+            return "start" if device.acquire() else "none"
         device.leave_queue()
         return "none"
 
     def _evaluates(self, *, idle: bool) -> bool:
-        """Whether an evaluation has, or waits for, this worker's engine."""
-        return self.shared_engine is not None and self.shared_engine.takes(lends=self._lends, idle=idle, meanwhile=self._keep_up)
+        """True if an evaluation uses, or waits for, this worker's engine."""
+        return self.shared_engine is not None and self.shared_engine.takes(shares=self._shares, idle=idle, meanwhile=self._keep_up)
 
     def _keep_up(self) -> None:
-        """What goes on while the engine is lent: partitions, what was drawn before, commits."""
+        """Exchange records and commit while an evaluation uses the engine."""
         self._exchange()
         self._commit_done()
         self.session.reporter.status()
 
     def _exchange(self) -> None:
-        """Take what arrived and publish what ended."""
+        """Read what arrived and publish what ended."""
         self.weights.check()
         self._take(0.0)
         self._publish_completions()
 
     def _commit_done(self) -> None:
-        """Note what is acknowledged, and commit it now and then."""
+        """Record acknowledgements; commit at most every COMMIT_EVERY_S."""
         self._acknowledge()
         if time.monotonic() - self._committed > COMMIT_EVERY_S:
             self._commit()
 
     def _evaluate_last(self) -> None:
-        """Once the run is closed: make what is still due; a worker that was started after that learns first whether it lends its engine."""
+        """After the run is closed: run the evaluations that are due; a worker that joined later first waits for its partitions."""
         stop = self.session.stop
         while self.shared_engine is not None and not self._settled and not stop.is_set():
             self._take(1.0)
@@ -138,54 +138,54 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def drain_samples(self) -> None:
-        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
+        """Publish what ended and commit what is acknowledged, so that the next owner generates only what is missing."""
 
     @abstractmethod
     def finishing(self) -> str:
-        """What is still done after a request to stop."""
+        """Describe the remaining work after a stop request."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the other workers of this role."""
+        """Leave the consumer group."""
 
     @abstractmethod
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and learn what of the own partitions is drawn already."""
+        """Drop what others own now, and find out what the own partitions have in the log already."""
 
     @abstractmethod
     def _revoke(self) -> None:
-        """Hold what is in hand until it is known who owns it."""
+        """Hold what is in flight until its owner is determined."""
 
     @abstractmethod
     def _received(self, record: Record) -> None: ...
 
     @abstractmethod
     def _publish_completions(self) -> None:
-        """Send what ended, while this worker knows which partitions are its own."""
+        """Send what ended, while this worker knows its partitions."""
 
     @abstractmethod
     def _refresh(self) -> None:
-        """Between two decode steps: load the newest weights if the schedule says so, and end what can no longer be fresh."""
+        """Between two decode steps: load the newest weights if the schedule requires it, and end what can no longer be fresh."""
 
     @abstractmethod
     def _has_work(self) -> bool:
-        """Whether something could be begun under the weights that are here; says what is missing if not."""
+        """True if something could start under the available weights; reports what is missing if not."""
 
     @abstractmethod
     def _start(self) -> None:
-        """Give the engine what it has room for."""
+        """Fill the engine."""
 
     @abstractmethod
     def _wait(self) -> None:
-        """Nothing can be drawn: wait for what is missing."""
+        """Nothing can be generated: wait for what is missing."""
 
     @abstractmethod
     def _ended(self, completions: list[Completion]) -> None:
-        """Keep what the engine returned."""
+        """Take the completions of the engine."""
 
     @abstractmethod
     def _acknowledge(self) -> None:
-        """Note which records the log has acknowledged."""
+        """Record which records the log has acknowledged."""
 
     @abstractmethod
     def _commit(self) -> None:
@@ -200,7 +200,7 @@ class GenerationLoop(ABC):
             match event:
                 case Assigned():
                     self.session.dead_letters.on_rebalance()
-                    self._lends = any(partition == 0 for _, partition in event.partitions)
+                    self._shares = any(partition == 0 for _, partition in event.partitions)
                     self._assigned(event)
                 case Revoked():
                     self._revoke()
@@ -210,12 +210,12 @@ class GenerationLoop(ABC):
                         self._received(record)
 
     def _already_stale(self, version: int) -> bool:
-        """Whether samples drawn under `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
+        """True if samples of `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
         newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
         return rules.will_be_stale(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
     def _load(self) -> bool:
-        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
+        """Load the newest fetched weights into the engine; False if another version is replacing them just now."""
         with self.weights.taken() as (version, tensors):
             if version <= self.engine.version:
                 return False

@@ -1,8 +1,8 @@
-"""A rollout worker's groups: which samples each still needs, and which prompts may be committed.
+"""A rollout worker's groups: the samples each still needs, and the prompts that may be committed.
 
-The rule: a group needs K samples and is begun as K + r; the first K that end are its samples. A partition's committed offset is the
-contiguous low watermark of prompts whose samples are all acknowledged; the commit's note says where in `rollouts` the samples of the
-prompts above it begin.
+A group needs K samples and is started as K + r; the first K that end are its samples. A partition's committed offset is the contiguous
+low watermark of prompts whose samples are all acknowledged; the offset metadata tell where in `rollouts` the samples of later prompts
+start.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,21 +27,21 @@ class GroupTask:
     offset: int
     """Of the prompt."""
     inherited: bool = False
-    """True if the prompt was in the log when its partition was assigned: an earlier owner may still be drawing it."""
-    begun: bool = False
-    """True once the engine was asked for its samples."""
+    """True if the prompt was in the log when its partition was assigned: an earlier owner may still generate its samples."""
+    started: bool = False
+    """True once its samples were submitted to the engine."""
     finished: bool = False
     """True once this worker has nothing left to do for it."""
-    drawing: set[int] = field(default_factory=set)
-    """Samples that the engine was asked for and has not returned."""
-    drawn: dict[int, Completion] = field(default_factory=dict)
+    generating: set[int] = field(default_factory=set)
+    """Samples that the engine has not returned."""
+    completed: dict[int, Completion] = field(default_factory=dict)
     """Samples that the engine returned and that are not sent."""
     broken: dict[int, Completion] = field(default_factory=dict)
-    """Samples that their environment broke: they are published only where the group cannot get enough others."""
+    """Samples whose environment broke: published only if the group cannot get enough others."""
     sent: dict[int, Pending] = field(default_factory=dict)
-    """Samples that are sent and not acknowledged, each with the record that it is in."""
-    known: dict[int, int] = field(default_factory=dict)
-    """Sample -> its offset in `rollouts`, acknowledged, whoever sent it."""
+    """Samples that are sent and not acknowledged, each with its record."""
+    published: dict[int, int] = field(default_factory=dict)
+    """Sample -> its offset in `rollouts`, acknowledged, from any worker."""
 
     @property
     def group(self) -> int:
@@ -50,66 +50,66 @@ class GroupTask:
 
     @property
     def needed(self) -> int:
-        """How many samples still have to be drawn."""
-        return max(0, self.prompt.samples_per_prompt - len(self.known.keys() | self.sent.keys() | self.drawn.keys()))
+        """Number of samples that are still to be generated."""
+        return max(0, self.prompt.samples_per_prompt - len(self.published.keys() | self.sent.keys() | self.completed.keys()))
 
     @property
     def done(self) -> bool:
-        """Whether all its samples are acknowledged, whoever sent them."""
-        return len(self.known) >= self.prompt.samples_per_prompt
+        """True if all its samples are acknowledged, from any worker."""
+        return len(self.published) >= self.prompt.samples_per_prompt
 
-    def wanted(self, *, oversample: int) -> list[int]:
-        """The samples to ask the engine for: of K + r those that are not in the log; none when the group has enough."""
-        begun = range(self.prompt.samples_per_prompt + oversample)
-        return [sample for sample in begun if sample not in self.known] if self.needed else []
+    def to_generate(self, *, oversample: int) -> list[int]:
+        """The samples to submit: of K + r those that are not in the log; none if the group has enough."""
+        started = range(self.prompt.samples_per_prompt + oversample)
+        return [sample for sample in started if sample not in self.published] if self.needed else []
 
-    def begin(self, samples: list[int]) -> None:
-        """Note that the engine draws these samples."""
-        self.begun, self.drawing = True, set(samples)
+    def start(self, samples: list[int]) -> None:
+        """Record that the engine generates these samples."""
+        self.started, self.generating = True, set(samples)
 
     def take(self, completion: Completion) -> None:
-        """Keep a sample that the engine returned, if the group needs it."""
-        if completion.sample in self.drawing:
-            self.drawing.discard(completion.sample)
-            if self.needed and completion.sample not in self.known:
-                (self.broken if cause_of(getattr(completion, "turns", None)) else self.drawn)[completion.sample] = completion
-        for sample in sorted(self.broken)[: self.needed if not self.drawing else 0]:
-            self.drawn[sample] = self.broken.pop(sample)
+        """Take a sample from the engine, if the group needs it."""
+        if completion.sample in self.generating:
+            self.generating.discard(completion.sample)
+            if self.needed and completion.sample not in self.published:
+                (self.broken if cause_of(getattr(completion, "turns", None)) else self.completed)[completion.sample] = completion
+        for sample in sorted(self.broken)[: self.needed if not self.generating else 0]:
+            self.completed[sample] = self.broken.pop(sample)
 
     def send(self, samples: Iterable[int], pending: Pending) -> None:
-        """Note that drawn samples are sent, in one record."""
+        """Record that samples are sent, in one record."""
         for sample in samples:
-            del self.drawn[sample]
+            del self.completed[sample]
             self.sent[sample] = pending
 
     def acknowledge(self) -> Iterator[tuple[int, int]]:
-        """(sample, offset) of each sent sample that has reached the log meanwhile; raises `LogError` for one that did not."""
+        """(sample, offset) of each sent sample that the log has acknowledged since; raises `LogError` for one that failed."""
         for sample, pending in list(self.sent.items()):
             if pending.done():
                 del self.sent[sample]
                 yield sample, pending.offset(0.0)
 
     def note(self, sample: int, offset: int) -> None:
-        """Note that a sample is in the log; drawn samples that the group needs no longer are dropped, the highest first."""
-        self.known.setdefault(sample, offset)
-        self.drawn.pop(sample, None)
-        surplus = len(self.known.keys() | self.sent.keys()) + len(self.drawn) - self.prompt.samples_per_prompt
-        for highest in sorted(self.drawn, reverse=True)[: max(0, surplus)]:
-            del self.drawn[highest]
+        """Record that a sample is in the log; completed samples beyond K are dropped, the highest first."""
+        self.published.setdefault(sample, offset)
+        self.completed.pop(sample, None)
+        surplus = len(self.published.keys() | self.sent.keys()) + len(self.completed) - self.prompt.samples_per_prompt
+        for highest in sorted(self.completed, reverse=True)[: max(0, surplus)]:
+            del self.completed[highest]
 
 
 @dataclass(slots=True)
 class OwnedPartition:
-    """One partition of `prompts` that this worker owns, and of `rollouts` beside it."""
+    """One partition of `prompts` that this worker owns, and the same one of `rollouts`."""
 
     position: int = 0
     """Offset after the last prompt that was delivered."""
     inherited_end: int = 0
-    """Where `prompts` ended when the partition was assigned."""
+    """End offset of `prompts` when the partition was assigned."""
     rollouts_end: int = 0
-    """All samples before this offset in `rollouts` are known."""
+    """All samples before this offset in `rollouts` were read or sent."""
     gap: bool = False
-    """True if somebody else has written to `rollouts` since."""
+    """True if another process has written to `rollouts` since."""
     early: dict[int, dict[int, int]] = field(default_factory=dict)
     """Group -> sample -> offset, of samples whose prompt is not delivered yet."""
     newest: int = -1
@@ -121,29 +121,29 @@ class OwnedPartition:
 class GroupTasks:
     """The groups of all partitions that a worker owns.
 
-    Groups that are begun survive a rebalance: their worker draws on, and `assign` drops those that turn out to be another's.
+    Started groups survive a rebalance: their generation continues, and `assign` drops those that are another worker's.
     """
 
     oversample: int = 0
-    """r: samples begun beyond those a group needs."""
+    """r: samples started in addition to those a group needs."""
     partitions: dict[int, OwnedPartition] = field(default_factory=dict)
     tasks: dict[int, GroupTask] = field(default_factory=dict)
-    """Group -> its task: those delivered and above the watermark, and those begun."""
+    """Group -> its task: those delivered and above the watermark, and those started."""
     _delivered: IdSet = field(default_factory=IdSet)
     """Groups whose prompt was delivered since the partitions were assigned."""
 
     def revoke(self) -> None:
-        """Forget all partitions and every group that is not begun: what stays with this worker comes again."""
+        """Forget all partitions and every group that is not started: those that stay with this worker are delivered again."""
         self.partitions.clear()
         self.tasks = {task.group: task for task in self.groups_in_flight()}
         self._delivered = IdSet()
 
     def assign(self, partition: int, *, offset: int, inherited_end: int, rollouts_end: int) -> None:
-        """Begin with a partition at its committed offset."""
+        """Add a partition at its committed offset."""
         self.partitions[partition] = OwnedPartition(position=offset, inherited_end=inherited_end, rollouts_end=rollouts_end)
 
     def add(self, record: Record, prompt: Prompt) -> bool:
-        """Queue a prompt; False when it repeats a group that was delivered before."""
+        """Queue a prompt; False if it repeats a group that was delivered before."""
         owned = self.partitions.get(record.partition)
         if owned is None:
             return True
@@ -154,27 +154,27 @@ class GroupTasks:
             return False
         self._delivered.add(prompt.group)
         if task is None:
-            known = owned.early.pop(prompt.group, {})
+            published = owned.early.pop(prompt.group, {})
             inherited = record.offset < owned.inherited_end
-            self.tasks[prompt.group] = GroupTask(prompt, record.partition, record.offset, inherited=inherited, known=known)
+            self.tasks[prompt.group] = GroupTask(prompt, record.partition, record.offset, inherited=inherited, published=published)
         return True
 
     def skip(self, record: Record) -> None:
-        """Pass over a record that is no prompt, so that the watermark passes it too."""
+        """Skip a record that is no prompt, so that the watermark passes it."""
         owned = self.partitions.get(record.partition)
         if owned is not None:
             owned.position = max(owned.position, record.offset + 1)
 
     def waiting(self) -> list[GroupTask]:
-        """Groups that may be begun, in no particular order."""
-        return [task for task in self.tasks.values() if not task.begun and not task.done]
+        """Groups that may be started, in no particular order."""
+        return [task for task in self.tasks.values() if not task.started and not task.done]
 
     def groups_in_flight(self) -> list[GroupTask]:
-        """Groups that are begun and not finished."""
-        return [task for task in self.tasks.values() if task.begun and not task.finished]
+        """Groups that are started and not finished."""
+        return [task for task in self.tasks.values() if task.started and not task.finished]
 
     def note(self, partition: int, group: int, sample: int, offset: int) -> None:
-        """Note that a sample is in the log, whoever sent it."""
+        """Record that a sample is in the log, from any worker."""
         owned, task = self.partitions.get(partition), self.tasks.get(group)
         if task is not None and task.partition == partition:
             task.note(sample, offset)
@@ -182,9 +182,9 @@ class GroupTasks:
             owned.early.setdefault(group, {}).setdefault(sample, offset)
 
     def acknowledge(self) -> int:
-        """Note the sent samples that have reached the log; returns how many groups are finished with them.
+        """Record the sent samples that the log has acknowledged; returns how many groups are finished with them.
 
-        Where the offsets of a partition have a gap, somebody else has written there.
+        A gap in the offsets of a partition means that another process has written there.
         """
         finished = 0
         for task in self.groups_in_flight():
@@ -194,17 +194,17 @@ class GroupTasks:
                 if owned is not None and offset >= owned.rollouts_end:
                     owned.gap = owned.gap or offset > owned.rollouts_end
                     owned.rollouts_end += not owned.gap
-            task.finished = task.done and not (task.drawing or task.drawn or task.sent)
+            task.finished = task.done and not (task.generating or task.completed or task.sent)
             finished += task.finished
         return finished
 
     def caught_up(self, partition: int, end: int) -> None:
-        """Note that all samples before `end` of a partition of `rollouts` are known."""
+        """Record that all samples before `end` of a partition of `rollouts` were read."""
         owned = self.partitions[partition]
         owned.rollouts_end, owned.gap = max(owned.rollouts_end, end), False
 
     def watermarks(self) -> dict[int, tuple[int, str]]:
-        """Partition -> (offset, note) to commit, of those where something moved since the last call; drops what is below."""
+        """Partition -> (offset, metadata) to commit, if changed since the last call; drops the tasks below."""
         moved = {}
         for number, owned in self.partitions.items():
             tasks = [task for task in self.tasks.values() if task.partition == number]
@@ -213,8 +213,8 @@ class GroupTasks:
                 if task.done and task.offset < offset:
                     del self.tasks[task.group]
             owned.early = {group: samples for group, samples in owned.early.items() if group > owned.newest}
-            held = [task.known for task in tasks if task.group in self.tasks] + list(owned.early.values())
-            first = min((at for samples in held for at in samples.values()), default=owned.rollouts_end)
+            offsets = [task.published for task in tasks if task.group in self.tasks] + list(owned.early.values())
+            first = min((at for samples in offsets for at in samples.values()), default=owned.rollouts_end)
             mark = offset, offset_metadata.encode(RolloutOffsetMetadata(first))
             if mark != owned.committed:
                 moved[number] = owned.committed = mark

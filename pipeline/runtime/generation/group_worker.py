@@ -1,12 +1,13 @@
-"""Draws the samples of prompts and publishes them to `rollouts`; samples of a group that are published together share a record.
+"""Generates the samples of prompts and publishes them to `rollouts`; samples of a group that end together share a record.
 
-The rule: a prompt starts only under weights it allows, the lowest group number first, and only samples that are not in the log are
-drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while the consumer
-group rebalances it draws on and holds the samples back, and groups that turn out to be another's are dropped.
+A prompt starts only under weights it allows, the lowest group number first, and only samples that are not in the log are generated; a
+sample's random numbers follow from (run seed, group, sample). During a rebalance samples are held back, and groups that turn out to be
+another worker's are dropped.
 """
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.log import Assigned, Commits
@@ -27,10 +28,10 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
 IDLE_WAIT_S = 0.2
-"""How long an idle worker waits for prompts, or for the weights its prompts need, before it checks everything again."""
+"""How long an idle worker waits for prompts or weights before it checks everything again."""
 
 GATHER_S = 1.0
-"""Samples wait this long for the rest of their group, which is useless without them; one record costs a fraction of many."""
+"""Samples wait this long for the rest of their group, which is useless without them: one record costs a fraction of many."""
 
 
 @dataclass(slots=True)
@@ -40,18 +41,17 @@ class GroupWorker(GenerationLoop):
     published: PublishedSamples
     tasks: GroupTasks
     _gathered: float = 0.0
-    """When the first of the samples that wait to be published ended."""
-    _judged: int = -1
-    """The newest version when the groups in hand were last judged by their age."""
+    """When the first of the unpublished samples ended."""
+    _checked_version: int = -1
+    """The newest version at the last check of groups in flight for staleness."""
 
     @classmethod
-    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "GroupWorker":
-        """Join the run's workers of this role."""
-        published = PublishedSamples(session.log, session.run)
-        return cls(session, engine, weights, session.member("prompts", max_records=64), published, GroupTasks(session.schedule.oversample))
+    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "GroupWorker":
+        """Join the workers of this role; `shared`: `device` and `shared_engine`."""
+        published, tasks = PublishedSamples(session.log, session.run), GroupTasks(session.schedule.oversample)
+        return cls(session, engine, weights, session.member("prompts", max_records=64), published, tasks, **shared)
 
     def drain_samples(self) -> None:
-        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
         self._take(0.0)
         self._publish_completions(everything=True)
         self.session.producer.flush(10.0)
@@ -61,17 +61,15 @@ class GroupWorker(GenerationLoop):
         self.session.reporter.labels["partitions"] = ""
 
     def finishing(self) -> str:
-        """What is still done after a request to stop."""
         groups = len(self.tasks.groups_in_flight())
-        return f"publishes the samples that have ended and hands its partitions back, {groups} groups unfinished (about 2 s)"
+        return f"publishes the samples that have ended and releases its partitions, {groups} groups unfinished (about 2 s)"
 
     def close(self) -> None:
-        """Leave the other workers of this role."""
         self.member.close(5.0)
         self.published.close()
 
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and learn from `rollouts` which samples of the own partitions are there already."""
+        """Drop what others own now, and read from `rollouts` which samples of the own partitions exist already."""
         topic = self.session.topic("prompts")
         owned = {partition: committed for (held, partition), committed in event.partitions.items() if held == topic}
         for task in self.tasks.groups_in_flight():
@@ -110,7 +108,7 @@ class GroupWorker(GenerationLoop):
             self.session.reporter.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
 
     def _read_published(self) -> None:
-        """Learn which samples others have published since the partitions were assigned."""
+        """Read which samples others have published since the partitions were assigned."""
         for partition, owned in self.tasks.partitions.items():
             self.published.skip(partition, owned.rollouts_end)
         for sample in self.published.read_new():
@@ -120,14 +118,13 @@ class GroupWorker(GenerationLoop):
         self._abort_surplus()
 
     def _refresh(self) -> None:
-        """Between two decode steps: load the newest weights if the schedule says so, and abort groups that can no longer be fresh."""
         if self.session.schedule.loads_at != "step":
             return
         if self.weights.version > self.engine.version and self.tasks.groups_in_flight():
             self._load()
         newest = self.weights.state.newest_version
-        if self.session.schedule.stale_in_hand == "abort" and (newest > self._judged or self._already_stale(self.engine.version)):
-            self._judged = newest
+        if self.session.schedule.stale_in_hand == "abort" and (newest > self._checked_version or self._already_stale(self.engine.version)):
+            self._checked_version = newest
             for group in self.engine.groups_in_flight():
                 if group.oldest_version is not None and self._already_stale(group.oldest_version):
                     self._ended(self.engine.abort(group.group))
@@ -137,7 +134,7 @@ class GroupWorker(GenerationLoop):
         return self._next(self.weights.version) is not None
 
     def _next(self, newest: int) -> GroupTask | None:
-        """The prompt to begin next, where version `newest` can be loaded; None, and said what it waits for, if there is none."""
+        """The prompt to start next, if version `newest` can be loaded; None, after reporting what it waits for, if there is none."""
         waiting, loaded = self.tasks.waiting(), self.engine.version
         pairs = [(task.group, task.prompt.min_version) for task in waiting]
         index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
@@ -152,30 +149,29 @@ class GroupWorker(GenerationLoop):
         return None
 
     def _start(self) -> None:
-        """Give the engine the prompts it has room for, the lowest group number first."""
+        """Fill the engine with prompts, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version
         while self.engine.has_room and (task := self._next(newest)) is not None:
             loaded = self.engine.version
-            wanted = rules.version_to_load(schedule, min_version=task.prompt.min_version, newest_version=newest, loaded_version=loaded)
-            if wanted is not None:
+            version = rules.version_to_load(schedule, min_version=task.prompt.min_version, newest_version=newest, loaded_version=loaded)
+            if version is not None:
                 if not self.engine.idle and schedule.loads_at != "step":
                     return  # the weights change between groups
                 if not self._load():
                     return
-            self._begin(task)
+            self._start_task(task)
 
-    def _begin(self, task: GroupTask) -> None:
+    def _start_task(self, task: GroupTask) -> None:
         if task.inherited:  # its earlier owner may have published samples after the partition was assigned
             self._read_published()
-        samples = task.wanted(oversample=self.tasks.oversample)
+        samples = task.to_generate(oversample=self.tasks.oversample)
         if samples:
-            task.begin(samples)
+            task.start(samples)
             self.session.reporter.doing(Activity.BUSY, "generating")
             stop_ids = self.session.info["digests"]["stop_ids"]
             self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
 
     def _wait(self) -> None:
-        """Nothing can be drawn: wait for what is missing, weights or prompts."""
         if self.tasks.waiting():
             self.weights.wait(IDLE_WAIT_S)
         elif self.weights.version > self.engine.version:
@@ -184,8 +180,8 @@ class GroupWorker(GenerationLoop):
             self._take(0.01 if any(task.sent for task in self.tasks.groups_in_flight()) else IDLE_WAIT_S)
 
     def _ended(self, completions: list[Completion]) -> None:
-        """Keep samples that the engine returned, as far as their groups need them."""
-        if completions and not any(task.drawn for task in self.tasks.groups_in_flight()):
+        """Take samples from the engine, if their groups need them."""
+        if completions and not any(task.completed for task in self.tasks.groups_in_flight()):
             self._gathered = time.monotonic()
         for completion in completions:
             if task := self.tasks.tasks.get(completion.group):
@@ -193,14 +189,14 @@ class GroupWorker(GenerationLoop):
         self._abort_surplus()
 
     def _abort_surplus(self) -> None:
-        """Stop drawing for groups that have all the samples they need."""
+        """Abort generation for groups that have all the samples they need."""
         for task in self.tasks.groups_in_flight():
-            if task.drawing and not task.needed:
+            if task.generating and not task.needed:
                 self.engine.abort(task.group)
-                task.drawing.clear()
+                task.generating.clear()
 
     def _publish_completions(self, *, everything: bool = False) -> None:
-        """Send samples with the rest of their group, or after a short wait, while this worker knows which partitions are its own."""
+        """Send samples with the rest of their group, or after a short wait, while this worker knows its partitions."""
         if not self._settled:
             return
         # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
@@ -211,12 +207,13 @@ class GroupWorker(GenerationLoop):
                 self._publish(task)
 
     def _publish(self, task: GroupTask) -> None:
-        """Send what is drawn of a group, in as few records as it fits into."""
+        """Send the completed samples of a group, in as few records as possible."""
         session, schedule = self.session, self.session.schedule
         fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
         sampling = session.config.sampling_for(source_of(task.prompt.columns))
         samples = [
-            rollout_of(task.drawn[number], sampling=sampling, worker=session.worker, oldest_trained=fresh) for number in sorted(task.drawn)
+            rollout_of(task.completed[number], sampling=sampling, worker=session.worker, oldest_trained=fresh)
+            for number in sorted(task.completed)
         ]
         topic, key = session.topic("rollouts"), str(task.group).encode()
         for batch in rollouts.batches(samples):
@@ -241,7 +238,7 @@ class GroupWorker(GenerationLoop):
             self.member.commit(moved)
 
     def _marks(self) -> Commits:
-        """What may be committed, of the partitions where something moved."""
+        """Offsets to commit, of the partitions that moved."""
         topic = self.session.topic("prompts")
         return {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}
 

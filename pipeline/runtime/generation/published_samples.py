@@ -1,7 +1,4 @@
-"""Tracks which (group, sample) pairs are already in `rollouts`, for the partitions this worker owns, whoever wrote them.
-
-The rule: only headers are read, and everything that is in the log at a call is in its answer.
-"""
+"""Tracks which (group, sample) pairs of the owned partitions are already in `rollouts`, from any worker. Reads headers only."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -22,23 +19,23 @@ class Published(NamedTuple):
 
 
 class PublishedSamples:
-    """Follows the owned partitions of a run's `rollouts`; each reading begins where the one before ended."""
+    """Follows the owned partitions of `rollouts`; each read continues where the last one ended."""
 
     def __init__(self, log: Log, run: str) -> None:
         self._log, self._run, self._topic = log, run, f"{run}.rollouts"
         self._tail: Tail | None = None
 
     def follow(self, starts: Mapping[int, int]) -> list[Published]:
-        """Follow these partitions instead, each from its start or from the first record that is kept; returns what is in them."""
+        """Follow these partitions instead, each from its start or the first retained record; returns their samples."""
         self.close()
         if starts:
-            kept = self._log.beginning_offsets((self._topic, partition) for partition in starts)
-            first: dict[Partition, Start] = {at: max(begin, starts[at[1]]) for at, begin in kept.items()}
+            first_offsets = self._log.beginning_offsets((self._topic, partition) for partition in starts)
+            first: dict[Partition, Start] = {at: max(first, starts[at[1]]) for at, first in first_offsets.items()}
             self._tail = self._log.tail(first)
         return self.read_new()
 
     def read_new(self) -> list[Published]:
-        """The samples that were written since the last reading; raises `LogError` when they cannot be read."""
+        """The samples that were written since the last read; raises `LogError` if they cannot be read."""
         samples = []
         for record in read_to_current_end(self._log, self._tail) if self._tail else ():
             try:
@@ -50,12 +47,12 @@ class PublishedSamples:
         return samples
 
     def position(self, partition: int) -> int:
-        """Where the last reading of a followed partition ended."""
+        """Position in a followed partition."""
         assert self._tail is not None
         return self._tail.position((self._topic, partition))
 
     def skip(self, partition: int, offset: int) -> None:
-        """Begin the next reading of a followed partition at `offset`: what is before it is known."""
+        """Move the position in a followed partition to `offset`."""
         assert self._tail is not None
         self._tail.seek((self._topic, partition), offset)
 

@@ -1,6 +1,6 @@
-"""Between the log and an engine: from a prompt to what is asked for, from what comes back to the record in `rollouts`.
+"""Converts a prompt to an engine request, and a completion to the record in `rollouts`.
 
-The rule: a token is trained unless it was drawn under a version that is too old, or from a distribution that is not recorded.
+A token is trained unless it was generated under a version that is too old, or from a distribution that is not recorded.
 """
 
 import json
@@ -21,7 +21,7 @@ _TRAJECTORY = ("segments", "turns", "messages", "environment", "environment_vers
 
 
 def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_ids: Sequence[int]) -> GroupRequest:
-    """These samples of a prompt's group, under the run's sampling settings and seed."""
+    """These samples of a prompt's group, with the run's sampling settings and seed."""
     chosen = config.sampling_for(source_of(prompt.columns))
     sampling = Sampling(
         temperature=chosen.temperature,
@@ -43,13 +43,13 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
 
 
 def episode_request(request: GroupRequest, *, text: str, messages: str | None, columns: Mapping[str, Any]) -> EpisodeRequest:
-    """The same group as trajectories, in an environment that gets the row's columns."""
+    """The same group as episodes, in an environment that gets the row's columns."""
     fields = {name: getattr(request, name) for name in GroupRequest.__dataclass_fields__}
     return EpisodeRequest(**fields, prompt=text, messages=messages, row=columns)
 
 
 def source_of(columns: str) -> str | None:
-    """The source of a prompt of a mixture, from its columns as JSON; None where there is one source."""
+    """The source of a mixture's prompt, from its columns as JSON; None if there is one source."""
     if f'"{SOURCE_COLUMN}"' not in columns:
         return None
     source: str | None = json.loads(columns).get(SOURCE_COLUMN)
@@ -57,7 +57,7 @@ def source_of(columns: str) -> str | None:
 
 
 def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str, oldest_trained: int = 0) -> Rollout:
-    """One sample as it is published; tokens of versions below `oldest_trained` stay in it and out of the loss."""
+    """One sample as a record; tokens of versions below `oldest_trained` are masked out of the loss."""
     spans = completion.spans
     versions = np.array([span.version for span in spans], np.int32)
     starts = np.array([span.start for span in spans], np.int32)
@@ -68,7 +68,7 @@ def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str
         fresh &= completion.loss_mask
         columns = {name: getattr(completion, name) for name in _TRAJECTORY}
     if completion.support is not None:
-        fresh &= (completion.support[:, :1] >= 0).any(1)  # what a token was drawn from is not known: it cannot be trained
+        fresh &= (completion.support[:, :1] >= 0).any(1)  # the distribution of a token is not recorded: it cannot be trained
         columns["support"] = completion.support.ravel()
     return Rollout(
         group=completion.group,

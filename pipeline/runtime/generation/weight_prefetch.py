@@ -1,8 +1,8 @@
-"""Fetches weights while the engine draws: a thread follows the run and brings a copy of the weights to the newest version.
+"""Fetches weights while the engine generates: a thread follows the run and updates a copy of the weights to the newest version.
 
-The rule: a version counts once it is here whole and checked; versions that a newer one overtakes are left out. One that cannot be read
-is tried again: the worker goes on with the weights that its engine has. Where workers of a machine share one copy, one of them reads for
-all; which one that is is settled anew when it ends. Where the trainer shows its own copy (`direct`), nobody reads.
+A version counts once it is complete and checked; overtaken versions are skipped. A failed read is retried, and the engine keeps its
+weights. If workers of a machine share one copy, one of them reads for all, and another takes over when it exits. If the trainer shares
+its memory (`direct`), no worker reads.
 """
 
 import threading
@@ -23,9 +23,9 @@ from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics.weights import Manifest
 
 RETRY_S = 10.0
-"""How long after a failure a version is read again; at once when another manifest says where its chunks are."""
-ASK_S = 1.0
-"""How often a worker asks the one that reads for its machine for the memory that both see."""
+"""Delay before a version is read again after a failure; none if another manifest locates its chunks."""
+REQUEST_EVERY_S = 1.0
+"""How often a worker requests the shared memory from the one that reads for the machine."""
 _POLL_S = 0.5
 _SHARED_POLL_S = 0.05
 """The same while another process reads a version: its end is seen, not announced."""
@@ -33,29 +33,29 @@ _CLOSE_S = 2.0
 
 
 class WeightPrefetch:
-    """Follows ledger and manifests for a worker that must not wait for them."""
+    """Follows ledger and manifests in the background."""
 
     def __init__(
         self, log: Log, run: str, *, notify: Callable[[str], None] = lambda _: None, shared: bool = False, direct: bool = False
     ) -> None:
-        """`notify` gets a line when a version cannot be read, and when it can be after all.
+        """`notify` gets a line when a version cannot be read, and when it can be again.
 
-        `shared`: one copy for the machine's workers. `direct`: where the trainer is on this machine, what it has in its memory.
+        `shared`: one copy for the machine's workers. `direct`: use the trainer's memory if it is on this machine.
         """
         self.state = LedgerState(run, newest_only=True)
-        """Kept up to date by the thread; other threads only read it."""
+        """Updated by the thread; other threads only read it."""
         self._copy = WeightCopy()
         self._shared = shared and is_supported()
         self._direct = direct and is_supported()
         self._ipc_receiver: IpcWeightReceiver | None = None
-        """The trainer's memory, once this worker knows the run's version 0."""
+        """The trainer's memory, once this worker has version 0 of the run's manifests."""
         self._memory: MachineMemory | None = None
-        """What this worker shares with others, once it knows the run's version 0."""
-        self._ask_at = 0.0
+        """Memory shared with other workers, once this worker has version 0 of the run's manifests."""
+        self._request_at = 0.0
         self._log, self._run, self._notify = log, run, notify
-        self._reader, self._below = ChunkReader(log, run), BaseWeights()
+        self._reader, self._base = ChunkReader(log, run), BaseWeights()
         self._refused: Manifest | None = None
-        """The manifest of the version that could not be read last."""
+        """The manifest of the version whose read failed last."""
         self._retry_at = 0.0
         self._failure: BaseException | None = None
         self._changed = threading.Event()
@@ -65,24 +65,24 @@ class WeightPrefetch:
 
     @property
     def version(self) -> int:
-        """The newest version whose tensors are here; -1 while there are none, or another version comes in the place of the last one."""
+        """The newest version whose tensors are here; -1 if there is none, or while it is being overwritten."""
         version = self._copy.version
         return version if self._is_published(version) else NONE
 
     @contextmanager
     def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
-        """The version that is here with its tensors, or -1 and none; they do not change inside the block."""
+        """The local version with its tensors, or -1 and none; they do not change inside the block."""
         with self._copy.reading() as (version, tensors):
             yield (version, tensors) if self._is_published(version) else (NONE, ())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a version to come or the run to end; raises what has ended the thread."""
+        """Wait for a version or the end of the run; raises the error of the thread."""
         self._changed.wait(timeout_s)
         self._changed.clear()
         self.check()
 
     def check(self) -> None:
-        """Raise what has ended the thread: a broker that was away too long."""
+        """Raise the error of the thread, such as an outage timeout."""
         if self._failure is not None:
             raise self._failure
 
@@ -102,7 +102,7 @@ class WeightPrefetch:
                         self._fetch(self.state.newest_version)
                     if self.version == before:
                         follower.poll(_SHARED_POLL_S if others else _POLL_S)
-                    if self.version != before:  # said at once: an idle worker waits for it
+                    if self.version != before:  # an idle worker waits for it
                         self._changed.set()
             finally:
                 follower.close()
@@ -115,12 +115,12 @@ class WeightPrefetch:
         self._changed.set()
 
     def _is_published(self, version: int) -> bool:
-        """Whether the copy's version is one that this worker knows of: another process may be ahead of it."""
+        """True if the copy's version is in this worker's manifests: another process may be ahead of it."""
         manifest = self.state.manifests.get(version)
         return version <= self.state.newest_version and (manifest is None or manifest.digest == self._copy.digest)
 
     def _reads_itself(self) -> bool:
-        """Whether this worker reads from the log, for itself or for all of its machine; if not, see what others have there."""
+        """True if this worker reads from the log, for itself or its machine; if not, attach to the shared copy."""
         if self._sees_trainers():
             return False
         if not self._shared:
@@ -132,17 +132,17 @@ class WeightPrefetch:
         try:
             if self._memory.claim():
                 return True
-            if time.monotonic() >= self._ask_at:
-                self._ask_at = time.monotonic() + ASK_S
+            if time.monotonic() >= self._request_at:
+                self._request_at = time.monotonic() + REQUEST_EVERY_S
                 self._attach(self._memory)
         except OSError as error:
-            self._notify(f"weights cannot be shared with this machine's other workers ({error}): this one reads them for itself")
+            self._notify(f"weights cannot be shared with this machine's other workers ({error}): this one reads for itself")
             self._leave()
             self._shared, self._copy = False, WeightCopy()
         return not self._shared
 
     def _sees_trainers(self) -> bool:
-        """Whether the newest version is in the trainer's memory; this worker's copy is there then, and elsewhere if not."""
+        """True if the newest version is in the trainer's memory; then this worker's copy is there."""
         if not self._direct:
             return False
         if self._ipc_receiver is None:
@@ -157,7 +157,7 @@ class WeightPrefetch:
         return True
 
     def _attach(self, memory: MachineMemory) -> None:
-        """See what the reading process has. Raises `OSError`."""
+        """Map the memory of the reading process. Raises `OSError`."""
         if (file := memory.request_file()) is not None:
             layout = self.state.manifests[0]
             self._copy.lay_out(names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes)
@@ -180,18 +180,18 @@ class WeightPrefetch:
             raise
         except LogError as error:
             if self._refused is None or self._refused.version != version:
-                self._notify(f"version {version} cannot be read: {error}; this worker goes on with the weights it has and tries again")
+                self._notify(f"version {version} cannot be read: {error}; this worker keeps its weights and retries")
             self._refused, self._retry_at = manifest, time.monotonic() + RETRY_S
             return
         if self._refused is not None:
-            self._notify(f"version {version} is here")
+            self._notify(f"version {version} was fetched")
             self._refused = None
 
     def _bring(self, version: int) -> None:
-        """Read a version where reading ended last, or anew if that fails: what comes there may have been deleted since."""
+        """Read a version from the current position, or from scratch if that fails: chunks may have been deleted since."""
         for was_open in (self._reader.is_open, False):
             try:
-                bring(self._copy, self._log, self.state.manifests, version, run=self._run, reader=self._reader, below=self._below)
+                bring(self._copy, self._log, self.state.manifests, version, run=self._run, reader=self._reader, below=self._base)
             except LogUnreachable:
                 raise
             except LogError:
@@ -203,11 +203,11 @@ class WeightPrefetch:
 
 
 class VersionWatch(WeightPrefetch):
-    """The same for a worker that draws nothing itself: it follows which versions there are, and fetches none."""
+    """The same for a worker without an engine: it follows which versions exist, and fetches none."""
 
     @property
     def version(self) -> int:
-        """The newest version that was published."""
+        """The newest published version."""
         return self.state.newest_version
 
     @contextmanager

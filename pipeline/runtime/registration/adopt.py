@@ -1,4 +1,4 @@
-"""Makes a run this user's: its key, and a record that the key signs, from what the log says of the run."""
+"""Makes a run this user's: its key, and a record signed by the key, from the run's topics."""
 
 import contextlib
 import json
@@ -19,10 +19,7 @@ from penstock.topics.wire.errors import Unusable
 
 
 def shown(log: Log, run: str) -> str | None:
-    """What would be signed: the code that it names, and where it is from; None if the run's key has signed it already.
-
-    Raises `ConfigError`.
-    """
+    """The record to be signed: the code that it names, and its source; None if the run's key has signed it already."""
     if registration(log, run).signed:
         return None
     record, topic = _record(log, run)
@@ -42,22 +39,22 @@ def adopt_run(log: Log, run: str) -> None:
 
 
 def _record(log: Log, run: str) -> tuple[RunRecord, str]:
-    """What the run is, and the topic that says so: its own, else its ledger, which the users of other runs cannot write to.
+    """The run's record and the topic it is from: the run's own, else its ledger, which the users of other runs cannot write to.
 
-    The register says it for a run of an earlier release whose trainer has never started.
+    For a run of an earlier release whose trainer has never started it comes from the register.
     """
-    found = registration(log, run)
-    if found.record is None:
+    registered = registration(log, run)
+    if registered.record is None:
         raise RunNotFound(run)
-    if found.own:
-        return found.record, topic_name(run, "run")
+    if registered.own:
+        return registered.record, topic_name(run, "run")
     ledger_state = LedgerState(run)
     for record in scan(log, topic_name(run, "ledger")):
         with contextlib.suppress(Unusable):
             ledger_state.apply(record)
     if ledger_state.opened is None:
-        return found.record, RUNS_TOPIC
-    said = json.loads(ledger_state.opened.details or "{}")
-    if not all(isinstance(said.get(name), dict) for name in ("config", "info")):
+        return registered.record, RUNS_TOPIC
+    details = json.loads(ledger_state.opened.details or "{}")
+    if not all(isinstance(details.get(name), dict) for name in ("config", "info")):
         raise ConfigError(f"{run}.ledger: its first entry has no configuration; the run cannot be signed")
-    return replace(found.record, config=json.dumps(said["config"]), info=json.dumps(said["info"])), topic_name(run, "ledger")
+    return replace(registered.record, config=json.dumps(details["config"]), info=json.dumps(details["info"])), topic_name(run, "ledger")

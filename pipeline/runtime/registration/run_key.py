@@ -1,6 +1,6 @@
 """The key of a run, 32 random bytes in a file of its owner, and the records of `<run>.run` that fit it.
 
-Invariant: a record that was made without the key never configures a process that has the key, in whatever order records are.
+Invariant: a record that was made without the key never configures a process that has the key, in any order of records.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""The register of runs: the compacted topic `penstock.runs` with the status of each, and each run's own `<run>.run` with what it is.
+"""The register of runs: the compacted topic `penstock.runs` with the status of each, and each run's own `<run>.run` with its record.
 
-A broker address and a run id are all that a worker needs; its configuration comes from the run's own topic, where records that the
-run's key signed count before all others, and never from `penstock.runs`.
+A broker address and a run id are all that a worker needs; its configuration comes from the run's own topic, where records signed by the
+run's key take precedence, and never from `penstock.runs`.
 """
 
 import contextlib
@@ -105,12 +105,12 @@ def all_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> li
 
 
 def find(log: Log, run: str) -> RunRecord | None:
-    """What a run is and its newest status, for a process that executes nothing of it; None if it is not registered."""
+    """A run's record with its newest status, for a process that executes nothing of it; None if it is not registered."""
     return registration(log, run).record
 
 
 def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registration:
-    """What a run is, its newest status, and whether its key signed that. Raises `ConfigError` for a key that cannot be used.
+    """A run's record, its newest status, and whether its key signed the record. Raises `ConfigError` for a key that cannot be used.
 
     `key_file` has the run's key if the state directory has none.
     """
@@ -141,7 +141,7 @@ def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
 def resolve(log: Log, text: str, *, executes: bool = False) -> str:
     """A run id from an id, a unique prefix, or `latest`. Raises `ConfigError`.
 
-    `executes`: for a command that executes, changes or deletes; its `latest` is this user's newest run on this machine, whatever others
+    `executes`: for a command that executes, changes or deletes; its `latest` is this user's newest run on this machine, not that of others
     have registered. That of other commands is the broker's newest run. Dates in the future do not count.
     """
     runs = all_runs(log)

@@ -1,4 +1,4 @@
-"""Which code of a run this process may execute: what the run's key signed, what the operator trusts, and configurations without code."""
+"""Decides which code of a run this process may execute: code that the run's key signed, and code that the operator trusts."""
 
 import os
 from collections.abc import Callable, Collection
@@ -21,7 +21,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """What the operator of a process has said about the run that it takes part in."""
+    """The operator's decision about the code of a run."""
 
     run_key: Path | None = None
     """File with the run's key; the one in the state directory, if there is one, without it."""
@@ -37,24 +37,22 @@ NO_TRUST = Trust()
 """The operator has named no key and trusts no code."""
 
 
-def require_trusted(found: Registration, *, trust: Trust, notify: Notify, code: Collection[Named] | None = None) -> RunRecord:
-    """The run's record, unless this process may not do what its configuration says: then raise `ConfigError`.
+def require_trusted(registered: Registration, *, trust: Trust, notify: Notify, code: Collection[Named] | None = None) -> RunRecord:
+    """The run's record if this process may execute its configuration, else raise `ConfigError`.
 
     `code`: what of the configuration would be executed, all of its code if None.
     """
-    run = found.run
-    if found.ignored:
-        offsets = ", ".join(map(str, found.ignored[:5])) + (", …" if len(found.ignored) > 5 else "")
-        notify(f"{run}.run: records that do not fit the run's key are ignored: {len(found.ignored)}, at offsets {offsets}")
-    if code is not None and not code and found.record is not None and not found.own:
-        return found.record  # an archive of an earlier release, of which nothing is executed
-    record = require_own(found)
-    if found.keyed and not found.signed and not trust.code:
-        raise ConfigError(
-            f"run {run}: no record of {run}.run fits the run's key; `penstock topics adopt {run}` shows what the records say and signs it"
-        )
+    run = registered.run
+    if registered.ignored:
+        offsets = ", ".join(map(str, registered.ignored[:5])) + (", …" if len(registered.ignored) > 5 else "")
+        notify(f"{run}.run: records that do not fit the run's key are ignored: {len(registered.ignored)}, at offsets {offsets}")
+    if code is not None and not code and registered.record is not None and not registered.own:
+        return registered.record  # an archive of an earlier release, of which nothing is executed
+    record = require_own(registered)
+    if registered.keyed and not registered.signed and not trust.code:
+        raise ConfigError(f"run {run}: no record of {run}.run fits the run's key. Inspect and sign it: penstock topics adopt {run}")
     named: Collection[Named] = ()
-    if not found.signed and not trust.code:
+    if not registered.signed and not trust.code:
         named = user_code(from_json(record.config)) if code is None else code
     if named:
         notify(as_block(run, named))
@@ -65,29 +63,29 @@ def require_trusted(found: Registration, *, trust: Trust, notify: Notify, code: 
     return record
 
 
-def require_own_server(found: Registration, config: Config, *, trust: Trust) -> None:
+def require_own_server(registered: Registration, config: Config, *, trust: Trust) -> None:
     """Raise `ConfigError` if MLflow's credentials in the environment would go to a server that only an unsigned record names."""
     uri, secrets = config.mlflow.tracking_uri or "", [name for name in MLFLOW_SECRETS if os.environ.get(name)]
-    if found.signed or trust.code or not secrets or not config.mlflow.enabled or not uri.lower().startswith(("http:", "https:")):
+    if registered.signed or trust.code or not secrets or not config.mlflow.enabled or not uri.lower().startswith(("http:", "https:")):
         return
     if uri != os.environ.get("MLFLOW_TRACKING_URI"):
         raise ConfigError(
-            f"run {found.run}: mlflow.tracking_uri = {without_password(uri)!r}, which no key on this machine has signed, would get "
+            f"run {registered.run}: mlflow.tracking_uri = {without_password(uri)!r}, which no key on this machine has signed, would get "
             f"{secrets[0]}: set MLFLOW_TRACKING_URI to it if it is yours, unset {secrets[0]}, or give --run-key or --trust-code"
         )
 
 
-def require_own(found: Registration) -> RunRecord:
-    """What the run is by its own topic. Raises `ConfigError` if it does not say that."""
-    run = found.run
-    if found.record is None:
+def require_own(registered: Registration) -> RunRecord:
+    """The run's record from its own topic. Raises `ConfigError` if there is none."""
+    run = registered.run
+    if registered.record is None:
         raise RunNotFound(run)
-    if not found.own:
+    if not registered.own:
         raise ConfigError(
             f"run {run} has no record in {run}.run, and {RUNS_TOPIC} configures nothing: if you made it with an earlier release, "
             f"`penstock topics adopt {run}` shows what it is and makes its key"
         )
-    return found.record
+    return registered.record
 
 
 def as_block(run: str, named: Collection[Named]) -> str:

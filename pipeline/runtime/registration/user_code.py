@@ -1,6 +1,6 @@
-"""The code that a configuration names and that a process of the run would execute.
+"""Finds the code that a configuration names and that a process of the run would execute.
 
-Invariant: a name counts as code unless it is known to be none.
+Invariant: a name counts as code unless it is listed as none.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -18,7 +18,7 @@ _SCIENCE = {"conll", "fasta", "fastq", "genbank", "mmcif", "pdb", "tsfile"}
 OTHER_FORMATS = frozenset(_CONTENT | _FOLDERS | _SCIENCE)
 """`hf:` names that are formats of the library, except those that only read rows: some unpickle or connect."""
 HUB = "hf://datasets/"
-"""What the library takes off a name before it looks for a format."""
+"""Suffixes that the library strips from a name before it determines the format."""
 GAME_SCHEMES = frozenset({"gymnasium", "textarena", "tiny"})
 """Schemes of environments whose name is one of a package's own."""
 TRUSTING = "trust_remote_code"
@@ -33,16 +33,16 @@ Named = tuple[str, str]
 """A key of the configuration, and the code that it names."""
 
 
-def user_code(config: Config, *, sections: Collection[str] = (), given: Collection[str] = ()) -> list[Named]:
+def user_code(config: Config, *, sections: Collection[str] = (), overridden: Collection[str] = ()) -> list[Named]:
     """Keys and names of the user's code in a configuration: functions, commands, services, pickled states.
 
-    `sections`: only those that a command executes, all if empty. `given`: keys whose values the operator has given to the command.
+    `sections`: only those that a command executes, all if empty. `overridden`: keys whose values the operator has passed to the command.
 
     Example:
         user_code(config)  # -> [("reward.functions", "rewards.py:score")]
     """
     named = dict.fromkeys(_named(config))
-    recorded = [name for name in named if not any(name[0] == key or name[0].startswith(f"{key}.") for key in given)]
+    recorded = [name for name in named if not any(name[0] == key or name[0].startswith(f"{key}.") for key in overridden)]
     return [name for name in recorded if not sections or name[0].partition(".")[0] in sections]
 
 
@@ -56,13 +56,13 @@ def _named(config: Config) -> Iterator[Named]:
     for key, sources in (("data.source", config.data_sources), ("eval.source", config.eval_sources)):
         yield from ((key, source) for source in sources if _loads_code(source))
     rewards = {"reward.functions": config.reward.functions, "eval.functions": config.eval.functions or []}
-    judges = [name for functions in config.data.rewards.values() for name in functions]
-    for key, functions in {**rewards, "data.rewards": judges}.items():
+    by_source = [name for functions in config.data.rewards.values() for name in functions]
+    for key, functions in {**rewards, "data.rewards": by_source}.items():
         yield from ((key, name) for name in functions if ":" in split_options(name)[0])
     if environment is not None and _is_own_environment(environment):
         yield "environment.source", environment
-    for key, function, known in (("loss", algorithm.loss, LOSSES), ("advantage", algorithm.advantage, ADVANTAGES)):
-        if function is not None and split_options(function)[0] not in known:
+    for key, function, builtin in (("loss", algorithm.loss, LOSSES), ("advantage", algorithm.advantage, ADVANTAGES)):
+        if function is not None and split_options(function)[0] not in builtin:
             yield f"algorithm.{key}", function
     for option, value in config.rollout.vllm.items():
         if _names_code(option, value, choices=VLLM_CHOICES):
@@ -73,7 +73,7 @@ def _named(config: Config) -> Iterator[Named]:
 
 
 def _loads_code(source: str) -> bool:
-    """True for a data source that is neither of a known scheme nor a file of rows."""
+    """True for a data source that has neither a built-in scheme nor a file of rows."""
     plain, options = split_options(source)
     scheme, colon, name = plain.partition(":")
     other_format = scheme == "hf" and name.removeprefix(HUB) in OTHER_FORMATS

@@ -1,6 +1,6 @@
-"""What a reader keeps to follow a run whose versions are adapters: the bytes of version 0, into which each is merged.
+"""The bytes of version 0, retained by readers of a run whose versions are adapters, to merge each adapter into.
 
-The rule: it is one copy of the model beside the newest version. Without it version 0 is read again for each version.
+This is a second copy of the model. Without it version 0 is read again for each version.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ class BaseWeights:
         self._digest = ""
 
     def serves(self, copy: WeightCopy, origin: Manifest) -> bool:
-        """Whether adapters on version 0, as `origin` describes it, can be merged into this copy without reading version 0."""
+        """True if adapters on version 0, described by `origin`, can be merged into this copy without reading version 0."""
         return self._data is not None and self._digest == origin.digest and len(self._data) == len(copy.data)
 
     def keep(self, copy: WeightCopy, origin: Manifest) -> None:
@@ -36,5 +36,5 @@ class BaseWeights:
 
 
 def merge_into_origin(copy: WeightCopy, stream: bytearray) -> None:
-    """The same for a copy that has version 0 itself, of which nothing is kept. Raises `ValueError` with nothing overwritten."""
+    """The same for a copy of version 0 itself; nothing is retained. Raises `ValueError` with nothing overwritten."""
     copy.change(lambda data: weight_adapter.apply(stream, data, data))

@@ -1,7 +1,7 @@
-"""Weights from the trainer's memory to the workers on its machine (`weights.transport = "ipc"`): the log says which version counts.
+"""Weights from the trainer's memory for the workers on its machine (`weights.transport = "ipc"`).
 
-The rule: what lies there is a version once the log has its manifest with the same digest. All chunks go to the log nevertheless, so that a
-worker on another machine, and every worker while no trainer is there, reads them from it.
+Memory counts as a version once the log has its manifest with the same digest. All chunks go to the log nevertheless: workers on other
+machines, and all workers while no trainer runs, read them from it.
 """
 
 import time
@@ -13,14 +13,14 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.topics.weights import Manifest
 
-ASK_S = 1.0
-"""How often a worker that does not see the newest version asks the trainer for the memory it is in."""
+REQUEST_EVERY_S = 1.0
+"""How often a worker without the newest version requests the memory from the trainer."""
 WAIT_S = 10.0
 """A worker reads the log when the memory has had no published version for this long, as while the trainer writes the next one there."""
 
 
 def _memory(run: str, origin: Manifest, *, only_reads: bool = False) -> MachineMemory:
-    """The trainer's memory in a run that began with version `origin`."""
+    """The trainer's memory in a run whose version 0 is `origin`."""
     return MachineMemory(f"{run} {origin.created_ns} {origin.digest} trainer", only_reads=only_reads)
 
 
@@ -46,7 +46,7 @@ class IpcWeightSender:
         try:
             self._memory.claim()
         except OSError as error:
-            self._notify(f"weights.transport: this machine's workers cannot ask for the trainer's memory ({error}): they read the log")
+            self._notify(f"weights.transport: this machine's workers cannot map the trainer's memory ({error}): they read the log")
         return self._copy.tensors()
 
     def close(self) -> None:
@@ -61,19 +61,19 @@ class IpcWeightReceiver:
     def __init__(self, run: str, origin: Manifest) -> None:
         self._memory, self._origin = _memory(run, origin, only_reads=True), origin
         self.copy = WeightCopy(self._memory)
-        self._ask_at, self._absent_since = 0.0, 0.0
-        self._asked_for: Manifest | None = None
+        self._request_at, self._absent_since = 0.0, 0.0
+        self._requested: Manifest | None = None
         self._serves = False
 
     def serves(self, newest: Manifest) -> bool:
-        """Whether the newest version is in the trainer's memory, or is about to be replaced there by the next one."""
+        """True if the newest version is in the trainer's memory, or is about to be replaced there by the next one."""
         if self.copy.holds(newest.version, newest.digest):
             self._serves, self._absent_since = True, 0.0
             return True
         now = time.monotonic()
-        if newest is self._asked_for and now < self._ask_at:
+        if newest is self._requested and now < self._request_at:
             return self._serves
-        self._asked_for, self._ask_at, self._absent_since = newest, now + ASK_S, self._absent_since or now
+        self._requested, self._request_at, self._absent_since = newest, now + REQUEST_EVERY_S, self._absent_since or now
         try:
             self._attach()
         except (OSError, LogError):

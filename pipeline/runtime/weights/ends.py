@@ -1,7 +1,7 @@
-"""Where a worker that joins late begins to read: near the ends of ledger and manifests, so that it costs no more late in a run than early.
+"""Finds where a late joiner starts to read: near the ends of ledger and manifests, so that joining costs the same at any time.
 
-The rule: of all sequences that records there could be part of, the longest one is the run's, so that a single foreign record moves nothing.
-Where the end does not hold all that the newest version is put together from, more is read, and in the end everything.
+The longest gapless sequence of records near the end is the run's, so that a single foreign record changes nothing. If the end lacks a
+manifest of the newest version's chain, more is read, and at last everything.
 """
 
 from collections.abc import Callable
@@ -16,37 +16,34 @@ from penstock.topics.wire.record import Record
 NEAR = 256
 """Offsets at the end of a partition that are read first."""
 FETCH_BYTES = 256 << 10
-"""Of these partitions at once: much lies behind the first manifest that is not wanted."""
+"""Fetched of these partitions at once: most records after the first manifest are not needed."""
 FIRST = 16
 """Offsets at its beginning among which the manifest of version 0 is."""
 
 
 def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
-    """Put into a new `state` what the end of the run's log says; returns where ledger and manifests are to be read on.
-
-    Of a ledger that is long the state has only the end: which steps were too old before is not in it.
-    """
+    """Fill a new `state` from the end of the run's log; returns the start offsets in ledger and manifests."""
     book, manifests = (f"{run}.ledger", 0), (f"{run}.weights", weights.MANIFESTS)
     return {manifests: _read_manifests(log, manifests, state), book: _read_ledger(log, book, state)}
 
 
 def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
-    begin, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
-    if end - begin > 2 * NEAR:
+    start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
+    if end - start > 2 * NEAR:
         records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
         if (first := _first_of_longest(records, lambda record: ledger.read(record, run=state.run)[1].seq)) is not None:
             state.last_seq = first[1] - 1
             _apply(state, records[first[0] :])
             return end
-    return begin
+    return start
 
 
 def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
-    begin, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
+    start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     span, ledger_state = NEAR, LedgerState(state.run)
-    _apply(ledger_state, list(between(log, at, begin, min(end, begin + FIRST), fetch_bytes=FETCH_BYTES)))
+    _apply(ledger_state, list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
     origin = ledger_state.manifests.get(0)
-    while origin is not None and end - begin > 2 * span:
+    while origin is not None and end - start > 2 * span:
         records = list(between(log, at, end - span, end, fetch_bytes=FETCH_BYTES))
         first = _first_of_longest(records, lambda record: weights.read(record, run=state.run)[1].version)
         ledger_state = LedgerState(state.run)
@@ -59,11 +56,11 @@ def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
                     state.add(manifest)
                 return end
         span *= 4
-    return begin
+    return start
 
 
 def _is_whole(ledger_state: LedgerState) -> bool:
-    """Whether all is there that the newest version is put together from.
+    """True if all manifests of the newest version's chain are present.
 
     Version 0 may have been sent again later, but not after another version is out: adapters go with its manifest near the beginning.
     """
@@ -75,7 +72,7 @@ def _is_whole(ledger_state: LedgerState) -> bool:
 
 
 def _first_of_longest(records: list[Record], number_of: Callable[[Record], int]) -> tuple[int, int] | None:
-    """Index and number of the record that begins the longest sequence of numbers without a gap; None where no record has one."""
+    """Index and number of the first record of the longest sequence of numbers without a gap; None if no record has one."""
     numbers = list[tuple[int, int]]()
     for index, record in enumerate(records):
         try:
@@ -85,7 +82,7 @@ def _first_of_longest(records: list[Record], number_of: Callable[[Record], int])
     lengths = dict[int, int]()
     for _, number in reversed(numbers):
         lengths[number] = max(lengths.get(number, 0), 1 + lengths.get(number + 1, 0))
-    return max(numbers, key=lambda found: (lengths[found[1]], -found[0]), default=None)
+    return max(numbers, key=lambda pair: (lengths[pair[1]], -pair[0]), default=None)
 
 
 def _apply(state: LedgerState, records: list[Record]) -> None:

@@ -1,6 +1,6 @@
 """Writes a version's chunks and describes them in a manifest, which the caller commits.
 
-The rule: chunks first, manifest last; beside the version itself and the one before it, no more than some chunks are in memory.
+Chunks first, manifest last. Memory: this version, the one before it, and a few chunks.
 """
 
 import hashlib
@@ -52,15 +52,15 @@ def send_version(
 ) -> Manifest:
     """Send a version, whole or as what differs from `base`, and describe its chunks once every one is acknowledged.
 
-    `partitions` take the chunks in turn. `digest` gives that of the tensors where it may be known already; it is asked while they are sent.
-    `adapters`, blocks of `weight_adapter`, are sent in the place of tensors: `digest` then gives that of the merged ones.
+    `partitions` take the chunks in turn. `digest` returns the digest of the tensors if it was computed before; called while they are sent.
+    `adapters`, blocks of `weight_adapter`, are sent instead of tensors: `digest` then gives that of the merged ones.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     if base is not None and _layout(ordered) != _layout(base.tensors):
         base = None
     writer = ChunkWriter(producer=producer, run=run, version=version, partitions=partitions, max_bytes=max_bytes)
-    with ThreadPoolExecutor(1, "digest") as beside:
-        computed = beside.submit(digest or partial(tensors_digest, ordered))
+    with ThreadPoolExecutor(1, "digest") as executor:
+        computed = executor.submit(digest or partial(tensors_digest, ordered))
         if base is None:
             for data in [tensor.data for tensor in ordered] if adapters is None else adapters:
                 writer.add(data)
@@ -89,7 +89,7 @@ def send_version(
 def chunk_partitions(version: int, *, count: int) -> list[int]:
     """The partitions that a version's chunks go to, in their order, of a topic with `count` partitions.
 
-    Version 0 has one of its own, so that what follows it can be deleted; the others begin at a different one each.
+    Version 0 has one of its own, so that what follows it can be deleted; the others start at a different one each.
 
     Example:
         chunk_partitions(4, count=5)  # -> [3, 4, 2]
@@ -123,7 +123,7 @@ class ChunkWriter:
     _chunk: bytearray = field(default_factory=bytearray)
 
     def partition(self, index: int) -> int:
-        """Where a chunk goes."""
+        """Partition of a chunk."""
         return self.partitions[index % len(self.partitions)]
 
     def add(self, data: Any) -> None:
@@ -162,7 +162,7 @@ class ChunkWriter:
 
 
 def _send_changes(writer: ChunkWriter, old: Sequence[TensorBytes], new: Sequence[TensorBytes]) -> None:
-    """Send what turns the tensors of one version into those of another, piece by piece; some pieces are compared side by side."""
+    """Send the delta between the tensors of two versions, piece by piece; some pieces are compared concurrently."""
     start, ahead = 0, deque[Future[list[Any]]]()
 
     def send_first() -> None:

@@ -1,6 +1,6 @@
-"""Reads a version from the log: its anchor and what changes that, or only what changes the version that is here already.
+"""Reads a policy version from the log: an anchor plus deltas, or only the deltas after the local version.
 
-The rule: a reader gets a version when it is whole and its digest fits, or not at all. Silence is limited, not how long a reading takes.
+A reader gets a version when it is complete and its digest matches, or not at all. Silence is limited, not the duration of a read.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ POLL_S = 0.2
 POLL_RECORDS = 8
 """Records taken at once: each may be as long as a chunk."""
 FETCH_BYTES = 1 << 20
-"""Asked of a partition at once: less than a chunk, so that an answer, and with it what lies in memory, is one chunk."""
+"""Fetched of a partition at once: less than a chunk, so that a response, and with it the buffer, is one chunk."""
 LOOK_AFTER_S = 1.0
-"""After this long without a chunk it is asked whether the partitions still hold those that are missing."""
+"""After this long without a chunk the missing ones are looked up in the partitions."""
 EARLY_BYTES = 64 << 20
-"""Chunks of later versions that are kept until they are needed; others are read a second time."""
+"""Bytes of early chunks of later versions that are buffered; others are read again."""
 NEAR_RECORDS = 16
-"""A partition is read on, not begun anew, if it comes to the next chunk after this many records at most."""
+"""A reader seeks unless the next chunk is at most this many records ahead."""
 
 
 def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> list[TensorBytes]:
@@ -68,9 +68,9 @@ def bring(
 
 
 def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reader: "ChunkReader", below: BaseWeights | None) -> int:
-    """Bring a copy from version to version of a chain that begins with `origin`, and check the digest of the last one that was reached."""
+    """Advance a copy along a chain from `origin`, and check the digest of the last version reached."""
     reached, before = None, reader.nbytes
-    reader.expect({place for link in links for place in weights.chunk_places(link)})
+    reader.expect({location for link in links for location in weights.chunk_places(link)})
     try:
         for link in links:
             if link.encoding == "full":
@@ -113,18 +113,18 @@ def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[bytearra
 
 
 def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> None:
-    """Put a version's chunks, which come in any order, side by side."""
+    """Assemble a version's chunks, which arrive in any order."""
     starts = list(accumulate(manifest.chunk_sizes, initial=0))
     for chunk in reader.read(manifest):
         into[starts[chunk.index] : starts[chunk.index + 1]] = chunk.data
 
 
 def _hold(copy: WeightCopy, manifest: Manifest, below: BaseWeights | None) -> None:
-    """Let the bytes count as a version if they have its digest; if not, what is kept of version 0 may be at fault."""
-    if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
+    """Accept the bytes as a version if their digest matches; if not, the retained version 0 may be damaged."""
+    if (actual := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         if below is not None:
             below.forget()
-        raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
+        raise LogError(f"weights of version {manifest.version}: digest {actual}, expected {manifest.digest}")
     copy.hold(manifest.version, manifest.digest)
 
 
@@ -145,21 +145,21 @@ class ChunkReader:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected, and goes on where it has read last."""
+        """True if it is connected, and continues at its position."""
         return self._tail is not None
 
-    def expect(self, places: Collection[tuple[int, int]]) -> None:
-        """(partition, offset) of chunks that will be asked for: one that comes early is kept, so that it is read once."""
-        self._expected, self._early, self._early_bytes = places, {}, 0
+    def expect(self, locations: Collection[tuple[int, int]]) -> None:
+        """(partition, offset) of chunks that will be requested: one that arrives early is buffered, so that it is read once."""
+        self._expected, self._early, self._early_bytes = locations, {}, 0
 
     def read(self, manifest: Manifest) -> Iterator[Chunk]:
         """The chunks of a version as they come, in any order, each checked. Raises `LogError`."""
-        left = {place: index for index, place in enumerate(weights.chunk_places(manifest))}
-        self._check_kept(manifest, left)
-        for place in [place for place in left if place in self._early]:
-            record = self._early.pop(place)
+        left = {location: index for index, location in enumerate(weights.chunk_places(manifest))}
+        self._check_retained(manifest, left)
+        for location in [location for location in left if location in self._early]:
+            record = self._early.pop(location)
             self._early_bytes -= len(record.value)
-            yield self.checked(record, manifest, left.pop(place))
+            yield self.checked(record, manifest, left.pop(location))
         if not left:
             return
         tail = self._aim(left)
@@ -167,10 +167,10 @@ class ChunkReader:
         while left:
             records = tail.poll(POLL_S, max_records=POLL_RECORDS)
             for record in records:
-                if (place := (record.partition, record.offset)) in left:
-                    yield self.checked(record, manifest, left.pop(place))
-                elif place in self._expected and self._early_bytes + len(record.value) <= EARLY_BYTES:
-                    self._early[place] = record
+                if (location := (record.partition, record.offset)) in left:
+                    yield self.checked(record, manifest, left.pop(location))
+                elif location in self._expected and self._early_bytes + len(record.value) <= EARLY_BYTES:
+                    self._early[location] = record
                     self._early_bytes += len(record.value)
             now = time.monotonic()
             if records:
@@ -179,13 +179,13 @@ class ChunkReader:
                 last = now
             elif now - looked > LOOK_AFTER_S:
                 looked = now
-                self._check_kept(manifest, left)
+                self._check_retained(manifest, left)
             if now - last > self.silence_s:
                 raise LogError(f"weights of version {manifest.version}: no chunk came for {self.silence_s:g} s, {len(left)} are missing")
             self._check_passed(manifest, left, tail)
 
     def _aim(self, left: Collection[tuple[int, int]]) -> Tail:
-        """Read all partitions in which chunks are left; one that comes to them soon goes on where it is, as it has fetched them already."""
+        """Read all partitions with missing chunks; a reader that is close continues, as it has fetched them already."""
         topic, starts = f"{self.run}.weights", dict[tuple[str, int], Start]()
         for partition, offset in sorted(left, reverse=True):  # the first chunk of each partition comes last
             starts[topic, partition] = offset
@@ -219,13 +219,13 @@ class ChunkReader:
         self.nbytes += len(chunk.data)
         return chunk
 
-    def _check_kept(self, manifest: Manifest, left: Collection[tuple[int, int]]) -> None:
-        """Raise `RecordMissing` where a partition begins after a chunk, or ends before it."""
+    def _check_retained(self, manifest: Manifest, left: Collection[tuple[int, int]]) -> None:
+        """Raise `RecordMissing` if a partition starts after a chunk, or ends before it."""
         topic = f"{self.run}.weights"
         partitions = [(topic, partition) for partition in {partition for partition, _ in left}]
-        begins, ends = self.log.beginning_offsets(partitions), self.log.end_offsets(partitions, committed=False)
-        lost = [(p, offset) for p, offset in left if not begins[topic, p] <= offset < ends[topic, p]]
-        _require_none(manifest, lost, topic, lambda p: f"which holds offsets {begins[topic, p]} to {ends[topic, p] - 1}")
+        first_offsets, ends = self.log.beginning_offsets(partitions), self.log.end_offsets(partitions, committed=False)
+        lost = [(p, offset) for p, offset in left if not first_offsets[topic, p] <= offset < ends[topic, p]]
+        _require_none(manifest, lost, topic, lambda p: f"which holds offsets {first_offsets[topic, p]} to {ends[topic, p] - 1}")
 
     def _check_passed(self, manifest: Manifest, left: Collection[tuple[int, int]], tail: Tail) -> None:
         """Raise `RecordMissing` where reading has passed a chunk without seeing it."""

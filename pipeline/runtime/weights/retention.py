@@ -1,7 +1,7 @@
-"""Which chunks of old versions may go, as offsets before which each partition is deleted.
+"""Computes, per partition, the offset below which weight chunks can be deleted.
 
-The rule: what the newest two anchors and everything after them are made of stays, and so does all that a restart may read again. Where
-versions are adapters, some count as anchors at the same distances, so that a slow reader has as long as elsewhere.
+Retained are the chains from the last but one anchor on, and all versions that a restart may read. If versions are adapters, some count as
+anchors at the same distances, so that a slow reader has as much time.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,30 +11,30 @@ from penstock.topics.weights import FIRST, Manifest
 
 
 def is_anchor(manifest: Manifest, *, every: int) -> bool:
-    """Whether a version is whole, or an adapter that counts as an anchor: one of `every` does."""
+    """True for a full snapshot, or an adapter that counts as an anchor: one of `every` does."""
     return manifest.encoding == "full" or (manifest.encoding == "adapter" and manifest.version % every == 0)
 
 
 def deletable(manifests: Mapping[int, Manifest], *, ends: Mapping[int, int], every: int, needed: Collection[int] = ()) -> dict[int, int]:
-    """Partition -> the offset before which nobody needs its chunks, for the partitions of all versions but 0.
+    """Partition -> the offset below which no process needs its chunks, for the partitions of all versions but 0.
 
     `ends` are the offsets after our newest chunk in each partition, `every` is `weights.anchor_every`, `needed` are versions that somebody
-    may still ask for.
+    may still request.
 
-    Two anchors are kept, so that a worker that reads the older one has as long for it as it takes until the next is out.
+    Two anchors are retained, so that a worker that reads the older one has time until the next is published.
     """
     anchors = sorted(version for version, manifest in manifests.items() if version and is_anchor(manifest, every=every))
-    oldest = min([*anchors[-2:], *(_begin(manifests, version) for version in needed)], default=0)
+    oldest = min([*anchors[-2:], *(_chain_start(manifests, version) for version in needed)], default=0)
     if len(anchors) < 2:
         return {}
-    kept = dict(ends)
+    retained = dict(ends)
     for version, manifest in manifests.items():
         if version >= oldest:
             for partition, offset in weights.chunk_places(manifest):
-                kept[partition] = min(kept.get(partition, offset), offset)
-    return {partition: offset for partition, offset in kept.items() if partition >= FIRST and offset}
+                retained[partition] = min(retained.get(partition, offset), offset)
+    return {partition: offset for partition, offset in retained.items() if partition >= FIRST and offset}
 
 
-def _begin(manifests: Mapping[int, Manifest], version: int) -> int:
+def _chain_start(manifests: Mapping[int, Manifest], version: int) -> int:
     """The first version that a version is put together from, but version 0 only where no other is."""
     return next((link.version for link in weights.chain(manifests, version) if link.version), 0)

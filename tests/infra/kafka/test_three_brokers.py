@@ -218,7 +218,7 @@ def test_an_end_that_the_cluster_has_lost_is_found_and_written_as_it_was_decided
     assert (found.topic, found.partition, found.offset, found.transactional_id, found.committed) == (topic, 0, 0, writer, commit)
     assert log.end_offsets([(topic, 0)])[topic, 0] == 0
     unblock(log, run, said.append)
-    assert said == [f"{found}; it is there now"]
+    assert said == [f"{found}; its end is written now"]
     assert values(log, topic) == [b"decided"] * commit
     assert log.hanging([topic], patience_s=0.1) == []
 

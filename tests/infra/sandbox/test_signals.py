@@ -79,7 +79,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_interrupts_the_launchers_wait_is_handled(installed: Installed, number: signal.Signals):
-    with shutdown.asked_to_stop() as stop:
+    with shutdown.stop_requested() as stop:
         with stop._cond:  # what `stop.wait()` holds when it begins and when it ends
             installed[number](number, None)
         assert stop.wait(60)
@@ -103,7 +103,7 @@ def test_a_signal_that_interrupts_the_start_of_a_thread_is_handled():
 
 def test_a_second_ctrl_c_interrupts_even_if_the_first_could_not_set_the_event_yet(installed: Installed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutdown, "SAME_KEY_S", -1.0)
-    with shutdown.asked_to_stop() as stop, stop._cond:
+    with shutdown.stop_requested() as stop, stop._cond:
         installed[signal.SIGINT](signal.SIGINT, None)
         with pytest.raises(KeyboardInterrupt):
             installed[signal.SIGINT](signal.SIGINT, None)

@@ -41,14 +41,14 @@ def test_a_row_belongs_to_the_pool_of_its_tag_or_to_the_one_without_tags() -> No
 
 def test_a_worker_is_in_the_pool_of_its_number_or_in_the_one_it_asks_for() -> None:
     config = config_with()
-    assert [pool_of_worker(config, role="rollout", worker=f"rollout-{n}", asked=None) for n in range(3)] == ["big", "big", "small"]
-    assert pool_of_worker(config, role="rollout", worker="rollout-host-12ab", asked="small") == "small"
-    assert pool_of_worker(config, role="scorer", worker="scorer-0", asked=None) is None
+    assert [pool_of_worker(config, role="rollout", worker=f"rollout-{n}", requested=None) for n in range(3)] == ["big", "big", "small"]
+    assert pool_of_worker(config, role="rollout", worker="rollout-host-12ab", requested="small") == "small"
+    assert pool_of_worker(config, role="scorer", worker="scorer-0", requested=None) is None
     for asked, worker in ((None, "rollout-3"), (None, "rollout-host-12ab"), ("huge", "rollout-0")):
-        with pytest.raises(ConfigError, match=r"^--pool: .*say which one this worker joins: big, small"):
-            pool_of_worker(config, role="rollout", worker=worker, asked=asked)
+        with pytest.raises(ConfigError, match=r"^--pool: .*name the one that this worker joins: big, small"):
+            pool_of_worker(config, role="rollout", worker=worker, requested=asked)
     with pytest.raises(ConfigError, match=r"^--pool big: only rollout workers are in pools"):
-        pool_of_worker(config_with({}, tag_field=None), role="rollout", worker="rollout-0", asked="big")
+        pool_of_worker(config_with({}, tag_field=None), role="rollout", worker="rollout-0", requested="big")
 
 
 @pytest.mark.parametrize(

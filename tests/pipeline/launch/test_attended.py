@@ -10,7 +10,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.cli.look.runs import seconds
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.launch.attended import attended_runs
+from penstock.pipeline.launch.run_lock import attended_runs
 from tests.support.children import child
 from tests.support.paths import ROOT
 
@@ -18,8 +18,8 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from penstock.pipeline.launch.run_lock import attending
-from penstock.pipeline.launch.shutdown import asked_to_stop
-with attending(Path(sys.argv[1]), "one"), asked_to_stop() as stop:
+from penstock.pipeline.launch.shutdown import stop_requested
+with attending(Path(sys.argv[1]), "one"), stop_requested() as stop:
     print("at work", flush=True)
     stop.wait(600)
 """

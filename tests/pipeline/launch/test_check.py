@@ -320,7 +320,7 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
     config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})
     told, said = dict[str, str](), list[str]()
     checked = preflight.check(config, tell=told.__setitem__, samples=True, notify=said.append)
-    assert said[-1] == f"loading the model into the {engine} engine, to draw as many samples as a step has, at most 64"
+    assert said[-1] == f"loading the model into the {engine} engine, to generate the samples of a step, at most 64"
     assert [sample["answer"] for sample in checked.samples] == [str(2 * number) for number in range(8) for _ in range(8)]
     assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)
     assert "What is 1 plus 1?" in told["sample 2"] and told["rewards"].startswith("of 64 samples of 8 prompts: ")
@@ -331,6 +331,6 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
 def test_an_engine_that_cannot_load_is_one_line(tmp_path: Path) -> None:
     config = configured(project(tmp_path), rollout={"engine": "transformers"})
     with pytest.raises(PenstockError) as caught:
-        trial.draw(config, {})
+        trial.generate(config, {})
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)

@@ -37,22 +37,22 @@ def in_a_row(count: int, *, status: int = 1) -> list[WorkerExit]:
     return [WorkerExit(at_s=100.0, status=status) for _ in range(count)]
 
 
-@given(deaths=HISTORIES, rules=RULES, waited_s=st.floats(0, 100))
-def test_a_decision_only_moves_from_waiting_to_starting_as_time_passes(deaths: list[WorkerExit], rules: Rules, waited_s: float):
-    now_s = deaths[-1].at_s + waited_s
-    decision, later = decide(deaths, now_s=now_s, rules=rules), decide(deaths, now_s=now_s + LONGEST_PAUSE_S, rules=rules)
+@given(exits=HISTORIES, rules=RULES, waited_s=st.floats(0, 100))
+def test_a_decision_only_moves_from_waiting_to_starting_as_time_passes(exits: list[WorkerExit], rules: Rules, waited_s: float):
+    now_s = exits[-1].at_s + waited_s
+    decision, later = decide(exits, now_s=now_s, rules=rules), decide(exits, now_s=now_s + LONGEST_PAUSE_S, rules=rules)
     assert later == {"start": "start", "wait": "start", "give-up": "give-up"}[decision]
 
 
-@given(deaths=HISTORIES, rules=RULES)
-def test_a_process_is_given_up_exactly_when_it_failed_more_often_in_a_row_than_is_allowed(deaths: list[WorkerExit], rules: Rules):
-    given_up = decide(deaths, now_s=deaths[-1].at_s, rules=rules) == "give-up"
-    assert given_up == (failures_in_a_row(deaths) > rules.max_restarts)
+@given(exits=HISTORIES, rules=RULES)
+def test_a_process_is_given_up_exactly_when_it_failed_more_often_in_a_row_than_is_allowed(exits: list[WorkerExit], rules: Rules):
+    given_up = decide(exits, now_s=exits[-1].at_s, rules=rules) == "give-up"
+    assert given_up == (failures_in_a_row(exits) > rules.max_restarts)
 
 
-@given(deaths=HISTORIES, rules=RULES)
-def test_nothing_is_started_while_what_it_needs_is_away(deaths: list[WorkerExit], rules: Rules):
-    assert decide(deaths, now_s=1e9, rules=rules, reachable=False) in ("wait", "give-up")
+@given(exits=HISTORIES, rules=RULES)
+def test_nothing_is_started_while_what_it_needs_is_away(exits: list[WorkerExit], rules: Rules):
+    assert decide(exits, now_s=1e9, rules=rules, reachable=False) in ("wait", "give-up")
 
 
 @given(before=st.lists(ANY_DEATH, max_size=12), after=st.lists(ANY_DEATH, max_size=6))
@@ -61,24 +61,24 @@ def test_progress_wipes_out_what_was_before_it(before: list[WorkerExit], after: 
     assert failures_in_a_row([*before, progress, *after]) == failures_in_a_row([progress, *after])
 
 
-@given(deaths=HISTORIES)
-def test_an_excused_death_never_counts(deaths: list[WorkerExit]):
+@given(exits=HISTORIES)
+def test_an_excused_death_never_counts(exits: list[WorkerExit]):
     excused = WorkerExit(at_s=0.0, status=1, excused=True)
-    assert failures_in_a_row([*deaths, excused]) == failures_in_a_row(deaths)
+    assert failures_in_a_row([*exits, excused]) == failures_in_a_row(exits)
 
 
 def test_the_first_restart_is_at_once_and_the_pauses_double_up_to_half_a_minute():
     assert decide(in_a_row(1, status=-9), now_s=100.0, rules=Rules()) == "start"
-    assert [pause_s(deaths) for deaths in range(1, 9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [pause_s(exits) for exits in range(1, 9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert decide(in_a_row(3), now_s=101.9, rules=Rules()) == "wait"
     assert decide(in_a_row(3), now_s=102.0, rules=Rules()) == "start"
 
 
 def test_a_worker_that_dies_every_fifteen_seconds_waits_ever_longer_although_the_run_moves_meanwhile():
-    deaths = [WorkerExit(at_s=15.0 * number, status=1, progress=True) for number in range(40)]
+    exits = [WorkerExit(at_s=15.0 * number, status=1, progress=True) for number in range(40)]
     waits = [
-        next(pause for pause in range(60) if decide(deaths[:count], now_s=deaths[count - 1].at_s + pause, rules=Rules()) == "start")
-        for count in range(1, len(deaths) + 1)
+        next(pause for pause in range(60) if decide(exits[:count], now_s=exits[count - 1].at_s + pause, rules=Rules()) == "start")
+        for count in range(1, len(exits) + 1)
     ]
     assert waits == [0, 1, 2, 4, 8, 16, *[30] * 34]
 

@@ -149,7 +149,7 @@ def test_who_leaves_too_early_is_missed_and_who_leaves_a_closed_run_is_not(tmp_p
         assert tend(crew) is None
         missed = tend(crew, later_s=11.0)
         assert missed is not None
-        assert "scorer-0 has ended although the run is not over" in missed.line
+        assert "scorer-0 exited although the run is not over" in missed.line
 
 
 def test_a_tracker_that_dies_after_the_end_is_still_started_again(tmp_path: Path):
@@ -176,7 +176,7 @@ def test_a_run_goes_on_without_a_helper_that_is_given_up(tmp_path: Path):
         assert tend(crew) is None
         assert tend(crew) is None
         assert crew.missing == ["tracker"]
-        assert said == ["warning: tracker: sampling.top_p = 3; the run goes on without it"]
+        assert said == ["warning: tracker: sampling.top_p = 3; the run continues without it"]
         assert not crew.ended
     assert crew.ended
 
@@ -198,7 +198,7 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
     crew.stop(limit_s=1.0, labels=lambda: statuses)
     finishes, killed = [line for line in said if line.startswith("trainer")]
     assert finishes == "trainer: commits step 3"
-    assert re.fullmatch(r"trainer had not ended after \d+ s and was killed", killed)
+    assert re.fullmatch(r"trainer did not exit within \d+ s: killed", killed)
     assert not any(line.startswith("feeder:") for line in said)
 
 
@@ -209,7 +209,7 @@ def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_s
     until(lambda: at_work(crew))
     steps = itertools.count()
     crew.stop(limit_s=0.3, labels=lambda: {"trainer": {"doing": f"training step 3, micro-batch {next(steps)}"}})
-    (found,) = filter(None, (re.fullmatch(r"trainer had not ended after (\d+) s and was killed", line) for line in said))
+    (found,) = filter(None, (re.fullmatch(r"trainer did not exit within (\d+) s: killed", line) for line in said))
     assert int(found[1]) >= round(LONGEST_STOP * 0.3)
 
 
@@ -220,8 +220,8 @@ def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_m
             WorkerView(worker="trainer", role="trainer", values={"startup_s": 1.0}, labels={"pid": str(trainer.pid)}), now_s=0.0
         )
         for now_s, moved, progress in ((9.0, 5, False), (11.0, 0, False), (11.0, 5, True)):
-            trainer.died(-9, now_s=now_s, moved=moved, excused=False)
-            assert trainer.deaths[-1].progress == progress
+            trainer.on_exit(-9, now_s=now_s, moved=moved, excused=False)
+            assert trainer.exits[-1].progress == progress
 
 
 def test_a_stopped_process_that_was_ready_is_killed_after_two_stalls_and_a_silent_one_that_computes_is_not(
@@ -315,7 +315,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path,
         run_lock.end_leftovers(tmp_path, "r", notify=said.append, limit_s=600.0)
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None
-        assert said == ["ending what an earlier launcher of run r left behind: rollout-0, rollout-2"]
+        assert said == ["ending workers that an earlier launcher of run r left: rollout-0, rollout-2"]
     finally:
         for process in (left, foreign, deaf):
             process.kill()
@@ -330,8 +330,8 @@ def test_a_list_that_a_power_cut_left_half_written_is_no_list(tmp_path: Path, te
 
 LASTING = """
 import sys, threading
-from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
-with lasting_output(), asked_to_stop() as stop:
+from penstock.pipeline.launch.shutdown import stop_requested, lasting_output
+with lasting_output(), stop_requested() as stop:
     print("ready", flush=True)
     while not stop.wait(0.05):
         print("talking", flush=True)
@@ -357,7 +357,7 @@ SLOW_TO_STOP = """
 import sys
 from penstock.pipeline.launch import shutdown
 shutdown.SAME_S = 600.0  # on a busy machine any two signals are half a second apart
-with shutdown.asked_to_stop() as stop:
+with shutdown.stop_requested() as stop:
     print("ready", flush=True)
     stop.wait()
     print("stopping", flush=True)

@@ -20,7 +20,7 @@ OPEN = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
     [
         (None, True, [], None),
         (ENDS, True, [], None),
-        (OPEN, True, [], "the chat template writes none of the model's end tokens (ids 257) after an answer"),
+        (OPEN, True, [], "the chat template writes none of the model's end tokens (ids 257) after a completion"),
         (OPEN, True, ["\n"], None),
         (ENDS, False, [], "config.json, generation_config.json and the tokenizer name no eos token"),
         (None, False, [], 'cut at sampling.max_new_tokens = 8, and with algorithm.truncated = "mask" none is trained'),

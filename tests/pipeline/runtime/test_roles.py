@@ -52,7 +52,7 @@ def test_what_is_written_is_read_by_somebody(topic: str) -> None:
 def test_a_record_of_each_topic_has_one_kind_of_writer_save_reports() -> None:
     for topic in ("prompts", "calls", "replies", "groups", "weights", "ledger"):
         assert len(roles.writers(topic)) == 1, topic
-    assert roles.writers("rollouts") == roles.drawing() == ["environment", "rollout"]
+    assert roles.writers("rollouts") == roles.generating_roles() == ["environment", "rollout"]
 
 
 def test_the_text_and_the_chart_name_every_role_and_topic() -> None:

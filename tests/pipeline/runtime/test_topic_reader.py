@@ -113,7 +113,7 @@ def test_only_wanted_groups_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None
     decoded: list[int] = []
     original = rollouts.decode_all
     monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(1) or original(value))
-    assert [read.payload.group for read in RunReader(log, RUN).samples(wanted={1}) if read.payload] == [1]
+    assert [read.payload.group for read in RunReader(log, RUN).samples(only={1}) if read.payload] == [1]
     assert len(decoded) == 1
     assert [read.headers.sample for read in RunReader(log, RUN).samples(decode=False) if read.headers] == [0, 0]
     assert len(decoded) == 1
@@ -192,5 +192,5 @@ def test_silence_is_limited_and_not_how_long_a_reading_takes() -> None:
     patient: Any = Tail([few] * 20)
     assert len(list(drain(patient, {("t", 0): 20}, silence_s=1.0))) == 20
     silent: Any = Tail([0, few + 1])
-    with pytest.raises(LogError, match="nothing came for 1 s, and these are not read to their ends: t/0"):
+    with pytest.raises(LogError, match="no record for 1 s, but these partitions are not read to their ends: t/0"):
         list(drain(silent, {("t", 0): 2}, silence_s=1.0))

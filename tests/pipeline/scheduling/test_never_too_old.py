@@ -92,8 +92,8 @@ class World:
                     engine.load_weights(wanted, weights(wanted))
                 task = self.queue.pop(index)
                 groups_in_flight[task.group] = task
-                begun = task.wanted(oversample=self.schedule.oversample)
-                task.begin(begun)
+                begun = task.to_generate(oversample=self.schedule.oversample)
+                task.start(begun)
                 engine.submit(GroupRequest(
                     group=task.group, prompt_ids=task.prompt.token_ids, samples=tuple(begun), rows=len(begun), seed=5, sampling=SAMPLING
                 ))  # fmt: skip
@@ -109,7 +109,7 @@ class World:
             if not task.needed:
                 engine.abort(completion.group)
                 del groups_in_flight[completion.group]
-            for sample, drawn in sorted(task.drawn.items()):
+            for sample, drawn in sorted(task.completed.items()):
                 task.note(sample, offset=0)
                 self.rollouts.setdefault(drawn.group, []).append(
                     rollout_of(drawn, sampling=SamplingSection(max_new_tokens=12), worker="w", oldest_trained=fresh)

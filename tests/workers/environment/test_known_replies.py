@@ -32,7 +32,7 @@ class Site:
             placed=lambda _: (0, 3),
         )  # fmt: skip
         self.read, self.engine = 0, engine
-        engine.known.assign({0: 0}, self.ends())
+        engine.recorded.assign({0: 0}, self.ends())
         self.deliver()
         return engine
 
@@ -118,10 +118,10 @@ def test_the_committed_offset_waits_for_groups_that_are_not_done() -> None:
     site = Site(replay=True)
     site.asks()
     site.answer(site.asked()[0])
-    assert list(site.engine.known.offsets()) == [(0, 0)]
-    site.engine.known.forget(lambda *where: where == (0, 1))
-    assert list(site.engine.known.offsets()) == [(0, 1)]
-    assert list(site.engine.known.offsets()) == []
+    assert list(site.engine.recorded.offsets()) == [(0, 0)]
+    site.engine.recorded.forget(lambda *where: where == (0, 1))
+    assert list(site.engine.recorded.offsets()) == [(0, 1)]
+    assert list(site.engine.recorded.offsets()) == []
 
 
 def test_nothing_starts_before_the_replies_are_known_that_were_there() -> None:
@@ -129,10 +129,10 @@ def test_nothing_starts_before_the_replies_are_known_that_were_there() -> None:
     site.asks()
     (call,) = site.asked()
     site.answer(call)
-    known = site.engine.known
-    known.assign({0: 0}, site.ends())
-    assert not known.caught_up
-    known.passes(0, 0)
-    assert known.caught_up
-    known.revoke()
-    assert not known.caught_up
+    recorded = site.engine.recorded
+    recorded.assign({0: 0}, site.ends())
+    assert not recorded.caught_up
+    recorded.passes(0, 0)
+    assert recorded.caught_up
+    recorded.revoke()
+    assert not recorded.caught_up

@@ -57,7 +57,7 @@ class Feeders:
         number = self.now.admitted
         choice = self.now.choices.next()
         assert choice is not None
-        prompt = replace(a_prompt(group=number), place=choice.place, epoch=choice.turn.epoch, row=0, again=choice.again)
+        prompt = replace(a_prompt(group=number), place=choice.position, epoch=choice.turn.epoch, row=0, again=choice.again)
         record = self._record("prompts", partition, number, None, prompts.encode(prompt))
         self.now.admit(number, partition, choice=choice)
         self.now.written([Outgoing(topic=record.topic, partition=partition, key=b"%d" % number, headers=(), value=b"")], [record.offset])
@@ -139,7 +139,7 @@ def test_a_restart_reads_what_is_unfinished_and_not_the_whole_run() -> None:
     feeders.note()
     feeders.restart()
     assert feeders.read <= 2 * 3
-    assert feeders.now.choices.next_place == feeders.whole.choices.next_place == 500
+    assert feeders.now.choices.next_position == feeders.whole.choices.next_position == 500
     assert len(feeders.now.partition_of) == 3
     assert feeders.now.dropped == feeders.whole.dropped > 0
 

@@ -16,7 +16,7 @@ def choices(**settings: float | int | None) -> Choices:
 def ask(asked: Choices, group: int) -> Choice:
     choice = asked.next()
     assert choice is not None
-    asked.asked(group, choice)
+    asked.requested(group, choice)
     return choice
 
 
@@ -27,7 +27,7 @@ def test_an_abandoned_prompt_is_asked_once_more_and_never_a_third_time() -> None
     assert state.next() == first._replace(again=0)
     assert ask(state, 1).turn == first.turn
     state.ended(1, outcome="abandoned", reward=None)
-    assert ask(state, 2).place == 1
+    assert ask(state, 2).position == 1
     assert state.repeated == 1
 
 
@@ -37,7 +37,7 @@ def test_what_was_asked_once_more_is_known_to_a_feeder_that_reads_prompts_before
     before.ended(0, outcome="abandoned", reward=None)
     asked.append(ask(before, 1))
     for group, choice in enumerate(asked):
-        after.asked(group, choice)
+        after.requested(group, choice)
     after.ended(0, outcome="abandoned", reward=None)
     assert (after.awaiting, after.next()) == ({}, before.next())
 
@@ -85,7 +85,7 @@ def test_a_restarted_feeder_that_reads_the_log_chooses_what_one_that_never_died_
             live.ended(group, outcome=outcome, reward=outcomes[-1][2])
         restarted = choices(solved=1.0, unsolved=0.0)
         for group, choice in enumerate(asked):
-            restarted.asked(group, choice)
+            restarted.requested(group, choice)
         for group, outcome, reward in outcomes:
             restarted.ended(group, outcome=outcome, reward=reward)
         assert restarted.next() == live.next()

@@ -186,7 +186,7 @@ def test_a_new_owner_reads_replies_from_the_first_that_is_kept() -> None:
 
 
 def test_answered_calls_are_forgotten_once_the_offset_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_tasks, "KEPT", 2)
+    monkeypatch.setattr(call_tasks, "MAX_REPLIED", 2)
     site = Site()
     site.join()
     (worker,) = site.workers
@@ -195,7 +195,7 @@ def test_answered_calls_are_forgotten_once_the_offset_has_passed_them(monkeypatc
         site.finish()
     worker.turn()
     worker._commit()
-    assert len(worker.tasks.partitions[0].answered) == 2
+    assert len(worker.tasks.partitions[0].replied) == 2
     assert worker.tasks.partitions[0].committed == (6, '{"replies": 4}')
 
 

@@ -55,7 +55,7 @@ class Owners:
         """A new owner begins."""
         prompts, rollouts, metadata = self.committed
         self.owner = PartitionGroups(0, rollouts_position=rollouts)
-        self.owner.begin(prompts=prompts, metadata=metadata)
+        self.owner.start(prompts=prompts, metadata=metadata)
         self._read_groups()
 
     def _read_groups(self) -> None:
@@ -175,5 +175,5 @@ def test_a_new_owner_reads_only_the_outcomes_above_the_oldest_unfinished_group()
 @pytest.mark.parametrize("text", ["", "{}", "not json", "[1]", json.dumps({"below": "x", "groups": None}), json.dumps({"below": 3})])
 def test_what_an_owner_noted_in_another_way_means_that_all_is_read(text: str) -> None:
     state = PartitionGroups(0)
-    state.begin(prompts=7, metadata=text)
+    state.start(prompts=7, metadata=text)
     assert (state.prompts_position, state.groups_position, state.below) == (7, 0, 0)

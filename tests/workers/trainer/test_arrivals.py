@@ -22,7 +22,7 @@ def arrivals(*, early: bool = True, role: str = "evaluator", epochs: int | None 
     writer = SimpleNamespace(
         state=SimpleNamespace(manifests={}), checkpoints=SimpleNamespace(rate=lambda *said: rated.append(said)), rated=rated
     )
-    selector = SimpleNamespace(known=3)
+    selector = SimpleNamespace(finished_groups=3)
     return Arrivals(cast("Any", session), cast("Any", writer), cast("Any", SimpleNamespace(selector=selector)), cast("Any", None), [], {})
 
 
@@ -41,7 +41,7 @@ def heard(
 @pytest.mark.parametrize("role", ["evaluator", "rollout"])
 def test_the_role_that_evaluates_may_end_a_run_whose_owner_wants_early_stopping(role: str) -> None:
     worker = "evaluator" if role == "evaluator" else "rollout-0"
-    assert heard(arrivals(role=role), worker=worker, role=role, labels=STOP).asked_to_end == "good enough"
+    assert heard(arrivals(role=role), worker=worker, role=role, labels=STOP).end_reason == "good enough"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_role_that_evaluates_may_end_a_run_whose_owner_wants_early_stopping(
 )
 def test_nobody_else_ends_a_run_or_chooses_its_best_checkpoint(early: bool, worker: str, role: str, kind: str, version: int | None) -> None:
     found = heard(arrivals(early=early), worker=worker, role=role, kind=kind, version=version, labels=STOP, values={"greedy_accuracy": 1.0})
-    assert found.asked_to_end is None
+    assert found.end_reason is None
     assert bool(cast("Any", found.writer).rated) == (not early)
 
 
@@ -75,7 +75,7 @@ def test_a_user_ends_no_run_by_what_another_role_says_in_a_topic_that_it_may_wri
         for role in {"feeder", evaluating} - {user}:
             worker = "rollout-0" if role == "rollout" else role
             found = heard(arrivals(role=evaluating), worker=worker, role=role, labels=STOP, values=values, topic=topic)
-            assert (found.no_more, found.asked_to_end, cast("Any", found.writer).rated) == (False, None, [])
+            assert (found.no_more, found.end_reason, cast("Any", found.writer).rated) == (False, None, [])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from penstock.pipeline.scheduling.schedule import preset
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from penstock.workers.trainer.drop_limit import DropLimit
-from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.group_inbox import DropLimit, GroupInbox
 from tests.support.a_run import Teller, as_records
 
 
@@ -152,9 +151,9 @@ def test_epochs_that_are_over_before_the_first_step_say_why() -> None:
     drops = limit_of(64)
     drop(drops, *[0.3] * 24)
     assert drops.passed(steps_done=0) is None
-    text = drops.without_a_step(asked=24)
+    text = drops.without_a_step(requested=24)
     assert text.startswith(
-        "all 24 prompts of the run's epochs were asked before the first step, which takes 2 groups with different rewards; "
+        "all 24 prompts of the run's epochs were used before the first step, which takes 2 groups with different rewards; "
     )
     assert "24 groups were dropped: 24 filtered at reward 0.3; every reward is 0.3 before the first step" in text
 

@@ -17,7 +17,7 @@ from penstock.pipeline.scheduling.schedule import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.trainer.resuming import Places, read_resumed
+from penstock.workers.trainer.resuming import ResumeOffsets, read_resumed
 from tests.support.crew import Crew, records_of
 from tests.support.trainer_alone import config_for, group_of, killed, trained, write_groups, written
 
@@ -48,7 +48,7 @@ def test_a_selector_that_resumes_hands_out_the_same_groups_and_counts_the_same_d
         first.take(learner_version=1)
     second = Selector(schedule)
     second.resume(below=first.below, settled=first.settled, drops=first.drops_to_resume)
-    begin = min((offset for _, offset in first.places.values()), default=stopped)
+    begin = min((offset for _, offset in first.locations.values()), default=stopped)
     for record in records[begin:stopped]:
         if record.group >= first.below:
             second.add(record)
@@ -89,13 +89,13 @@ class NotingLog(MemoryLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begins: list[Mapping[Partition, Start]] = []
+        self.restart_offsets: list[Mapping[Partition, Start]] = []
         self.given: list[Record] = []
 
     def tail(self, starts: Mapping[Partition, Start], **options: Any) -> MemoryTail:
         tail = super().tail(starts, **options)
         if threading.current_thread().name == "trainer":
-            self.begins.append(dict(starts))
+            self.restart_offsets.append(dict(starts))
             poll = tail.poll
 
             def noting(*arguments: Any, **named: Any) -> list[Record]:
@@ -113,13 +113,13 @@ def test_a_restarted_trainer_reads_the_groups_from_the_first_that_has_not_ended(
     written(log, run, config, [group_of(number, version=6, outcome="filtered" if number == 4 else "scored") for number in range(16)])
     killed(log, run, "ledger.step.after:5")
     assert len(log.given) == 16
-    log.begins.clear()
+    log.restart_offsets.clear()
     log.given.clear()
     assert trained(log, run)["status"] == "finished"
     # Group n stands in partition n % 2 at n // 2; ten were trained in five steps and one was filtered: the first of the others is 11.
-    begins = [begin for tail in log.begins for (topic, _), begin in sorted(tail.items()) if topic == f"{run}.groups"]
+    restart_offsets = [begin for tail in log.restart_offsets for (topic, _), begin in sorted(tail.items()) if topic == f"{run}.groups"]
     read = sorted(int(record.key or b"") for record in log.given)
-    assert (begins, read) == ([6, 5], list(range(11, 16)))
+    assert (restart_offsets, read) == ([6, 5], list(range(11, 16)))
 
 
 @pytest.mark.usefixtures("checkpoints_at_once")
@@ -154,7 +154,7 @@ def test_details_that_are_no_mark_are_passed_over() -> None:
 
 
 def test_places_are_forgotten_below_the_oldest_checkpoint_and_anchor() -> None:
-    places = Places(steps={n: 10 * n for n in range(1, 9)}, anchors={n: 5 * n for n in range(9)})
+    places = ResumeOffsets(steps={n: 10 * n for n in range(1, 9)}, anchors={n: 5 * n for n in range(9)})
     assert places.checkpoints([8, 6, 4]) == ((8, 80), (6, 60))
     assert min(places.steps) == 6
     assert places.anchor(6) == (5, 25)

@@ -1,1 +1,1 @@
-"""Evaluations of policy versions on held-out prompts, whichever worker has the engine."""
+"""Evaluations of policy versions on held-out prompts, on any engine."""

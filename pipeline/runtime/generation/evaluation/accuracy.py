@@ -1,7 +1,4 @@
-"""The arithmetic of evaluations: accuracy with its interval, and early stopping.
-
-The rule: pure functions of rewards; `best` means the best evaluation.
-"""
+"""Evaluation metrics: accuracy with its interval, pass@k, and early stopping. Pure functions of rewards."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +25,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, *, solved: int, samples: int) -> float:
-    """Chance that at least one of k samples drawn without replacement is among the solved ones (arXiv 2107.03374, section 2.1).
+    """Probability that at least one of k samples, taken without replacement, is among the solved ones (arXiv 2107.03374, section 2.1).
 
     Example:
         pass_at(2, solved=1, samples=4)  # -> 0.5
@@ -41,10 +38,9 @@ def summary(
 ) -> dict[str, float]:
     """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a prompt whose reward broke is None.
 
-    A prompt of which a completion has no reward counts as one whose reward broke. Such a prompt's completions are counted in `n_failed`
-    and are in nothing else. `greedy` scores one completion a prompt, `sampled`
-    so many `samples`; `names` are those of the reward functions. A completion whose reward reaches the threshold is solved. avg@k's
-    interval is over prompts, whose k samples are not independent.
+    A prompt with a completion without a reward counts as one whose reward broke: its completions are counted in `n_failed` only. `greedy`
+    has one completion a prompt, `sampled` has `samples`; `names` are the reward functions. A completion whose reward reaches the
+    threshold is solved. avg@k's interval is over prompts, whose k samples are not independent.
     """
     greedy, sampled = ([score if score and None not in score.rewards else None for score in scores] for scores in (greedy, sampled))
     failed = sum(score is None for score in greedy) + samples * sum(score is None for score in sampled)
@@ -74,8 +70,8 @@ def _rewards(how: str, scores: Sequence[Score], names: Sequence[str]) -> dict[st
     """Mean reward, and the mean of each function over the completions that it applies to."""
     totals = [reward for score in scores for reward in score.scored]
     means = {f"{how}_reward": sum(totals) / len(totals)}
-    for place, name in enumerate(names):
-        values = [row[place] for score in scores for row in score.components]
+    for index, name in enumerate(names):
+        values = [row[index] for score in scores for row in score.components]
         applying = [value for value in values if value is not None]
         if applying:
             means[f"{how}_reward/{name}"] = sum(applying) / len(applying)
@@ -85,21 +81,21 @@ def _rewards(how: str, scores: Sequence[Score], names: Sequence[str]) -> dict[st
 def due(*, newest: int, last: int, every: int, done: set[int], closed: bool) -> int | None:
     """The next version to evaluate, or None: 0 first, then every n-th in order, and always the last one.
 
-    Once the run is closed, versions between that were not reached are left out.
+    Once the run is closed, intermediate versions that were not reached are skipped.
     """
     if 0 not in done and newest >= 0:
         return 0
     if closed:
         return newest if newest not in done and newest > 0 else None
-    wanted = [version for version in range(every, newest + 1, every) if version not in done]
+    versions = [version for version in range(every, newest + 1, every) if version not in done]
     if last <= newest and last not in done:
-        wanted.append(last)
-    return min(wanted, default=None)
+        versions.append(last)
+    return min(versions, default=None)
 
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Asks for the end of a run once a target is reached or accuracy no longer improves."""
+    """Requests the end of a run once a target is reached or accuracy no longer improves."""
 
     target: float | None
     patience: int | None
@@ -108,7 +104,7 @@ class EarlyStopping:
     since_best: int = 0
 
     def note(self, *, version: int, accuracy: float | None) -> str | None:
-        """Apply an evaluation; returns the reason to stop, or None. One without an accuracy, because every reward broke, says nothing."""
+        """Apply an evaluation; returns the reason to stop, or None. An evaluation without an accuracy is ignored."""
         if accuracy is None:
             return None
         if accuracy > self.best:

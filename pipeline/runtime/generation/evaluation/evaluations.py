@@ -1,7 +1,7 @@
-"""Which versions of a run are evaluated: those that are due, in order, each once, whoever has the engine.
+"""The evaluations of a run: each version that is due, in order, once.
 
-The rule: what was evaluated stands in `metrics`, where another worker goes on after it; to end a run early an evaluation can only ask.
-Early stopping reads evaluations, and requests the end, in the control topic of the role that evaluates, which no other role may write.
+Results are in `metrics`, where another worker continues after them. Early stopping reads evaluations, and requests the end, in the
+control topic of the evaluating role, which no other role may write.
 """
 
 import json
@@ -24,7 +24,7 @@ from penstock.topics.wire.errors import Unusable
 
 @dataclass(slots=True)
 class Evaluations:
-    """The evaluations that a run has behind it, and the next one."""
+    """The completed evaluations of a run, and the next one."""
 
     session: Session
     follower: LedgerFollower
@@ -34,34 +34,37 @@ class Evaluations:
 
     @classmethod
     def open(cls, session: Session, engine: Engine, *, meanwhile: Callable[[], None]) -> "Evaluations":
-        """Go on after what was evaluated before; `meanwhile` is called between two decode steps."""
-        held = session.config.eval
+        """Continue after the completed evaluations; `meanwhile` is called between two decode steps."""
+        eval_config = session.config.eval
         every_version = LedgerState(session.run)  # those that are due may be far behind the newest
-        follower, stopping = LedgerFollower(session.log, session.run, every_version), EarlyStopping(held.target, held.patience)
-        found = cls(session, follower, Evaluator.open(session, engine, meanwhile=meanwhile), stopping, set())
-        found.read_done()
-        return found
+        follower, stopping = (
+            LedgerFollower(session.log, session.run, every_version),
+            EarlyStopping(eval_config.target, eval_config.patience),
+        )
+        evaluations = cls(session, follower, Evaluator.open(session, engine, meanwhile=meanwhile), stopping, set())
+        evaluations.read_done()
+        return evaluations
 
     @property
     def closed(self) -> bool:
-        """Whether the run is closed, as far as was read."""
+        """True if the run is closed, as far as was read."""
         return self.follower.state.closed is not None
 
     @property
     def due(self) -> int | None:
-        """The next version to evaluate, of those that were read; None when there is none."""
+        """The next version to evaluate, of those that were read; None if there is none."""
         newest, last = self.follower.state.newest_version, int(self.session.info["versions"])
         return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
 
     def read_done(self) -> None:
-        """Read which versions were evaluated, by any worker; each that this role evaluated counts once for early stopping."""
+        """Read which versions were evaluated, by any worker; each evaluation of this role counts once for early stopping."""
         run, counted = self.session.run, set[int]()
         own = control_topic(run, self.session.role)
         for record in scan(self.session.log, self.session.topic("metrics"), own):
             try:
                 measurement = metrics.read(record, run=run)[1]
             except Unusable:
-                continue  # the tracker sets aside unusable records of `metrics`
+                continue  # the tracker owns reading `metrics`
             version = measurement.version
             if measurement.kind != "eval" or version is None:
                 continue
@@ -71,14 +74,14 @@ class Evaluations:
                 self.stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
 
     def make(self, version: int) -> None:
-        """Evaluate a version and publish its measures; none where its weights were deleted, or the worker is stopped meanwhile."""
+        """Evaluate a version and publish its measures; none if its weights were deleted, or a stop was requested."""
         session = self.session
         self.done.add(version)
         session.reporter.doing(Activity.COMPUTE, f"evaluating version {version}", now=True)
         try:
             tensors = fetch(session.log, self.follower.state.manifests, version, run=session.run)
         except RecordMissing as error:
-            session.reporter.notify(f"version {version} is not evaluated, its weights were deleted (weights.keep): {error}")
+            session.reporter.notify(f"version {version} is not evaluated: its weights were deleted (weights.keep): {error}")
             return
         values = self.evaluator.evaluate(version, tensors)
         if values is None:
@@ -90,6 +93,6 @@ class Evaluations:
         session.reporter.send(kind="eval", values=values, labels=labels, version=version, control=True)
 
     def close(self) -> None:
-        """End what was started for evaluations; the engine stays its owner's."""
+        """Close everything but the engine."""
         self.evaluator.close()
         self.follower.close()

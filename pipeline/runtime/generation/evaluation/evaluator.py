@@ -1,6 +1,6 @@
-"""Evaluates one version: held-out prompts are drawn greedily and sampled, and judged by the reward functions.
+"""Evaluates one version: held-out prompts are generated greedily and sampled, and scored by the reward functions.
 
-The rule: it has no model of its own. It loads the version into an engine that is idle and leaves it there.
+It loads the version into an idle engine and leaves it there.
 """
 
 import json
@@ -26,11 +26,11 @@ from penstock.pipeline.runtime.session import Session
 from penstock.topics.samples import cause_of, generated
 
 EXAMPLES = 3
-"""The first held-out prompts, whose greedy completions of every evaluated version stand in the log."""
+"""Number of held-out prompts whose greedy completions are recorded with every evaluation."""
 SEED_OFFSET = 1_000_003
 """Makes the random numbers of evaluations differ from those of training samples, which use run.seed with the same group numbers."""
 FIRST_GROUP = 1 << 32
-"""What an engine knows the first held-out prompt by: above the groups of any run, which the same engine may have drawn."""
+"""Group number of the first held-out prompt in an engine: above the groups of any run."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Evaluator:
     renderer: Renderer
     faults: FaultCount
     meanwhile: Callable[[], None]
-    """What the worker does between two decode steps."""
+    """The worker's other work between two decode steps."""
     examples: list[dict[str, Any]] = field(default_factory=list)
     """Prompt, greedy completion and reward of the first held-out prompts under the newest evaluated version."""
 
@@ -71,7 +71,7 @@ class Evaluator:
         return cls(session, engine, pool, Decoder(config.model.path), rows, names, renderer, faults, meanwhile)
 
     def evaluate(self, version: int, tensors: Sequence[TensorBytes]) -> dict[str, float] | None:
-        """What `measures` gives of the version with these tensors; None when the worker was stopped meanwhile."""
+        """The `measures` of the version with these tensors; None if a stop was requested."""
         session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
         started = time.monotonic()
         self.engine.load_weights(version, tensors)
@@ -82,9 +82,9 @@ class Evaluator:
             how = Sampling(
                 temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids, stop=tuple(sampling.stop)
             )
-            for index, completions in self._drawn([self._request(index, rows, how) for index in range(len(self.rows))]):
+            for index, completions in self._generate([self._request(index, rows, how) for index in range(len(self.rows))]):
                 turns += [sum(turn.source == "model" for turn in getattr(completion, "turns", ())) for completion in completions]
-                self._judge(index, completions, version)
+                self._score(index, completions, version)
                 if greedy and index < EXAMPLES:
                     shown[index] = self.decoder.decode(generated(completions[0]).tolist())
             if session.stop.is_set():
@@ -94,13 +94,13 @@ class Evaluator:
         self.examples = [self._example(index, shown[index], scores[True].get(index)) for index in sorted(shown)]
         if session.config.environment.source is not None:
             values["turns_mean"] = sum(turns) / len(turns)
-        found = [f"{how} reward {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_reward") in values]
-        found += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
-        session.reporter.notify(f"version {version}: {', '.join(found)}")
+        parts = [f"{how} reward {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_reward") in values]
+        parts += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
+        session.reporter.notify(f"version {version}: {', '.join(parts)}")
         return {**values, "eval_s": time.monotonic() - started}
 
     def _request(self, index: int, rows: int, how: Sampling) -> GroupRequest:
-        """One held-out prompt to be sampled `rows` times."""
+        """Request for `rows` samples of one held-out prompt."""
         row, (text, token_ids) = self.rows[index]
         request = GroupRequest(
             group=FIRST_GROUP + index, prompt_ids=token_ids, samples=tuple(range(rows)), rows=rows,
@@ -113,13 +113,13 @@ class Evaluator:
 
     def _example(self, index: int, completion: str, score: Score | None) -> dict[str, Any]:
         row, (text, _) = self.rows[index]
-        asked = row.prompt if row.prompt is not None else text
-        return {"prompt": asked, "completion": completion, "reward": None if score is None else score.rewards[0]}
+        prompt = row.prompt if row.prompt is not None else text
+        return {"prompt": prompt, "completion": completion, "reward": None if score is None else score.rewards[0]}
 
-    def _judge(self, index: int, completions: Sequence[Completion], version: int) -> None:
-        """Have the completions of one prompt scored; where an environment broke, the prompt has no reward."""
+    def _score(self, index: int, completions: Sequence[Completion], version: int) -> None:
+        """Submit the completions of one prompt to the rewards; if an environment broke, the prompt has no reward."""
         row, (text, _) = self.rows[index]
-        if cause := next((cause for one in completions if (cause := cause_of(getattr(one, "turns", None)))), None):
+        if cause := next((cause for completion in completions if (cause := cause_of(getattr(completion, "turns", None)))), None):
             self.session.reporter.notify(f"the environment of held-out prompt {index} is broken: {cause}")
             return
         token_ids = [generated(completion).tolist() for completion in completions]
@@ -157,11 +157,11 @@ class Evaluator:
         return values
 
     def close(self) -> None:
-        """End the reward functions' processes; the engine stays its owner's."""
+        """End the reward functions' processes; the engine stays open."""
         self.pool.close()
 
-    def _drawn(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, its completions) as prompts finish, as many at a time as the engine samples; ends early when the worker is stopped."""
+    def _generate(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
+        """(index, its completions) as prompts finish, as many at a time as the engine samples; ends early on a stop request."""
         left, held = deque(requests), dict[int, list[Completion]]()
         while (left or not self.engine.idle) and not self.session.stop.is_set():
             while left and self.engine.has_room:

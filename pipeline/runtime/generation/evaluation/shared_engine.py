@@ -1,11 +1,11 @@
-"""A drawing worker's engine, lent to the run's evaluations: `eval.engine = "rollout"`.
+"""Runs evaluations on a rollout worker's engine: `eval.engine = "rollout"`.
 
-The rule: one worker lends at a time, the one that owns partition 0 of what it draws. While an evaluation is due it begins nothing new;
-once its engine is idle the version is loaded and evaluated, and the next prompt brings the newest weights back.
+Only the worker that owns partition 0 evaluates. While an evaluation is due it starts no new groups; once its engine is idle it loads and
+evaluates the version, and the next prompt loads the newest weights again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.infra.engines.base import Engine
 from penstock.pipeline.runtime.generation.evaluation.evaluations import Evaluations
@@ -16,26 +16,26 @@ from penstock.topics.metrics import Activity
 
 @dataclass(slots=True)
 class SharedEngine:
-    """What is evaluated on an engine that also draws for training."""
+    """Evaluates on an engine that also generates training samples."""
 
     session: Session
     engine: Engine
-    news: LedgerState
-    """What the worker knows of the run: only when it changes is there something new to evaluate."""
-    playing: Callable[[Engine], Engine] = field(default=lambda engine: engine)
-    """Makes of the engine one that draws what is held out: where that is trajectories, one that plays them on it."""
+    state: LedgerState
+    """The worker's view of the run: a new evaluation can only be due when it has changed."""
+    wrap: Callable[[Engine], Engine] | None = None
+    """Makes an engine that runs held-out episodes; None if `engine` generates held-out samples itself."""
     _evaluations: Evaluations | None = None
-    _lends: bool = False
+    _shares: bool = False
     _seen: tuple[int, bool] | None = None
 
-    def takes(self, *, lends: bool, idle: bool, meanwhile: Callable[[], None]) -> bool:
-        """Whether an evaluation is due on this worker, which begins nothing new until it is made; made at once on an `idle` engine."""
-        if lends and not self._lends:  # another worker may have evaluated since
-            self._look_again(meanwhile)
-        self._lends = lends
-        if not lends or self._evaluations is None:
+    def takes(self, *, shares: bool, idle: bool, meanwhile: Callable[[], None]) -> bool:
+        """True if an evaluation is due on this worker, which must then start nothing new; an `idle` engine runs it at once."""
+        if shares and not self._shares:  # another worker may have evaluated since
+            self._open_or_refresh(meanwhile)
+        self._shares = shares
+        if not shares or self._evaluations is None:
             return False
-        now = self.news.newest_version, self.news.closed is not None
+        now = self.state.newest_version, self.state.closed is not None
         if now != self._seen:
             self._evaluations.follower.catch_up()
             self._seen = now
@@ -45,18 +45,18 @@ class SharedEngine:
         if idle:
             self._evaluations.make(version)
         elif not self.engine.idle:
-            self.session.reporter.doing(Activity.BUSY, f"ends its samples in hand, to evaluate version {version}")
+            self.session.reporter.doing(Activity.BUSY, f"finishing the samples in flight, to evaluate version {version}")
         return True
 
     def close(self) -> None:
-        """End what was started for evaluations, and the engine."""
+        """Close the evaluations and the engine."""
         if self._evaluations is not None:
             self._evaluations.close()
-        self.engine.close()  # one that plays on the worker's own closes that, too
+        self.engine.close()  # a wrapper closes the engine that it wraps
 
-    def _look_again(self, meanwhile: Callable[[], None]) -> None:
+    def _open_or_refresh(self, meanwhile: Callable[[], None]) -> None:
         if self._evaluations is None:
-            self.engine = self.playing(self.engine)
+            self.engine = self.engine if self.wrap is None else self.wrap(self.engine)
             self._evaluations = Evaluations.open(self.session, self.engine, meanwhile=meanwhile)
         else:
             self._evaluations.read_done()

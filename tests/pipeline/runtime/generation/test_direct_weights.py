@@ -35,7 +35,7 @@ class Trainer(Publishing):
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     monkeypatch.setattr(weight_prefetch, "_POLL_S", 0.01)
-    monkeypatch.setattr(direct, "ASK_S", 0.02)
+    monkeypatch.setattr(direct, "REQUEST_EVERY_S", 0.02)
     return log_with()
 
 

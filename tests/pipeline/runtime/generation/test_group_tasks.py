@@ -48,17 +48,17 @@ class Sent:
 
 def begun(*, oversample: int = 0) -> GroupTask:
     task = GroupTask(prompt_of(0), partition=0, offset=0)
-    task.begin(task.wanted(oversample=oversample))
+    task.start(task.to_generate(oversample=oversample))
     return task
 
 
 def test_of_an_oversampled_group_the_first_samples_that_end_are_kept() -> None:
     task = begun(oversample=2)
-    assert task.drawing == {0, 1, 2, 3, 4}
+    assert task.generating == {0, 1, 2, 3, 4}
     for sample in (4, 1, 3, 0):
         task.take(completion_of(0, sample))
-    assert sorted(task.drawn) == [1, 3, 4]
-    assert (task.needed, task.drawing) == (0, {2})
+    assert sorted(task.completed) == [1, 3, 4]
+    assert (task.needed, task.generating) == (0, {2})
 
 
 def test_samples_that_others_published_take_the_place_of_the_highest_drawn_ones() -> None:
@@ -66,19 +66,19 @@ def test_samples_that_others_published_take_the_place_of_the_highest_drawn_ones(
     for sample in (0, 3, 4):
         task.take(completion_of(0, sample))
     task.note(1, 10)
-    assert sorted(task.drawn) == [0, 3]
+    assert sorted(task.completed) == [0, 3]
     task.note(3, 11)
-    assert sorted(task.drawn) == [0]
+    assert sorted(task.completed) == [0]
     assert task.needed == 0
     task.note(2, 12)
-    assert (task.drawn, task.done) == ({}, True)
+    assert (task.completed, task.done) == ({}, True)
 
 
 def test_a_sample_that_is_in_the_log_is_not_asked_for_again() -> None:
-    task = GroupTask(prompt_of(0), partition=0, offset=0, known={1: 5})
-    assert task.wanted(oversample=0) == [0, 2]
-    task.known |= {0: 6, 2: 7}
-    assert task.wanted(oversample=2) == []
+    task = GroupTask(prompt_of(0), partition=0, offset=0, published={1: 5})
+    assert task.to_generate(oversample=0) == [0, 2]
+    task.published |= {0: 6, 2: 7}
+    assert task.to_generate(oversample=2) == []
 
 
 def owned(*, offset: int = 0, groups: int = 3) -> GroupTasks:
@@ -132,7 +132,7 @@ def test_a_prompt_that_repeats_a_group_is_a_duplicate_and_passed() -> None:
 
 def test_only_begun_groups_survive_a_rebalance_and_their_prompts_come_again() -> None:
     tasks = owned(offset=10)
-    tasks.tasks[1].begin([0, 1, 2])
+    tasks.tasks[1].start([0, 1, 2])
     tasks.revoke()
     assert [task.group for task in tasks.groups_in_flight()] == [1]
     tasks.assign(0, offset=10, inherited_end=13, rollouts_end=0)
@@ -145,7 +145,7 @@ def test_only_begun_groups_survive_a_rebalance_and_their_prompts_come_again() ->
 def test_an_acknowledged_group_is_finished_and_a_gap_shows_that_others_write_too() -> None:
     tasks, sent = owned(groups=1), [Sent() for _ in range(SAMPLES)]
     task = tasks.tasks[0]
-    task.begin([0, 1, 2])
+    task.start([0, 1, 2])
     for sample, pending in enumerate(sent):
         task.take(completion_of(0, sample))
         task.send([sample], pending)
@@ -162,16 +162,16 @@ def test_an_acknowledged_group_is_finished_and_a_gap_shows_that_others_write_too
 def test_samples_in_one_record_are_acknowledged_together_and_end_at_one_offset() -> None:
     tasks, together, alone = owned(groups=1), Sent(), Sent()
     task = tasks.tasks[0]
-    task.begin([0, 1, 2])
+    task.start([0, 1, 2])
     for sample in (0, 2, 1):
         task.take(completion_of(0, sample))
     task.send([0, 2], together)
     task.send([1], alone)
-    assert (task.drawn, task.sent) == ({}, {0: together, 2: together, 1: alone})
+    assert (task.completed, task.sent) == ({}, {0: together, 2: together, 1: alone})
     together.at = 0
-    assert (tasks.acknowledge(), task.known, task.sent) == (0, {0: 0, 2: 0}, {1: alone})
+    assert (tasks.acknowledge(), task.published, task.sent) == (0, {0: 0, 2: 0}, {1: alone})
     assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (1, False)
     alone.at = 1
-    assert (tasks.acknowledge(), task.known) == (1, {0: 0, 1: 1, 2: 0})
+    assert (tasks.acknowledge(), task.published) == (1, {0: 0, 1: 1, 2: 0})
     assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (2, False)
     assert tasks.watermarks() == {0: (1, offset_metadata.encode(RolloutOffsetMetadata(2)))}

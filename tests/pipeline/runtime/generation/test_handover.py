@@ -226,7 +226,7 @@ def test_a_worker_that_was_stopped_beyond_its_session_repeats_only_what_had_ende
     new = site.join()
     site.workers = [new]
     site.finish()
-    before = len(samples_of(site.log)) + sum(len(task.drawn) for task in zombie.tasks.groups_in_flight())
+    before = len(samples_of(site.log)) + sum(len(task.completed) for task in zombie.tasks.groups_in_flight())
     site.wake(zombie)
     site.workers = [zombie, new]
     site.prompt(0)

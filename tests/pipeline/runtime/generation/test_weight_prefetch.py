@@ -101,7 +101,7 @@ def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_i
     assert bytes_of(prefetch) == (0, content(0))
     published.writer.repair_newest()
     wait_for(prefetch, 1)
-    assert (bytes_of(prefetch), said[1:]) == ((1, content(1)), ["version 1 is here"])
+    assert (bytes_of(prefetch), said[1:]) == ((1, content(1)), ["version 1 was fetched"])
     prefetch.close()
 
 
@@ -146,7 +146,7 @@ def test_workers_of_one_machine_read_each_version_once_and_another_goes_on_when_
     chunks: list[int] = []
     read = ChunkReader.read
     monkeypatch.setattr(ChunkReader, "read", lambda self, manifest: chunks.append(manifest.version) or read(self, manifest))
-    monkeypatch.setattr(weight_prefetch, "ASK_S", 0.05)
+    monkeypatch.setattr(weight_prefetch, "REQUEST_EVERY_S", 0.05)
     published.version(0)
     workers = [WeightPrefetch(published.log, RUN, shared=True) for _ in range(4)]
     for version in range(1, 6):
@@ -179,12 +179,12 @@ def test_a_worker_that_cannot_share_reads_for_itself(published: Publishing, monk
             raise PermissionError("not permitted")
         return False
 
-    monkeypatch.setattr(MachineMemory, "ask", silent)
+    monkeypatch.setattr(MachineMemory, "request_file", silent)
     monkeypatch.setattr(MachineMemory, "claim", refused)
     published.version(0)
     prefetch = WeightPrefetch(published.log, RUN, notify=said.append, shared=True)
     wait_for(prefetch, 0)
     assert bytes_of(prefetch) == (0, content(0))
     reason = "not permitted" if forbidden else "timed out"
-    assert said == [f"weights cannot be shared with this machine's other workers ({reason}): this one reads them for itself"]
+    assert said == [f"weights cannot be shared with this machine's other workers ({reason}): this one reads for itself"]
     prefetch.close()

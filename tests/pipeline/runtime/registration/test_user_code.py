@@ -101,5 +101,5 @@ def test_every_format_of_the_installed_library_is_known() -> None:
 def test_what_the_operator_has_given_and_what_a_command_does_not_execute_is_left_out() -> None:
     config = from_table({**PLAIN, "reward": {"functions": ["f.py:f"]}, "algorithm": {"loss": "l.py:l", "aggregate": "constant"}})
     assert user_code(config, sections=("reward",)) == [("reward.functions", "f.py:f")]
-    assert user_code(config, given=keys_of(["algorithm.loss=l.py:l"])) == [("reward.functions", "f.py:f")]
+    assert user_code(config, overridden=keys_of(["algorithm.loss=l.py:l"])) == [("reward.functions", "f.py:f")]
     assert user_code(config, sections=("data",)) == []
