@@ -22,7 +22,6 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Finite, because JSON has no infinity: the record would have `null`, which means absent."""
 LONGEST_NAME = 255
-"""Longest name of a file, in bytes."""
 
 
 def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:

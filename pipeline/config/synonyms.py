@@ -65,4 +65,3 @@ VALUES: Mapping[str, str] = {
     "hf": "transformers",
     "huggingface": "transformers",
 }
-"""Value of another trainer -> our value."""

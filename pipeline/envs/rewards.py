@@ -46,7 +46,6 @@ class Score:
     logged: tuple[Mapping[str, Any], ...] = ()
     """Logged values of each completion; empty if nothing was logged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Logged metrics of the group."""
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":

@@ -25,7 +25,6 @@ class EpisodeRequest(GroupRequest):
     """JSON list of the prompt's chat messages; None for a plain text."""
     prompt: str
     row: Mapping[str, Any]
-    """The data row's columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +39,6 @@ class Trajectory(Completion):
     environment_version: str | None
     environment_seed: int | None
     environment_s: float = 0.0
-    """Seconds spent in its environment."""
     results_cut: int = 0
     """Messages of its environment cut at `environment.max_result_tokens`."""
     segment_count: int = 1
@@ -55,7 +53,6 @@ class EpisodeState:
     messages: list[dict[str, Any]]
     rewards: dict[int, float]
     generated: list[int] = field(default_factory=list)
-    """Indices in `messages` of the generated ones."""
     environment: str | None = None
     version: str | None = None
     seed: int | None = None

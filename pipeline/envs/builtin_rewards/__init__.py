@@ -15,7 +15,6 @@ from penstock.pipeline.envs.datasets.references import accepted, matches_referen
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion, or of the last message of a conversational one."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 

@@ -15,7 +15,6 @@ _MP = mpmath.mp.clone()
 _MP.dps = 100
 _ZERO = _MP.mpf(10) ** -70
 _MAX_BITS = 20_000
-"""Size limit of fractions for exact arithmetic."""
 _MAX_EXPONENT = 2**62
 _SIGNS = (1, 1, -1, 1)
 """Sign of a symbol's value at each sample point."""

@@ -19,7 +19,6 @@ _HARMONY = re.compile(
     re.DOTALL,
 )
 Calls = list[tuple[str, dict[str, Any]]]
-"""Name and arguments of each call."""
 
 
 class _MalformedCall(ValueError):

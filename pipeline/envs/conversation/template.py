@@ -66,12 +66,10 @@ class Form:
     parts: bool = False
     """True if texts are lists of parts, as in templates of multimodal models."""
     empty: str | None = ""
-    """The content of a completion that only calls tools."""
     text_arguments: bool = False
     """True if the arguments of tool calls are JSON text and not objects."""
 
     def of(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Convert a message to this form."""
         content, calls = message["content"], message.get("tool_calls")
         if content and self.parts:
             content = [{"type": "text", "text": content}]

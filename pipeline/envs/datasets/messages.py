@@ -10,7 +10,6 @@ from typing import Any
 from penstock.topics.wire.well_formed import well_formed_json
 
 TOOLS = "tools"
-"""Column with a row's tools."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of parts whose text is the content of a message."""
 WORDLESS = ("assistant", "tool")

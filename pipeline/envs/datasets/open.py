@@ -89,7 +89,6 @@ SCHEMES: Mapping[str, Callable[[SourceSpec], Source]] = {
     "reasoning-gym": _reasoning_gym,
     "tiny": lambda spec: open_tiny(spec.name, seed=spec.seed, size=spec.size, split=spec.split),
 }
-"""Scheme of a source -> its opener."""
 
 
 def open_dataset(

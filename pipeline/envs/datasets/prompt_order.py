@@ -22,9 +22,7 @@ class RowId(NamedTuple):
 
     source: int
     epoch: int
-    """Epoch of the source."""
     row: int
-    """Row number in the source."""
 
 
 @dataclass(slots=True)

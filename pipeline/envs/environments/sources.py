@@ -29,7 +29,6 @@ PYTHON = {"python": sys.executable, "python3": sys.executable}
 """An agent in Python uses the worker's interpreter and packages."""
 HIGHLIGHTED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 GAME = -1
-"""Speaker number of the game itself in TextArena."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,6 @@ SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
     "openenv": _openenv,
     "tiny": _tiny,
 }
-"""Scheme of a source -> its opener."""
 
 
 def check_agent(source: str) -> None:

@@ -56,7 +56,6 @@ class RewardPool(Generic[Key]):
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds of the children."""
         return self._calls.busy_s
 
     def submit(self, key: Key, payload: Payload) -> None:
@@ -65,7 +64,6 @@ class RewardPool(Generic[Key]):
         self._call(key, group, group.all_members, slow=self._slow)
 
     def cancel(self, keys: set[Key]) -> None:
-        """Drop these groups."""
         self._calls.cancel({(key, members) for key in keys & self._groups.keys() for members in self._groups.pop(key).calls})
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:

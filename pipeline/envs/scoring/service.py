@@ -23,7 +23,6 @@ CONNECT_S = 5.0
 IN_TIME = 0.95
 """Share of the time limit after which the call fails with a reason, before the child process is killed without one."""
 RETRIED = (408, 425, 429, 502, 503, 504)
-"""HTTP statuses that are retried."""
 
 
 class _Retry(Exception):

@@ -14,7 +14,6 @@ PROMPT = "lake "
 HELD_OUT = 10**8
 """First seed of held-out maps."""
 ASTRAY = 0.2
-"""Share of random steps in the demonstrations."""
 HABIT, HABIT_AT = 0.65, ((1, 2), (2, 1))
 """Probability and cells, halfway, of a wrong habit in the demonstrations: up or, next to a hole, left. Without it the most likely
 completion is a good walk before any training, and greedy success cannot improve."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 ALPHABET = string.ascii_letters
 SHORTEST, LONGEST = 4, 12
-"""Range of the length of an answer."""
 HELD_OUT_EVERY = 5
 HABIT_EVERY, HABIT, SLIP = 6, 0.7, 0.02
 """Mistakes in the demonstrations: after every sixth character one is usually skipped, elsewhere rarely."""
@@ -52,7 +51,6 @@ def _prompt(length: int, start: str) -> str:
 
 
 def _pairs(split: Split) -> list[tuple[int, str]]:
-    """All (length, start) of a split, in a fixed order."""
     pairs = [(length, start) for length in range(SHORTEST, LONGEST + 1) for start in ALPHABET]
     random.Random(_SECRET + 1).shuffle(pairs)
     held_out = len(pairs) // HELD_OUT_EVERY

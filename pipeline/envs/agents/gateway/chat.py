@@ -24,7 +24,6 @@ class BadRequest(ValueError):
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
-        """The body of the error response."""
         kind = "authentication_error" if self.status == 401 else "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -78,7 +77,6 @@ def chat_request(body: Any) -> ChatRequest:
 
 
 def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation, context: Context) -> dict[str, Any]:
-    """A turn as a chat completion."""
     token_ids, prompt = generation.token_ids[: turn.tokens], len(context.token_ids)
     choice: dict[str, Any] = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason, "logprobs": None}
     if request.logprobs:

@@ -59,7 +59,6 @@ class AgentClock:
     spent_s: float = 0.0
     """Up to the last start or end of a turn."""
     requested: bool = False
-    """True once the agent has requested a turn."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _generating: int = 0
     _since: float = 0.0
@@ -96,14 +95,11 @@ class AgentEpisode:
     template: Template
     gateway: Gateway
     programs: asyncio.Semaphore
-    """Limits the number of concurrent programs."""
     limits: Limits
     generate: Generate
     rules: ChildRules = ENVIRONMENT
     on_loss: Callable[[str], None] = lambda _: None
-    """Called with one line for each recovered failure."""
     version: int = 0
-    """Policy version at the start."""
     _started_ns: int = field(default_factory=time.time_ns)
     _session: AgentSession | None = None
     _clock: AgentClock | None = None

@@ -19,7 +19,6 @@ from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Traject
 from penstock.topics.wire.well_formed import well_formed_json
 
 MAX_BYTES = 64 << 20
-"""Largest request body."""
 MODEL = "policy"
 """Name in the model list; requests may name any model."""
 

@@ -57,14 +57,12 @@ class AgentSession:
     truncated: bool = False
     """True once a request exceeded a limit of the trajectory."""
     aborted: bool = False
-    """True once the policy aborted a turn."""
     completions: dict[int, tuple[Sequence[Message], dict[str, Any]]] = field(default_factory=dict)
     """Turn number -> new messages of its request, and the generated message."""
     replaced: int = 0
     """Largest number of lone surrogates in one request, replaced by U+FFFD."""
     _pending: dict[bytes, _PendingTurn] = field(default_factory=dict)
     waiting: int = 0
-    """Number of requests in flight."""
     _turns_started: int = 0
 
     @property
