@@ -1,1 +1,1 @@
-"""Trainer backends: a model, its optimizer and its arithmetic behind one protocol."""
+"""Trainer backends behind one protocol: torch and DeepSpeed, in one process or several ranks."""

@@ -1,7 +1,4 @@
-"""Sets up torch for a process that trains: device, threads, deterministic kernels, freed memory.
-
-The rule: nothing is random, so the same micro-batches on the same machine give the same bits.
-"""
+"""Sets up torch for a process that trains: device, threads, deterministic kernels and the memory allocator."""
 
 import ctypes
 import os
@@ -11,24 +8,24 @@ import torch
 from penstock.infra.backends.settings import BackendSettings
 
 LARGE_BLOCK_BYTES = 2**26
-"""Blocks from here on are mapped one by one and go back at once: the gradient of an embedding, not an activation."""
+"""Blocks of at least this size are mapped one by one and freed at once: the gradient of an embedding, not an activation."""
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is the process's own GPU (LOCAL_RANK) where there is one, else the CPU."""
+    """The device for this process; `auto` is its GPU (LOCAL_RANK) if there is one, else the CPU."""
     if device != "auto":
         return torch.device(device)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def fix_arithmetic(settings: BackendSettings) -> None:
-    """Set threads, seed and deterministic kernels for the whole process.
+    """Set threads, seed and deterministic kernels for the whole process, so that equal micro-batches give equal bits on this machine.
 
-    Under `deterministic = "warn"` an operation without a deterministic form only warns, and the backward pass of attention on a GPU
-    takes its fastest form, which is not deterministic: torch looks at `warn_only` there.
+    Under `deterministic = "warn"` an operation without a deterministic form only warns, and attention on a GPU uses its fastest backward
+    pass, which is not deterministic.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
-    # transformers imports deepspeed if it is installed, which guesses the accelerator and prints it unless this is set
+    # transformers imports deepspeed if it is installed, which detects the accelerator and prints it unless this is set
     os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
@@ -40,7 +37,7 @@ def fix_arithmetic(settings: BackendSettings) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks: by default each activation is mapped and unmapped anew, which takes half of a small model's step."""
+    """Make glibc keep freed blocks: by default it maps and unmaps each activation, which takes half of a small model's step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3
@@ -49,7 +46,7 @@ def _keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give freed blocks back to the system: those of one step and of a copy of the weights leave gaps that the next one does not fill."""
+    """Return freed blocks to the system: blocks of a step and of a weight copy leave gaps that the next one does not fill."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

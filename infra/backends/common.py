@@ -1,7 +1,4 @@
-"""The part that all backends share: runs the policy forward, describes the arithmetic, exports, checks a step.
-
-The rule: nothing here is random: the same micro-batches on the same machine give the same bits.
-"""
+"""Base of all backends: forward passes, frozen policies, fingerprint, export and checks of a step."""
 
 import contextlib
 import os
@@ -32,7 +29,7 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
-"""[B, L-1] log-probabilities with gradient, and entropies likewise, if wanted."""
+"""[B, L-1] logprobs with gradient, and [B, L-1] entropies if they are computed."""
 
 
 class LocalModel:
@@ -40,7 +37,7 @@ class LocalModel:
 
     name = "?"
     head_is_whole = True
-    """False: the output layer's weight is there only while it runs, so logits cannot be computed in pieces."""
+    """False if the output layer's weight is available only while it runs, so that logits cannot be computed in pieces."""
 
     def __init__(self, **settings: Any) -> None:
         """Open the model named by `BackendSettings`' fields."""
@@ -58,8 +55,8 @@ class LocalModel:
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
         self.module: Any = self.model
         reference = self.settings.reference_path
-        kept = self.settings.reference and (self.adapters is None or reference is not None)
-        self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if kept else None
+        own_reference = self.settings.reference and (self.adapters is None or reference is not None)
+        self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if own_reference else None
         self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
         self.flop_count, self.flops = FlopCount.of_model(self.model), 0.0
         self.steps = 0
@@ -80,45 +77,45 @@ class LocalModel:
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
     def run_forward(self, batch: TokenBatch) -> tuple[Outputs, dict[str, float]]:
-        """([B, L-1] log-probabilities with gradient, what the pass says of itself)."""
+        """([B, L-1] logprobs with gradient, statistics of the pass)."""
         offload = self.settings.offload_activations
         with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
             logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
-        said = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
+        counts = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
         self.flops += self.flop_count.of(batch.attention_mask, computed=computed)
-        return (logprobs, entropies), said | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
+        return (logprobs, entropies), counts | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
 
     def loss_of(self, outputs: Outputs, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, float]]:
-        """What a loss function makes of a forward pass."""
+        """Loss and statistics of a forward pass."""
         loss: torch.Tensor
         loss, stats = loss_fn(*outputs) if self.settings.entropy_bonus else loss_fn(outputs[0])
         return loss, stats
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] log-probabilities under the current weights, 0 where nothing is trained."""
+        """[B, L-1] logprobs under the current weights, 0 on untrained tokens."""
         return host_floats(self.forward(self.module, batch, device=self.device)[0])
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] log-probabilities under version 0, or the reference's; with adapters version 0 is the model without them."""
+        """[B, L-1] logprobs under version 0 or the reference model; with adapters version 0 is the model without them."""
         if self.reference is None and self.adapters is not None and self.settings.reference:
             with self.adapters.off():
                 return self.logprobs(batch)
         if self.reference is None:
-            raise BackendError("no reference model is kept: open the backend with reference=True")
+            raise BackendError("there is no reference model: open the backend with reference=True")
         return self.reference.logprobs(batch)
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
-        """Make the current weights, or these, the proximal policy of the steps to come (arXiv 2505.24298)."""
+        """Make the current weights, or `tensors`, the proximal policy of the next steps (arXiv 2505.24298)."""
         self._snapshot().load(self.weights() if tensors is None else tensors)
 
     def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] log-probabilities under the weights of `take_snapshot`."""
+        """[B, L-1] logprobs under the weights of `take_snapshot`."""
         return self._snapshot().logprobs(batch)
 
     def _snapshot(self) -> FrozenPolicy:
         if self.snapshot is None:
-            raise BackendError("no snapshot of the weights is kept: open the backend with snapshot=True")
+            raise BackendError("there is no snapshot of the weights: open the backend with snapshot=True")
         return self.snapshot
 
     def weights(self) -> list[TensorBytes]:
@@ -126,22 +123,22 @@ class LocalModel:
         raise NotImplementedError
 
     def adapted(self) -> Adapted | None:
-        """The weights with their adapters apart."""
+        """The weights as adapters and their frozen base; None without adapters."""
         return None if self.adapters is None else self.adapters.apart()
 
     def whole_weights(self) -> list[TensorBytes]:
-        """A copy of weights that are whole in this process, under their names in the plain model, adapters merged into them."""
+        """A copy of weights that are unsharded in this process, under their names in the plain model, with adapters merged."""
         return to_bytes(self.model.named_parameters()) if self.adapters is None else self.adapters.apart().merged()
 
     def replace_weights(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace all weights, or none."""
+        """Replace all weights, or none on an error."""
         if self.adapters is None:
             copy_into(self.model, tensors)
         else:
             self.adapters.load(tensors)
 
     def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
-        """Write these weights and the tokenizer in Hugging Face format; the current adapters are written beside them."""
+        """Write these weights and the tokenizer in Hugging Face format, and the current adapters into a folder of their own."""
         target = Path(directory)
         weights = {tensor.name: from_bytes(tensor) for tensor in tensors}
         save_model(self.model, weights, target, tokenizer=self.settings.model_path)
@@ -149,7 +146,7 @@ class LocalModel:
             self.adapters.save(target / FOLDER, base=self.settings.model_path)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Versions, device, threads and settings on which the last bits of this backend's numbers depend."""
+        """Package versions, device, threads and settings on which the last bits of this backend's results depend."""
         on_gpu = self.device.type == "cuda"
         return {
             "backend": self.name,
@@ -169,16 +166,16 @@ class LocalModel:
         }
 
     def peak_memory(self) -> dict[str, float]:
-        """`peak_gpu_bytes`, the most that tensors have taken on the GPU so far; nothing on a CPU."""
+        """`peak_gpu_bytes`, the largest size of tensors on the GPU so far; empty on a CPU."""
         return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
 
     def taken_flops(self) -> dict[str, float]:
-        """`model_flops` since the last call, and where it is known `peak_flops`, what the device does in a second at most."""
-        s, taken = self.settings, self.flops
+        """`model_flops` since the last call and, if known, `peak_flops`, the device's peak FLOP/s."""
+        s, flops = self.settings, self.flops
         self.flops = 0.0
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        peak = peak_flops(device, dtype=s.dtype, tf32=s.tf32, given_tflops=s.peak_tflops)
-        return {"model_flops": taken, **({} if peak is None else {"peak_flops": peak})}
+        peak = peak_flops(device, dtype=s.dtype, tf32=s.tf32, configured_tflops=s.peak_tflops)
+        return {"model_flops": flops, **({} if peak is None else {"peak_flops": peak})}
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """States of torch's random generators."""
@@ -199,31 +196,31 @@ class LocalModel:
 
 
 def update_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Norm of AdamW's newest change of the weights, from its moments and without weight decay: no copy of the weights is needed."""
+    """Norm of AdamW's last update of the weights, computed from its moments and without weight decay."""
     total = 0.0
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         for parameter in group["params"]:
             if not (state := optimizer.state.get(parameter)):
-                continue  # it has never had a gradient
-            taken, squares = float(state["step"]), 0.0
-            # In pieces: whole copies of an embedding's moments would be the step's peak of memory.
+                continue  # the parameter never had a gradient
+            steps, squares = float(state["step"]), 0.0
+            # In pieces: full copies of an embedding's moments would be the step's peak of memory.
             for average, square in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True):
-                scale = (square / (1 - beta2**taken)).sqrt_().add_(group["eps"])
+                scale = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
                 squares += float((average / scale).square_().sum())
-            total += squares * (group["lr"] / (1 - beta1**taken)) ** 2
+            total += squares * (group["lr"] / (1 - beta1**steps)) ** 2
     return float(total**0.5)
 
 
 def checked_denominator(denominator: float) -> float:
-    """The step's denominator; `ValueError` unless it is a positive number, because a step needs tokens."""
+    """The step's denominator. Raises `ValueError` unless it is finite and above 0."""
     if not denominator > 0 or denominator == float("inf"):
         raise ValueError(f"a step's loss cannot be divided by {denominator}")
     return float(denominator)
 
 
 def checked_norm(norm: float, *, step: int) -> float:
-    """The gradient norm; `Diverged` unless it is finite, because applying the gradient would destroy the weights."""
+    """The gradient norm. Raises `Diverged` unless it is finite, because such a gradient would destroy the weights."""
     if not np.isfinite(norm):
         raise Diverged(f"the gradient of optimizer step {step} has the norm {norm}")
     return norm
@@ -231,19 +228,19 @@ def checked_norm(norm: float, *, step: int) -> float:
 
 @contextlib.contextmanager
 def strict_or_error() -> Iterator[None]:
-    """Raise `BackendError` for torch's refusal of an operation under `trainer.deterministic = "strict"`; also a decorator."""
+    """Raise `BackendError` if torch rejects an operation under `trainer.deterministic = "strict"`; also a decorator."""
     try:
         yield
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in str(error):
             raise
         text = str(error).split(", but")[0].splitlines()[0]
-        raise BackendError(f"trainer.deterministic = 'strict': {text}; take another one, or trainer.deterministic = 'warn'") from error
+        raise BackendError(f"trainer.deterministic = 'strict': {text}. Set trainer.deterministic = 'warn'") from error
 
 
 @contextlib.contextmanager
 def saving(directory: Path) -> Iterator[None]:
-    """Raise the disk's `OSError`, which torch's writer hides behind a RuntimeError, or else `BackendError`."""
+    """Raise the `OSError` that torch's writer wraps in a RuntimeError, or else `BackendError`."""
     try:
         yield
     except RuntimeError as error:

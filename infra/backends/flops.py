@@ -1,6 +1,6 @@
-"""How many operations a model's training takes, and how many its device could do: what model FLOPs utilisation (MFU) is made of.
+"""FLOPs of training a model and peak FLOP/s of its device, for model FLOPs utilisation (MFU).
 
-The rule: only what the model needs is counted, as in PaLM (arXiv 2204.02311, appendix B): no padding, and nothing computed twice.
+Counts only what the model needs, as in PaLM (arXiv 2204.02311, appendix B): no padding and no recomputation.
 """
 
 import re
@@ -16,46 +16,47 @@ PEAK_TFLOPS = (
     ("A30", 165.0), ("A10", 125.0), ("RTX 6000 Ada", 364.0), ("RTX A6000", 155.0), ("RTX 5090", 210.0), ("RTX 4090", 165.0),
     ("RTX 3090", 71.0),
 )  # fmt: skip
-"""Part of a device's name -> dense bfloat16 operations a second with float32 sums, in 10^12, from its data sheet; the first that fits."""
+"""Part of a device's name -> dense bfloat16 TFLOP/s with float32 sums, from its data sheet; the first match counts."""
 
 
-def peak_flops(device: str, *, dtype: str, tf32: bool, given_tflops: float | None) -> float | None:
-    """Operations a second that a device could do in this arithmetic; None where that is not known.
+def peak_flops(device: str, *, dtype: str, tf32: bool, configured_tflops: float | None) -> float | None:
+    """Peak FLOP/s of a device in this arithmetic; None if unknown.
 
     Example:
-        peak_flops("NVIDIA H100 80GB HBM3", dtype="bfloat16", tf32=False, given_tflops=None)  # -> 989e12
+        peak_flops("NVIDIA H100 80GB HBM3", dtype="bfloat16", tf32=False, configured_tflops=None)  # -> 989e12
     """
-    if given_tflops is not None:
-        return given_tflops * 1e12
+    if configured_tflops is not None:
+        return configured_tflops * 1e12
     words = re.split(r"[\s-]", device)
-    known = next((tflops for part, tflops in PEAK_TFLOPS if part in words or (" " in part and part in device)), None)
-    if known is None or (dtype == "float32" and not tf32):
+    tflops = next((tflops for part, tflops in PEAK_TFLOPS if part in words or (" " in part and part in device)), None)
+    if tflops is None or (dtype == "float32" and not tf32):
         return None
-    return known * 1e12 / (2 if dtype == "float32" else 1)  # TF32 is half as fast
+    return tflops * 1e12 / (2 if dtype == "float32" else 1)  # TF32 is half as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopCount:
-    """What one model's forward and backward pass takes: 2 operations a parameter and token forward, 2 for its input's gradient, 2 for its
-    own; beside it attention's two products, twelve operations a layer, channel and pair of tokens."""
+    """FLOPs of a model's forward and backward pass: 2 per parameter and token forward, 2 for the gradient of its input, 2 for its own, and
+    for attention's two products 12 per layer, channel and pair of tokens."""
 
     parameters: int
-    """That a token is multiplied with: without the input embedding, which is looked up."""
+    """Parameters that a token is multiplied with: all but the input embedding, which is looked up."""
     trained: int
-    """Of those with a gradient."""
+    """Those of them that have a gradient."""
     attention: int
     """Layers x heads x channels of a head."""
 
     @classmethod
     def of_model(cls, model: Any) -> "FlopCount":
-        """Zeros for a mixture of experts, where a token meets some of the parameters only."""
+        """The count of a model; zeros for a mixture of experts, in which a token uses only some of the parameters."""
         config = model.config.get_text_config()
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
             return cls(parameters=0, trained=0, attention=0)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is not None and head.weight is embedding.weight
         looked_up = set() if tied else {id(parameter) for parameter in embedding.parameters()}
-        sizes = [(getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in model.parameters() if id(one) not in looked_up]
+        multiplied = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
+        sizes = [(getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad) for parameter in multiplied]
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             parameters=sum(size for size, _ in sizes),
@@ -64,7 +65,7 @@ class FlopCount:
         )
 
     def of(self, attention_mask: npt.NDArray[np.bool_], *, computed: int) -> float:
-        """Operations for the real tokens of a micro-batch [B, L], of which `computed` ran through the model where prompts are shared."""
+        """FLOPs for the real tokens of a micro-batch [B, L]; with shared prompts only `computed` of them pass through the model."""
         lengths = attention_mask.sum(1, dtype=np.float64)
         real = float(lengths.sum())
         if not real:

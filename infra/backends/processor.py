@@ -1,14 +1,11 @@
-"""What this machine's processor is, as Linux describes it.
-
-The rule: nothing heavy is imported here, since commands that train nothing ask as well.
-"""
+"""This machine's processor, as Linux describes it; imports nothing heavy."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
-"""What Linux calls instructions that multiply bfloat16: AVX512-BF16, AMX, AVX-NE-CONVERT; on ARM bf16."""
+"""Linux's names of instructions that multiply bfloat16: AVX512-BF16, AMX, AVX-NE-CONVERT; on ARM bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +13,11 @@ class Cpu:
     """A machine's processor."""
 
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     bfloat16: bool
-    """Whether it multiplies bfloat16 by instructions of its own; without them bfloat16 is slower than float32."""
+    """True if it has instructions that multiply bfloat16; without them bfloat16 is slower than float32."""
     vendor: str = "unknown"
-    """By which libraries choose how they multiply matrices."""
+    """Libraries choose their matrix multiplication by it."""
 
 
 def this_cpu() -> Cpu:
@@ -34,7 +31,7 @@ def this_cpu() -> Cpu:
 
 
 def described(cpuinfo: str, *, cores: int) -> Cpu:
-    """The processor of this description.
+    """The processor of a `/proc/cpuinfo` text.
 
     Example:
         described("vendor_id : GenuineIntel\\nflags : fpu avx512f avx512_bf16", cores=2)

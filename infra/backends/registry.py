@@ -1,4 +1,4 @@
-"""The trainer backends, by the name used in `trainer.backend`."""
+"""The trainer backends by their name in `trainer.backend`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def _deepspeed(**settings: Any) -> Backend:
 
 def _torch_fits(trainer: Mapping[str, Any]) -> str | None:
     if trainer.get("offload", "none") != "none":
-        return f"trainer.offload: {trainer['offload']!r} needs trainer.backend = 'deepspeed'; with 'torch' all of it stays on the device"
+        return f"trainer.offload: {trainer['offload']!r} needs trainer.backend = 'deepspeed'; with 'torch' all state stays on the device"
     if trainer.get("deepspeed_config"):
         return "trainer.deepspeed_config: is for trainer.backend = 'deepspeed'; leave it out with 'torch'"
     return None
@@ -38,7 +38,7 @@ def _deepspeed_fits(trainer: Mapping[str, Any]) -> str | None:
     if trainer.get("lora_rank") and stage == 3:
         return "trainer.lora_rank: adapters are not sharded; take zero_stage 2 or less, or backend 'torch'"
     if offload != "none" and stage == 0:
-        return f"trainer.offload: {offload!r} needs trainer.zero_stage 1 to 3; stage 0 keeps all of it on the device"
+        return f"trainer.offload: {offload!r} needs trainer.zero_stage 1 to 3; stage 0 keeps all state on the device"
     if offload == "parameters" and stage < 3:
         return f"trainer.offload: 'parameters' needs trainer.zero_stage = 3, not {stage}; set that, or offload = 'optimizer'"
     return mistake(trainer.get("deepspeed_config") or {})
@@ -61,7 +61,7 @@ BACKENDS: Mapping[str, BackendKind] = {
 
 
 def open_backend(name: str, **settings: Any) -> Backend:
-    """Open the backend `name` with `BackendSettings`' fields and its own; imports torch. Raises `ValueError`, `BackendError`."""
+    """Open the backend `name` with the fields of `BackendSettings` and its own keys; imports torch. Raises `ValueError`, `BackendError`."""
     if name not in BACKENDS:
         raise ValueError(f"unknown trainer backend {name!r}: choose one of {', '.join(BACKENDS)}")
     if mistake := BACKENDS[name].check(settings):

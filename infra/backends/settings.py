@@ -1,23 +1,42 @@
-"""Settings of every trainer backend, checked before anything heavy is imported."""
+"""Settings of every trainer backend, validated before heavy imports, and the learning-rate schedules."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.backends.schedule import learning_rate
-
 DTYPES = ("float32", "bfloat16")
 SHARE = ("auto", "on", "off")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, total_steps: int = 0) -> float:
+    """Learning rate of optimizer step `step`, from 0: linear warm-up, then constant, or decay to 0 at `total_steps`.
+
+    Example:
+        learning_rate(0, lr=1.0, warmup_steps=2)                     # -> 0.5
+        learning_rate(5, lr=1.0, schedule="linear", total_steps=10)  # -> 0.5
+    """
+    if schedule not in LR_SCHEDULES:
+        raise ValueError(f"unknown learning-rate schedule {schedule!r}: choose one of {', '.join(LR_SCHEDULES)}")
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    if total_steps <= warmup_steps:
+        raise ValueError(f"a {schedule} learning-rate schedule needs total_steps above warmup_steps = {warmup_steps}, not {total_steps}")
+    done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    return lr * (1.0 - done) if schedule == "linear" else lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSettings:
-    """Model, arithmetic and optimizer of a trainer; `ValueError` names an invalid value."""
+    """Model, arithmetic and optimizer of a trainer."""
 
     model_path: str
     """Directory of a Hugging Face causal language model: the policy's version 0."""
     lr: float
     dtype: str = "float32"
-    """Type of the weights in use and published; with bfloat16 the optimizer keeps float32 masters and gradient sums."""
+    """Dtype of the model and of published weights; with bfloat16 the optimizer has float32 masters and gradient sums."""
     device: str = "auto"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -28,35 +47,35 @@ class BackendSettings:
     total_steps: int = 0
     """Step at which linear and cosine schedules reach zero."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 switches clipping off."""
+    """Gradients are clipped to this norm; 0 disables clipping."""
     threads: int = 1
-    """CPU threads for the arithmetic; another number changes the last bits."""
+    """CPU threads; another number changes the last bits."""
     deterministic: str = "warn"
-    """"strict" refuses operations without a deterministic form, "warn" only warns, and leaves GPU attention without one."""
+    """"strict" rejects operations without a deterministic form, "warn" only warns and uses non-deterministic GPU attention."""
     tf32: bool = False
-    """Whether a GPU computes float32 products with 10 bits of mantissa."""
+    """True if a GPU computes float32 products with 10 bits of mantissa."""
     seed: int = 0
     gradient_checkpointing: bool = False
     offload_activations: bool = False
-    """Keep what the backward pass needs in the host's memory until then."""
+    """Keep activations in host memory until the backward pass."""
     share_prompts: str = "auto"
-    """Whether rows compute their common beginnings once: where that holds (`auto`), or not without it (`on`), or not."""
+    """Compute common prefixes of rows once: if the logprobs stay equal (`auto`), always or fail (`on`), or never (`off`)."""
     lora_rank: int = 0
     """Train low-rank adapters of this rank instead of the weights; 0 trains the weights."""
     lora_alpha: float | None = None
-    """Adapters count alpha / rank; twice the rank if absent."""
+    """Adapters are scaled by alpha / rank; twice the rank if absent."""
     reference: bool = False
     """Keep a frozen copy of version 0, for the KL term."""
     reference_path: str | None = None
-    """Directory of the model to keep as the reference instead of version 0."""
+    """Directory of a reference model instead of version 0."""
     snapshot: bool = False
     """Keep a second frozen copy, for the proximal policy; it is version 0 until `take_snapshot`."""
     entropy: bool = False
     """Report `entropy_sum` with every backward pass."""
     entropy_bonus: bool = False
-    """Give the entropies to the loss, with their gradient."""
+    """Pass the entropies to the loss, with their gradient."""
     peak_tflops: float | None = None
-    """What the device computes at most, in 10^12 operations a second; from `PEAK_TFLOPS` by its name if absent."""
+    """Peak TFLOP/s of the device; from `PEAK_TFLOPS` by its name if absent."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for values that no backend supports."""
@@ -77,7 +96,7 @@ class BackendSettings:
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether entropies are computed."""
+        """True if entropies are computed."""
         return self.entropy or self.entropy_bonus
 
     @property
@@ -86,5 +105,5 @@ class BackendSettings:
         return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of optimizer step `step`."""
+        """Learning rate of optimizer step `step`."""
         return learning_rate(step, lr=self.lr, schedule=self.lr_schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)

@@ -1,6 +1,6 @@
-"""The trainer's model on plain torch: one process on the CPU or a GPU, or several that have a whole copy each.
+"""Trainer backend on plain torch: one process on the CPU or a GPU, or several with a full copy of the model each.
 
-The rule: gradients are summed in float32, whatever the weights' dtype, and divided once, in `step`.
+Gradients are summed in float32 for every dtype of the weights, and divided once, in `step`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,8 @@ from penstock.infra.tensors.stream import TensorBytes
 
 STATE_FILE = "trainer.pt"
 LARGE_MODEL_BYTES = 2**28
-"""Of weights: to map their gradients anew takes little of so large a model's step, to keep them costs as much memory again."""
+"""Size of weights above which freed memory is returned: mapping their gradients again takes little of the step, keeping them costs as
+much memory again."""
 
 
 class TorchBackend(LocalModel):
@@ -43,7 +44,7 @@ class TorchBackend(LocalModel):
                 parameter.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         self.optimizer = self.adamw(groups)
         self.has_gradient = False
-        self.away: list[torch.Tensor] = []
+        self.offloaded: list[torch.Tensor] = []
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
         self.rank, self.ranks = 0, 1
         if torch.distributed.is_initialized():
@@ -54,15 +55,15 @@ class TorchBackend(LocalModel):
         """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         if self.large and not self.has_gradient:
             return_freed_memory()
-        outputs, said = self.run_forward(batch)
+        outputs, counts = self.run_forward(batch)
         loss, stats = self.loss_of(outputs, loss_fn)
         loss.backward()
         self.has_gradient = True
-        return {"loss_sum": float(loss.detach()), **said, **stats}
+        return {"loss_sum": float(loss.detach()), **counts, **stats}
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:
-        """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
+        """Divide the gradient sum, clip, update. Raises `BackendError` and leaves the weights unchanged if the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
         self._add_up_ranks()
@@ -90,13 +91,13 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace all parameters, or none."""
+        """Replace all parameters, or none on an error."""
         self.replace_weights(tensors)
         if self.masters is not self.parameters:
             torch._foreach_copy_(self.masters, self.parameters)
 
     def save(self, directory: str | Path) -> None:
-        """Write `trainer.pt`: masters, AdamW's moments, step count, random state; of several processes the first does."""
+        """Write `trainer.pt` on rank 0: masters, AdamW's moments, step count, random state."""
         if self.rank:
             return
         target = Path(directory)
@@ -112,7 +113,7 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        """Restore exactly the state that `save` wrote; `BackendError` when it is missing or of another model."""
+        """Restore exactly the state that `save` wrote. Raises `BackendError` if it is missing or of another model."""
         file = Path(directory) / STATE_FILE
         try:
             state = torch.load(file, map_location=self.device, weights_only=True)
@@ -124,26 +125,26 @@ class TorchBackend(LocalModel):
         settings_by_group = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, settings in zip(self.optimizer.param_groups, settings_by_group, strict=True):
-            group.update(settings)  # the settings of the current run: the state may have been saved under others
+            group.update(settings)  # keep the settings of the current run
         self.optimizer.zero_grad(set_to_none=True)
         self.set_random_state(state["random"])
         self._publish_masters()
         self.steps, self.has_gradient = state["steps"], False
 
     def sleep(self) -> None:
-        """Move weights, masters, moments and frozen copies to the host, bit for bit; on a CPU they are there."""
+        """Move weights, masters, moments and frozen copies to the host, bit for bit; on a CPU nothing is moved."""
         assert not self.has_gradient, "a backend sleeps between two steps"
-        self.away = [tensor for tensor in self._state() if tensor.device.type == self.device.type]
-        for tensor in self.away:
+        self.offloaded = [tensor for tensor in self._state() if tensor.device.type == self.device.type]
+        for tensor in self.offloaded:
             tensor.data = tensor.data.cpu()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch keeps what was freed for this process
+            torch.cuda.empty_cache()  # else torch keeps the freed memory for this process
 
     def wake(self) -> None:
-        """Move everything back."""
-        for tensor in self.away:
+        """Move everything back to the device."""
+        for tensor in self.offloaded:
             tensor.data = tensor.data.to(self.device)
-        self.away = []
+        self.offloaded = []
 
     def _state(self) -> Iterator[torch.Tensor]:
         frozen = [policy.model for policy in (self.reference, self.snapshot) if policy is not None]
@@ -155,7 +156,7 @@ class TorchBackend(LocalModel):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _add_up_ranks(self) -> None:
-        """Add the gradients of all processes: once a step, in float32, and in every process to the same bits."""
+        """Add the gradients of all processes, once a step and in float32; all processes get the same bits."""
         if self.ranks == 1:
             return
         for master in self.masters:
@@ -169,7 +170,7 @@ class TorchBackend(LocalModel):
 
 
 def _moves_gradient_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """For a low-precision parameter: adds its gradient to the master's float32 sum as soon as there is one, and keeps none itself."""
+    """A hook for a low-precision parameter that moves its gradient into the master's float32 sum as soon as it is computed."""
 
     @torch.no_grad()
     def move(parameter: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Generation engines behind one stepped protocol; the rule: a token's label and logprob are of the weights and distribution it came from.
+"""Generation engines behind one stepped protocol.
 
-`base` is the contract and needs no torch, `registry` names the engines. `toy` is the light twin, `transformers` draws from any Hugging Face
-causal LM, one group at a time and bit for bit the same; `vllm` draws many side by side and takes new weights between any two steps.
+`toy` needs no model. `transformers` runs any Hugging Face causal LM, one group at a time and reproducibly bit for bit. `vllm` runs many
+groups concurrently and loads new weights between any two steps.
 """

@@ -1,8 +1,8 @@
-"""The protocol of a generation engine: requests, completions, and how an engine declares its capabilities.
+"""The protocol of a generation engine: requests, completions, and the declaration of an engine's capabilities.
 
-The rule: each token is labelled with the policy version it was drawn under, and its logprob is of the distribution it was drawn from. An
-engine that changes weights between groups only keeps a stronger one: equal (weights, seed, group, sample, prompt, rows, sampling) give
-bit-identical tokens and logprobs, whatever it drew before, in whichever process, whichever of the group's samples are wanted.
+Each token has the policy version under which it was sampled, and the logprob of the distribution it was sampled from. An engine that
+changes weights only between groups is also reproducible: equal (weights, seed, group, sample, prompt, rows, sampling) give bit-identical
+tokens and logprobs in any process, independent of earlier groups and of the requested samples.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +19,12 @@ from penstock.infra.tensors.stream import TensorBytes
 
 Finish = Literal["stop", "length", "abort"]
 DIRECTORY_VERSION = -1
-"""The version of an engine that still has the weights it was made with, before any came from the log."""
+"""Version of an engine that has the weights of its model directory, before any were loaded from the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; `top_k` 0 and `top_p` 1 are off; the model's own generation config never counts."""
+    """Sampling parameters; `top_k` 0 and `top_p` 1 are off. The model's generation config is not used."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,19 +32,19 @@ class Sampling:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     stop: tuple[str, ...] = field(default=(), repr=False)
-    """Texts that end a completion as a stop id does, after the token with which one of them is whole."""
+    """Texts that end a completion, after the token that completes one of them."""
     greedy: bool = False
     seeded: bool = True
-    """Whether a sample's random numbers follow from the request; engines that know no other way draw so whatever is asked."""
+    """True to seed the random generator from the request, so that the completion is reproducible; some engines always do so."""
 
     @property
     def limited(self) -> bool:
-        """Whether each token comes from so few that its completion has them as its `support`."""
+        """True if each token is sampled from at most `top_k` ids, which its completion has as `support`."""
         return self.top_k > 0 and not self.greedy
 
     def __post_init__(self) -> None:
         if not self.greedy and not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, not {self.temperature}; for the likeliest token use greedy")
+            raise ValueError(f"temperature must be above 0, not {self.temperature}; for the most likely token use greedy")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRequest:
-    """One prompt to be sampled: `samples` are the wanted ones of `rows`, which is the whole group's size whatever is wanted."""
+    """One prompt to be sampled: `samples` are the requested ones of the group's `rows` samples."""
 
     group: int
     prompt_ids: npt.NDArray[np.int32]
@@ -64,11 +64,11 @@ class GroupRequest:
     seed: int
     sampling: Sampling
     stream: int | None = None
-    """The number that stands for the group's in its random numbers, where it is not `group` itself."""
+    """Number that seeds the group's random numbers instead of `group`."""
 
     @property
     def random_group(self) -> int:
-        """The group number that its random numbers follow from."""
+        """Group number that seeds the random numbers."""
         return self.group if self.stream is None else self.stream
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class GroupRequest:
 
 
 class Span(NamedTuple):
-    """Tokens from `start` on were drawn under policy version `version`, until the next span starts."""
+    """Tokens from `start` to the next span were sampled under policy version `version`."""
 
     version: int
     start: int
@@ -87,7 +87,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sample that ended: `token_ids` include the stop id, `logprobs` are of the distribution drawn from (`float32`, nats)."""
+    """One sample that ended: `token_ids` include the stop id, `logprobs` are those of the sampling distribution (`float32`, nats)."""
 
     group: int
     sample: int
@@ -95,26 +95,25 @@ class Completion:
     logprobs: npt.NDArray[np.float32]
     finish: Finish
     spans: tuple[Span, ...]
-    """At least one; the first starts at 0, none is empty unless the sample is."""
+    """At least one; the first starts at 0, and none is empty unless the sample is."""
     started_ns: int
     ended_ns: int
     support: npt.NDArray[np.int32] | None = None
-    """[T, k] ids of the distribution that each token was drawn from, -1 behind the last; a row of -1 where they are not known. None
-    unless `Sampling.limited`."""
+    """[T, k] ids that each token was sampled from, padded with -1; a row of -1 if unknown. None unless `Sampling.limited`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInFlight:
-    """How far an engine is with a group: tokens drawn for its wanted samples, those that ended included."""
+    """Progress of a group in an engine; `tokens` counts all tokens of its requested samples, ended ones included."""
 
     group: int
     tokens: int
     oldest_version: int | None
-    """Oldest policy version that any of them was drawn under; None while there is none."""
+    """Oldest policy version of these tokens; None without tokens."""
 
 
 class Engine(Protocol):
-    """Draws groups step by step; its owner calls `step` in a loop and does its own work in between."""
+    """Generates groups step by step; its owner calls `step` in a loop and does its own work in between."""
 
     @property
     def version(self) -> int:
@@ -122,105 +121,105 @@ class Engine(Protocol):
 
     @property
     def pending(self) -> int:
-        """Groups in hand: submitted and not yet ended."""
+        """Number of groups in flight: submitted and not ended."""
 
     @property
     def idle(self) -> bool:
-        """True if no group is in hand."""
+        """True if no group is in flight."""
 
     @property
     def has_room(self) -> bool:
-        """True if one more group would be drawn at once: some of the samples that it draws side by side have ended, or were never begun."""
+        """True if one more group would start at once, because concurrent samples are free."""
 
     def submit(self, request: GroupRequest) -> None:
-        """Take a group in hand; lower group numbers are drawn first. Raises `EngineError` if the model cannot draw it."""
+        """Queue a group; lower group numbers are generated first. Raises `EngineError` if the model cannot generate it."""
 
     def step(self) -> list[Completion]:
-        """Draw one token for every row in work and return the wanted samples that ended with it; nothing in hand, nothing done."""
+        """Generate one token for every running row and return the requested samples that ended with it; does nothing if idle."""
 
     def abort(self, group: int) -> list[Completion]:
-        """End a group in hand: what is drawn of its wanted samples that have not ended, perhaps nothing, with finish "abort"."""
+        """Abort a group; returns its unended requested samples with their tokens so far, perhaps none, and finish "abort"."""
 
     def groups_in_flight(self) -> list[GroupInFlight]:
-        """The groups in hand, lowest number first."""
+        """The groups in flight, lowest number first."""
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
-        """Take all tensors or, with `EngineError`, none; only while idle unless its kind `swaps_in_flight`."""
+        """Load all tensors, or none and raise `EngineError`; only while idle unless its kind `swaps_in_flight`."""
 
     def stats(self) -> dict[str, float]:
-        """Counts and seconds since the engine was made."""
+        """Counts and seconds since the engine was created."""
 
     def close(self) -> None:
-        """Let go of the model; groups in hand are forgotten."""
+        """Release the model and drop the groups in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of every engine; each uses those that concern it."""
+    """Settings of all engines; each uses some of them."""
 
     directory: Path
-    """The model."""
+    """Directory of the model."""
     dtype: Literal["float32", "bfloat16"]
     device: str
     threads: int
     seed: int
     concurrency: int
-    """Samples drawn side by side."""
+    """Number of concurrent samples."""
     longest: int
     """Tokens of the longest prompt with its completion."""
     kv_cache: Literal["recompute", "keep"]
     engine_process: bool
     arguments: Mapping[str, Any]
-    """vLLM's own arguments."""
+    """Arguments of vLLM's engine."""
     delay_s: float
-    """Seconds that the toy engine sleeps for each step."""
+    """Seconds that the toy engine sleeps in each step."""
     top_k: int = 0
-    """The highest that will be asked for."""
+    """Largest `Sampling.top_k` of the requests."""
     stops_at_text: bool = False
-    """Whether `Sampling.stop` will be asked for."""
+    """True if requests have `Sampling.stop`."""
     sleeps: bool = False
-    """Whether the engine will be asked to sleep."""
+    """True if the engine shares its device and sleeps at times."""
 
 
 def _accept(_: EngineSettings) -> None:
-    """Nothing can be known to be wrong before the engine is opened."""
+    """Accept any settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """An engine's capabilities and how to open it; declared where nothing heavy is imported."""
+    """Declaration of an engine: its capabilities and how to open it, readable without importing it."""
 
     open: Callable[[EngineSettings], Engine]
     """Imports the engine and loads the model. Raises `EngineError`."""
     swaps_in_flight: bool
-    """True if weights may be loaded while groups are in hand, whose samples then go on under the new ones."""
+    """True if weights may be loaded while groups are in flight, whose samples continue under the new weights."""
     sleeps: bool = False
-    """True if its engines are `Sleepable`: asleep they have no weights, their version is `DIRECTORY_VERSION`, and once awake they are given
-    some before they draw."""
+    """True if its engines are `Sleepable`: asleep they have no weights and the version `DIRECTORY_VERSION`, and after waking they need
+    weights before they generate."""
     continuous_batching: bool = False
-    """True if it fills `concurrency` rows with samples of several groups; False if it draws one group at a time."""
+    """True if it fills `concurrency` rows with samples of several groups; False if it generates one group at a time."""
     min_temperature: float = 0.0
-    """Lower temperatures would be raised to this one without a word, and their logprobs would be of another distribution."""
+    """The engine raises lower temperatures to this one silently, so that their logprobs would be of another distribution."""
     gpus: Callable[[Mapping[str, Any]], int] = lambda _: 1
-    """GPUs that one engine spreads over under these arguments."""
+    """Number of GPUs of one engine with these arguments."""
     gpus_key: str | None = None
-    """The setting that spreads one engine over several GPUs; None where it computes on one."""
+    """Setting for the number of GPUs of one engine; None if it is always one."""
     packages: tuple[Package, ...] = ()
     check: Callable[[EngineSettings], None] = _accept
-    """Raises `EngineError` for settings that cannot work on this machine, as far as that shows without loading a model."""
+    """Raises `EngineError` for settings that cannot work on this machine, as far as that is known without loading a model."""
 
 
 def uniforms(*, seed: int, group: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """`count` numbers in [0, 1) that belong to this sample alone: one a token, from a counter-based generator (Philox-4x64)."""
+    """`count` uniform numbers in [0, 1) of one sample, one per token, from a counter-based generator (Philox-4x64)."""
     key = np.array([seed, group], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, sample])).random(count)
 
 
 def check_tensors(tensors: Iterable[TensorBytes], shapes: Mapping[str, tuple[int, ...]], *, version: int) -> list[TensorBytes]:
-    """All tensors, when they are exactly the parameters in `shapes`, each of its size; else `EngineError` naming the first that is not."""
-    held = list(tensors)
-    names = {tensor.name for tensor in held}
-    if len(names) != len(held):
+    """The tensors as a list. Raises `EngineError` unless they are exactly the parameters in `shapes`, each of its size."""
+    weights = list(tensors)
+    names = {tensor.name for tensor in weights}
+    if len(names) != len(weights):
         raise EngineError(f"weights version {version}: a parameter comes twice")
     if missing := sorted(shapes.keys() - names):
         raise EngineError(
@@ -228,11 +227,11 @@ def check_tensors(tensors: Iterable[TensorBytes], shapes: Mapping[str, tuple[int
         )
     if unknown := sorted(names - shapes.keys()):
         raise EngineError(f"weights version {version}: the model has no parameter {unknown[0]}: is model.path the run's model?")
-    for tensor in held:
+    for tensor in weights:
         if tuple(tensor.shape) != tuple(shapes[tensor.name]):
             raise EngineError(
                 f"weights version {version}: {tensor.name} is {list(tensor.shape)}, the model's is {list(shapes[tensor.name])}"
             )
         if memoryview(tensor.data).nbytes != tensor.nbytes:
             raise EngineError(f"weights version {version}: {tensor.name} has {memoryview(tensor.data).nbytes} bytes, not {tensor.nbytes}")
-    return held
+    return weights

@@ -1,4 +1,4 @@
-"""The packages that a part of Penstock needs, as that part declares them."""
+"""Declaration of the packages that an engine or backend needs."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,6 @@ class Package:
     """Name to install."""
     purpose: str
     extra: str = ""
-    """Extra of the wheel that has it; empty for the wheel's own dependencies."""
+    """Extra of Penstock's wheel that installs it; empty for a plain dependency."""
     on_gpus: bool | None = None
-    """True or False for one of two builds of a module: the one for machines with GPUs, or without; None where there is only one build."""
+    """True or False for the build of a module for machines with or without GPUs; None if there is only one build."""

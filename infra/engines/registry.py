@@ -1,4 +1,4 @@
-"""The engines by the name that `rollout.engine` has."""
+"""The engines by their name in `rollout.engine`."""
 
 from collections.abc import Mapping
 

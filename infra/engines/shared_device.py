@@ -1,7 +1,7 @@
-"""The device that processes of one machine compute on by turns: an exclusive lock on a file, and a queue of those that want it.
+"""Time-shares one device between the processes of a machine: an exclusive file lock and a queue of one waiting process.
 
-The rule: whoever holds the device is awake, everybody else's models sleep. The kernel releases the locks of a process that dies, however
-it dies; whoever waits is seen by the holder, which hands the device over once nothing of its own is under way.
+The owner's model is awake, all other models sleep. The kernel releases the locks of a process that exits for any reason. The owner sees
+that another process waits and releases the device when nothing of its own is running.
 """
 
 import fcntl
@@ -11,46 +11,46 @@ from threading import Event
 from typing import IO, Protocol, runtime_checkable
 
 POLL_S = 0.05
-"""How often a process that waits for the device asks for it."""
+"""Interval at which a waiting process tries to acquire the device."""
 
 
 @runtime_checkable
 class Sleepable(Protocol):
-    """A model that gives the memory of its device back while it does not compute."""
+    """A model that can free its device's memory while it does not compute."""
 
     def sleep(self) -> None:
-        """Free the device's memory; only while nothing is under way."""
+        """Free the device's memory; only while nothing is running."""
 
     def wake(self) -> None:
-        """Take the device's memory again."""
+        """Allocate the device's memory again."""
 
 
 class SharedDevice:
-    """One process's place among those that share a device; they all name the same directory.
+    """One process's access to a shared device; all processes name the same directory.
 
-    Two locks make a queue of one: who wants the device holds `queue` until it has `device`. Without it, a holder that gives the device and
-    takes it again at once would always be faster than whoever waits.
+    A process that wants the device locks `device.queue` until it has locked `device.lock`. Without the queue, an owner that releases the
+    device and acquires it again at once would always be faster than a waiting process.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make the two files if they are not there."""
+        """Create the two files if they are missing."""
         directory.mkdir(parents=True, exist_ok=True)
         self._queue, self._device = ((directory / name).open("wb") for name in ("device.queue", "device.lock"))
         self._queued = False
         self.owned = False
         self.model: Sleepable | None = None
-        """What sleeps while others have the device; None until it is loaded, with the device held."""
+        """Model that sleeps while another process owns the device; None until it is loaded, while this process owns the device."""
 
     @property
     def contended(self) -> bool:
-        """Whether another process waits for the device that this one holds."""
+        """True if another process waits for the device."""
         if not _lock(self._queue):
             return True
         fcntl.flock(self._queue, fcntl.LOCK_UN)
         return False
 
     def acquire(self) -> bool:
-        """Have the device, if it is free, and wake the model; else be the next, and ask again soon."""
+        """Acquire the device if it is free, and wake the model; else queue for it if possible and return False."""
         if self.owned:
             return True
         self._queued = self._queued or _lock(self._queue)
@@ -63,7 +63,7 @@ class SharedDevice:
         return True
 
     def wait(self, stop: Event, *, meanwhile: Callable[[], None]) -> bool:
-        """Take the device, however long that lasts; False when `stop` is set before."""
+        """Acquire the device without a timeout; False if `stop` is set before."""
         while not self.acquire():
             meanwhile()
             if stop.wait(POLL_S):
@@ -72,20 +72,20 @@ class SharedDevice:
         return True
 
     def leave_queue(self) -> None:
-        """Wait no longer: a place in the queue that nobody uses would keep the others from the device."""
+        """Stop waiting: an unused position in the queue would block the other processes."""
         if self._queued:
             self._queued = False
             fcntl.flock(self._queue, fcntl.LOCK_UN)
 
     def release(self) -> None:
-        """Let the model sleep, and hand the device over."""
+        """Put the model to sleep and release the device."""
         if self.model is not None:
             self.model.sleep()
         self.owned = False
         fcntl.flock(self._device, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of everything, whatever the model does."""
+        """Release the locks without putting the model to sleep."""
         self._queued = self.owned = False
         self._queue.close()
         self._device.close()

@@ -1,6 +1,6 @@
-"""An engine without a model: pseudo-random completions at a chosen speed, for tests and for measuring everything else.
+"""An engine without a model: pseudo-random completions at a configured speed, for tests and benchmarks of the rest.
 
-The rule: the same contract as the real ones; a completion is a function of the request and of the digest of the weights it began under.
+It follows the protocol of real engines; a completion depends only on the request and on the digest of the weights at its start.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from penstock.infra.tensors.stream import TensorBytes, digest
 
 
 class ToyEngine:
-    """Draws up to `capacity` groups side by side; a step takes `delay_s`.
+    """Generates up to `capacity` groups concurrently; a step takes `delay_s`.
 
     Lengths are uniform from 1 to `max_new_tokens`, tokens uniform over `vocabulary` ids. The parameters' names and shapes are `parameters`
-    or, without it, those of the first weights that come.
+    or, without it, those of the first loaded weights.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class ToyEngine:
         self._shapes = None if parameters is None else dict(parameters)
         self._salt = b""
         self._waiting: list[tuple[int, int, GroupRequest]] = []
-        self._drawing: list[_Group] = []
+        self._running: list[_Group] = []
         self._submitted = 0
         self._stats = {"groups": 0.0, "tokens": 0.0, "decode_steps": 0.0, "busy_s": 0.0, "loads": 0.0}
 
     @property
     def pending(self) -> int:
-        return len(self._waiting) + len(self._drawing)
+        return len(self._waiting) + len(self._running)
 
     @property
     def idle(self) -> bool:
@@ -67,45 +67,45 @@ class ToyEngine:
         heapq.heappush(self._waiting, (request.group, self._submitted, request))
 
     def step(self) -> list[Completion]:
-        while self._waiting and len(self._drawing) < self._capacity:
-            self._drawing.append(self._begin(heapq.heappop(self._waiting)[2]))
-        if not self._drawing:
+        while self._waiting and len(self._running) < self._capacity:
+            self._running.append(self._start(heapq.heappop(self._waiting)[2]))
+        if not self._running:
             return []
         if self._delay_s:
             time.sleep(self._delay_s)
-        ended = [completion for group in self._drawing for completion in group.step(self.version)]
+        ended = [completion for group in self._running for completion in group.step(self.version)]
         self._stats["decode_steps"] += 1
         self._stats["busy_s"] += self._delay_s
         self._stats["tokens"] += sum(len(completion.token_ids) for completion in ended)
-        self._stats["groups"] += sum(not group.left for group in self._drawing)
-        self._drawing = [group for group in self._drawing if group.left]
+        self._stats["groups"] += sum(not group.unended for group in self._running)
+        self._running = [group for group in self._running if group.unended]
         return ended
 
     def abort(self, group: int) -> list[Completion]:
-        began = [drawn for drawn in self._drawing if drawn.request.group == group]
-        began += [self._begin(request) for number, _, request in self._waiting if number == group]
+        aborted = [running for running in self._running if running.request.group == group]
+        aborted += [self._start(request) for number, _, request in self._waiting if number == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
-        self._drawing = [drawn for drawn in self._drawing if drawn.request.group != group]
-        return [completion for drawn in began for completion in drawn.aborted()]
+        self._running = [running for running in self._running if running.request.group != group]
+        return [completion for running in aborted for completion in running.aborted()]
 
     def groups_in_flight(self) -> list[GroupInFlight]:
         groups = [GroupInFlight(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
         groups += [
-            GroupInFlight(group=drawn.request.group, tokens=drawn.tokens, oldest_version=drawn.spans[0].version if drawn.steps else None)
-            for drawn in self._drawing
+            GroupInFlight(group=group.request.group, tokens=group.tokens, oldest_version=group.spans[0].version if group.steps else None)
+            for group in self._running
         ]
-        return sorted(groups, key=lambda drawn: drawn.group)
+        return sorted(groups, key=lambda progress: progress.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
-        held = list(tensors)
-        shapes = self._shapes or {tensor.name: tuple(tensor.shape) for tensor in held}
-        self._salt = digest(check_tensors(held, shapes, version=version), "sha256").encode()
+        weights = list(tensors)
+        shapes = self._shapes or {tensor.name: tuple(tensor.shape) for tensor in weights}
+        self._salt = digest(check_tensors(weights, shapes, version=version), "sha256").encode()
         self._shapes, self.version = shapes, version
         self._stats["loads"] += 1
 
     def sleep(self) -> None:
-        assert self.idle, "an engine with groups in hand does not sleep"
+        assert self.idle, "an engine with groups in flight does not sleep"
         self.version = DIRECTORY_VERSION
 
     def wake(self) -> None:
@@ -116,14 +116,14 @@ class ToyEngine:
 
     def close(self) -> None:
         self._waiting.clear()
-        self._drawing.clear()
+        self._running.clear()
 
-    def _begin(self, request: GroupRequest) -> "_Group":
+    def _start(self, request: GroupRequest) -> "_Group":
         return _Group(request, vocabulary=self._vocabulary, salt=self._salt, version=self.version)
 
 
 class _Group:
-    """One group in work: its wanted samples are known when it begins and come out at their lengths."""
+    """One running group: its samples are computed at its start and returned step by step."""
 
     def __init__(self, request: GroupRequest, *, vocabulary: int, salt: bytes, version: int) -> None:
         self.request, self.steps, self.started_ns = request, 0, time.time_ns()
@@ -131,24 +131,24 @@ class _Group:
         self.ended_tokens = 0
         prompt = np.ascontiguousarray(request.prompt_ids, dtype="<i4").tobytes()
         base = hashlib.sha256(salt + prompt + repr(request.sampling).encode()).digest()
-        self.left = {sample: _draw(request, sample, int.from_bytes(base[:7], "little"), vocabulary) for sample in request.samples}
+        self.unended = {sample: _generate(request, sample, int.from_bytes(base[:7], "little"), vocabulary) for sample in request.samples}
 
     @property
     def tokens(self) -> int:
-        return self.ended_tokens + self.steps * len(self.left)
+        return self.ended_tokens + self.steps * len(self.unended)
 
     def step(self, version: int) -> list[Completion]:
         if version != self.spans[-1].version:
             self.spans = [span for span in self.spans if span.start < self.steps] + [Span(version, self.steps)]
         self.steps += 1
-        ended = [sample for sample, (ids, _) in self.left.items() if len(ids) == self.steps]
+        ended = [sample for sample, (ids, _) in self.unended.items() if len(ids) == self.steps]
         self.ended_tokens += self.steps * len(ended)
-        return [self._completion(sample, *self.left.pop(sample)) for sample in ended]
+        return [self._completion(sample, *self.unended.pop(sample)) for sample in ended]
 
     def aborted(self) -> list[Completion]:
         return [
             self._completion(sample, ids[: self.steps], logprobs[: self.steps], finish="abort")
-            for sample, (ids, logprobs) in self.left.items()
+            for sample, (ids, logprobs) in self.unended.items()
         ]
 
     def _completion(
@@ -166,7 +166,7 @@ class _Group:
         )
 
 
-def _draw(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def _generate(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     sampling = request.sampling
     seed, group, sample = (0, 0, 0) if sampling.greedy else (request.seed, request.random_group, sample)
     longest = sampling.max_new_tokens

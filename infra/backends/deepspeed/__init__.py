@@ -1,1 +1,1 @@
-"""The backend that trains with DeepSpeed: what a person may tell it, and a reader of its checkpoints."""
+"""The DeepSpeed backend: its user options and the reader of its checkpoints."""

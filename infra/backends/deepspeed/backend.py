@@ -1,7 +1,7 @@
-"""The trainer's model on DeepSpeed, ZeRO stages 0-3.
+"""Trainer backend on DeepSpeed, ZeRO stages 0-3.
 
-The rule: the caller, not DeepSpeed, decides where a step ends (`managed_gradient_accumulation` is off), and the step's count
-divides the float32 gradient partitions in `step`, through the same hook that undoes a loss scale.
+The caller, not DeepSpeed, ends a step (`managed_gradient_accumulation` is off). `step` divides the float32 gradient partitions by the
+step's denominator through the hook that undoes a loss scale.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class DeepSpeedBackend(LocalModel):
 
     name = "deepspeed"
     divides_late = True
-    saves_in_background = False  # its parameters and gradients change hands in backward passes
+    saves_in_background = False  # backward passes move its parameters and gradients between processes
 
     def __init__(
         self, *, zero_stage: int = 2, offload: str = "none", deepspeed_config: Mapping[str, Any] | None = None, **settings: Any
@@ -61,17 +61,17 @@ class DeepSpeedBackend(LocalModel):
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
-        outputs, said = self.run_forward(batch)
+        outputs, counts = self.run_forward(batch)
         loss, stats = self.loss_of(outputs, loss_fn)
         self.engine.backward(loss)
         self.has_gradient = True
-        return {"loss_sum": float(loss.detach()), **said, **stats}
+        return {"loss_sum": float(loss.detach()), **counts, **stats}
 
     def step(self, *, denominator: float) -> StepResult:
-        """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
+        """Divide the gradient sum, clip, update. Raises `BackendError` and leaves the weights unchanged if the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
-        # DeepSpeed averages over the processes. A loss times their number would round otherwise throughout the backward pass.
+        # DeepSpeed averages over the processes. Scaling the loss instead would change the rounding of the backward pass.
         self.denominator = checked_denominator(denominator) / self.world_size
         rate = self.settings.learning_rate(self.steps)
         for group in self.optimizer.param_groups:
@@ -101,7 +101,7 @@ class DeepSpeedBackend(LocalModel):
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace all parameters, or none, and the float32 masters with them."""
+        """Replace all parameters and their float32 masters, or none on an error."""
         if self.adapters is not None:
             self.replace_weights(tensors)
             if self.zero_stage:
@@ -124,7 +124,7 @@ class DeepSpeedBackend(LocalModel):
             self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
 
     def load(self, directory: str | Path) -> None:
-        """Restore exactly the state that any number of processes wrote; `BackendError` when it is missing or of another model."""
+        """Restore exactly the state, written by any number of processes. Raises `BackendError` if it is missing or of another model."""
         try:
             state = shards.load(self.engine, Path(directory) / TAG) if self.zero_stage else self._load_whole(directory)
         except (OSError, RuntimeError, EOFError, KeyError, AssertionError, pickle.UnpicklingError) as error:
@@ -133,7 +133,7 @@ class DeepSpeedBackend(LocalModel):
         self.steps, self.has_gradient = state["steps"], False
 
     def fingerprint(self) -> dict[str, str | int]:
-        """The fingerprint of every backend, with DeepSpeed's version, the ZeRO stage, and where and how else it was told to compute."""
+        """The common fingerprint, with DeepSpeed's version, ZeRO stage, offload and user options."""
         return super().fingerprint() | {
             "deepspeed": self.deepspeed.__version__,
             "zero_stage": self.zero_stage,
@@ -154,7 +154,7 @@ class DeepSpeedBackend(LocalModel):
         if self.offload == "parameters":
             offloaded["offload_param"] = host
         ours = {
-            "train_micro_batch_size_per_gpu": 1,  # counts calls here: the engine never sees the loader
+            "train_micro_batch_size_per_gpu": 1,  # counts calls, because the engine has no data loader
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
             "gradient_clipping": clip,
@@ -163,17 +163,17 @@ class DeepSpeedBackend(LocalModel):
             "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False, **offloaded},
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
             "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",  # else bfloat16 gradients are added up over the processes as such
+            "communication_data_type": "fp32",  # else gradients are reduced in bfloat16
             "steps_per_print": 10**9,
         }
         return options.merged(ours, self.options)
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Raise `BackendError` where DeepSpeed refuses a person's options; what it refuses without any is an error of ours."""
+        """Raise `BackendError` if DeepSpeed rejects the user's options; without options its error is a bug and passes unchanged."""
         try:
             yield
-        # The boundary to DeepSpeed, which checks options in a dozen ways.
+        # DeepSpeed validates options in many ways and raises any type of error.
         except Exception as error:
             if not self.options:
                 raise
@@ -181,10 +181,10 @@ class DeepSpeedBackend(LocalModel):
             if isinstance(error, pydantic.ValidationError):
                 first = error.errors(include_url=False)[0]
                 reason = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
-            raise BackendError(f"trainer.deepspeed_config: DeepSpeed refuses it: {reason}") from error
+            raise BackendError(f"trainer.deepspeed_config: DeepSpeed rejects it: {reason}") from error
 
     def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
-        """For stage 0, of whose state every process has all; the settings stay those of the current run."""
+        """Load the state of stage 0, which every process holds in full; the optimizer keeps the settings of the current run."""
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         stored.check(Path(directory) / TAG)
         path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
@@ -201,7 +201,7 @@ class DeepSpeedBackend(LocalModel):
 
     @torch.no_grad()
     def _divide_and_clip(self) -> None:
-        """For stage 0, which runs the plain optimizer: called after DeepSpeed has averaged the gradients, before AdamW uses them."""
+        """Divide and clip under stage 0, which runs the plain optimizer: called between DeepSpeed's averaging and AdamW's update."""
         parameters = [parameter for parameter in self._trained() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         torch._foreach_div_(gradients, self.denominator)

@@ -1,7 +1,6 @@
-"""DeepSpeed's own options (`trainer.deepspeed_config`): which of them a person may set, and how they are laid over ours.
+"""The user's DeepSpeed options (`trainer.deepspeed_config`): validated, and merged over Penstock's.
 
-The rule: what Penstock decides is refused with the key to use instead; "auto", which stands for "whoever starts DeepSpeed decides", says
-nothing and is left out.
+An option that Penstock sets is rejected with the key to use instead. The value "auto" leaves the decision to Penstock.
 """
 
 from collections.abc import Mapping
@@ -9,10 +8,10 @@ from typing import Any
 
 AUTO = "auto"
 
-_BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens say what a step and a pass hold"
+_BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens set the sizes of a step and of a pass"
 _PRECISION = "set trainer.dtype; masters, moments and gradient sums are float32"
-_CHECKPOINTS = "one format of checkpoints is written, in trainer.checkpoint_dir, for any number of processes to read"
-_DIVISION = "a trainer's processes divide samples and, by trainer.zero_stage, the model's state; nothing else is divided"
+_CHECKPOINTS = "checkpoints have one format, in trainer.checkpoint_dir, which any number of processes can read"
+_DIVISION = "a trainer's processes divide samples and, by trainer.zero_stage, the model's state only"
 OURS: Mapping[str, str] = {
     "train_batch_size": _BATCHES,
     "train_micro_batch_size_per_gpu": _BATCHES,
@@ -45,20 +44,20 @@ OURS: Mapping[str, str] = {
     "pipeline": _DIVISION,
     "elasticity": _DIVISION,
 }
-"""Option, dotted -> what decides it; a table stands for all that is in it."""
+"""Dotted option, or table of options -> what decides it."""
 AGREED: Mapping[str, Any] = {"optimizer": {"type": "AdamW"}}
-"""What is left of an option of ours when "auto" is taken out, and says no other than we do."""
+"""Values of such options that are accepted because they agree with Penstock's, without the "auto" entries."""
 
 
 def mistake(options: Mapping[str, Any]) -> str | None:
-    """One line about the first option that Penstock decides itself, else None."""
-    given = without_auto(options)
+    """One line about the first option that Penstock decides, else None."""
+    user_options = without_auto(options)
     for name, why in OURS.items():
-        value: Any = given
+        value: Any = user_options
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != AGREED.get(name):
-            return f"trainer.deepspeed_config: {name} is not DeepSpeed's to decide here: {why}, and leave it out"
+            return f"trainer.deepspeed_config: {name} cannot be set here: {why}. Leave it out"
     return None
 
 
@@ -69,30 +68,30 @@ def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
         without_auto({"bf16": {"enabled": "auto"}, "zero_optimization": {"reduce_bucket_size": 5}})
         # -> {"zero_optimization": {"reduce_bucket_size": 5}}
     """
-    found = {}
+    result = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
             inner = {} if value.get("enabled") == AUTO else without_auto(value)
             if inner:
-                found[name] = inner
+                result[name] = inner
         elif value != AUTO:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a person's options DeepSpeed is told."""
+    """The user's options that are passed to DeepSpeed."""
     return {name: value for name, value in without_auto(options).items() if name not in AGREED}
 
 
 def merged(ours: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with options laid over it, table by table.
+    """The configuration with `options` merged over it, table by table.
 
     Example:
         merged({"zero": {"stage": 2}}, {"zero": {"bucket": 5}})  # -> {"zero": {"stage": 2, "bucket": 5}}
     """
-    found = dict(ours)
+    result = dict(ours)
     for name, value in options.items():
-        below = found.get(name)
-        found[name] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return found
+        table = result.get(name)
+        result[name] = merged(table, value) if isinstance(table, Mapping) and isinstance(value, Mapping) else value
+    return result

@@ -1,7 +1,6 @@
-"""Reads a checkpoint of ZeRO stages 1 to 3 with any number of processes: each takes its share from the shards of those who wrote it.
+"""Loads a checkpoint of ZeRO stages 1 to 3 with any number of processes: each reads its part from the shards, bit for bit.
 
-The rule: every number comes back bit for bit, and only what a process needs is read. DeepSpeed itself refuses another number of
-processes, or first writes the whole state anew, a file for each parameter.
+DeepSpeed itself rejects another number of processes, or first converts the full state to a file per parameter.
 """
 
 from collections import defaultdict
@@ -15,66 +14,66 @@ from penstock.infra.backends.deepspeed import stored
 from penstock.infra.errors import BackendError
 
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
-"""What a shard holds of each of its elements; AdamW's moments from the first step on."""
+"""States of each element of a shard; AdamW's moments exist from the first step on."""
 
 
 class Shards:
-    """The shards that a checkpoint's processes wrote, as parameters."""
+    """The shards of a checkpoint, addressed by parameter."""
 
     def __init__(self, directory: Path) -> None:
-        """Map the files of `directory` into memory. Raises `BackendError` when there are none."""
+        """Map the files of `directory` into memory. Raises `BackendError` if there are none."""
         models, optimizers = sorted(directory.glob("*_model_states.pt")), list(directory.glob("*_optim_states.pt"))
         if not models or not optimizers:
             raise BackendError(f"there is no trainer state in {directory}")
         self.common = stored.read(models[0])
-        """What rank 0 wrote of the model and of the run."""
+        """Rank 0's file: the model, and the state of the run."""
         self.step: torch.Tensor | None = None
-        """AdamW's count of steps; None where there are no moments."""
+        """AdamW's step count; None without moments."""
         self._pieces: dict[str, list[tuple[Mapping[str, torch.Tensor], int, int]]] = defaultdict(list)
-        """Parameter -> its pieces in order: the flat states that it lies in, where, and how long it is."""
+        """Parameter -> its pieces in order: flat states, start and number of elements."""
         parts = [stored.read(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
         for rank, part in enumerate(parts):
             flat = part["fp32_flat_groups" if "fp32_flat_groups" in part else "single_partition_of_fp32_groups"]
             states = part["optimizer_state_dict" if "fp32_flat_groups" in part else "base_optimizer_state"]["state"]
             self.step = next(iter(states.values()))["step"] if states else self.step
-            for group, places in enumerate(self._places(part, rank, len(parts))):
+            for group, ranges in enumerate(self._ranges(part, rank, len(parts))):
                 tensors = {**states.get(group, {}), MASTER: flat[group]}
-                for name, (start, count) in places.items():
+                for name, (start, count) in ranges.items():
                     self._pieces[name].append((tensors, start, count))
 
     def size(self, name: str) -> int:
-        """Elements of a parameter; 0 of one that is not there."""
+        """Number of elements of a parameter; 0 if it is missing."""
         return sum(count for _, _, count in self._pieces.get(name, []))
 
-    def copy(self, kind: str, name: str, begin: int, target: torch.Tensor) -> None:
-        """Fill `target` [N] with the elements of a parameter from `begin` on."""
+    def copy(self, kind: str, name: str, offset: int, target: torch.Tensor) -> None:
+        """Fill `target` [N] with the elements of a parameter from `offset` on."""
         first = 0
         for tensors, start, count in self._pieces[name]:
-            low, high = max(begin, first), min(begin + target.numel(), first + count)
+            low, high = max(offset, first), min(offset + target.numel(), first + count)
             if low < high:
-                target[low - begin : high - begin] = tensors[kind][start + low - first : start + high - first]
+                target[low - offset : high - offset] = tensors[kind][start + low - first : start + high - first]
             first += count
 
-    def _places(self, part: Mapping[str, Any], rank: int, ranks: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """For each flat tensor of a shard: parameter -> where its piece begins and how long it is."""
+    def _ranges(self, part: Mapping[str, Any], rank: int, ranks: int) -> Iterator[dict[str, tuple[int, int]]]:
+        """For each flat tensor of a shard: parameter -> start and number of elements of its piece."""
         if "fp32_flat_groups" not in part:
             for mapping in part["param_slice_mappings"]:
                 yield {name: (address.start, address.numel) for name, address in mapping.items()}
             return
         for shapes in self.common["param_shapes"]:
-            places, start = {}, 0
+            ranges, start = {}, 0
             for name, shape in shapes.items():
                 share = -(-shape.numel() // ranks)
-                places[name] = (start, max(0, min(share, shape.numel() - rank * share)))
+                ranges[name] = (start, max(0, min(share, shape.numel() - rank * share)))
                 start += share
-            yield places
+            yield ranges
 
 
 @torch.no_grad()
 def load(engine: Any, directory: Path) -> Mapping[str, Any]:
-    """Restore this process's masters and moments, and all weights; returns what `client_state` held.
+    """Restore this process's masters and moments, and all weights; returns the `client_state`.
 
-    The optimizer's settings stay those of the current run. Raises `BackendError` for no state, or that of another model.
+    The optimizer keeps the settings of the current run. Raises `BackendError` if there is no state or it is of another model.
     """
     shards, optimizer = Shards(directory), engine.optimizer
     names = {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in _trained(engine)}
@@ -83,9 +82,9 @@ def load(engine: Any, directory: Path) -> Mapping[str, Any]:
     partitioned = engine.zero_optimization_partition_weights()
     for master, pieces in _partitioned(optimizer) if partitioned else _whole(optimizer):
         fresh = {kind: torch.zeros_like(master) for kind in (MASTER, *(MOMENTS if shards.step is not None else ()))}
-        for name, begin, start, count in pieces:
+        for name, offset, start, count in pieces:
             for kind, flat in fresh.items():
-                shards.copy(kind, name, begin, flat[start : start + count])
+                shards.copy(kind, name, offset, flat[start : start + count])
         master.copy_(fresh.pop(MASTER))
         counted = {} if shards.step is None else {"step": shards.step.to(master.device, copy=True)}
         optimizer.optimizer.state[master] = {**counted, **fresh}
@@ -101,11 +100,11 @@ def _trained(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 Pieces = Iterator[tuple[str, int, int, int]]
-"""Of a process's flat master: parameter, the first of its elements, where it lies, how many."""
+"""Pieces of a process's flat master: parameter, first element, start in the master, number of elements."""
 
 
 def _whole(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
-    """Stages 1 and 2: a group of parameters lies in one line, which is cut into equal parts."""
+    """Stages 1 and 2: the concatenated parameters of a group are divided into equal parts."""
 
     def pieces(parameters: list[Any]) -> Pieces:
         for parameter in parameters:
@@ -118,7 +117,7 @@ def _whole(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
 
 
 def _partitioned(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
-    """Stage 3: each parameter is cut into equal parts by itself."""
+    """Stage 3: each parameter is divided into equal parts."""
     rank = torch.distributed.get_rank()
 
     def pieces(parameters: list[Any]) -> Pieces:
@@ -133,7 +132,7 @@ def _partitioned(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
 
 
 def _publish(optimizer: Any) -> None:
-    """Make the weights of stage 3 those of the masters, as DeepSpeed does when it has loaded them."""
+    """Copy the masters of stage 3 to the weights, as DeepSpeed does after loading."""
     optimizer.checkpoint_event_prologue()
     for master, weights, parts in zip(
         optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups, strict=True

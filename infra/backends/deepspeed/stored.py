@@ -1,6 +1,6 @@
-"""Reads the files of a DeepSpeed checkpoint as data: tensors, plain values and the three classes that ZeRO stores.
+"""Reads the files of a DeepSpeed checkpoint without executing code: tensors, plain values and the three classes that ZeRO stores.
 
-Files and folders of other users, or that others may write, are refused.
+Files and folders that belong to other users, or that others may write, are rejected.
 """
 
 import os
@@ -15,7 +15,7 @@ OTHERS_WRITE = 0o022
 
 
 def read(file: Path) -> Any:
-    """The content of a file, mapped into memory. Raises `BackendError` for one that holds anything else, or belongs to others."""
+    """The content of a file, mapped into memory. Raises `BackendError` if it names other classes or other users may write it."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -31,7 +31,7 @@ def read(file: Path) -> Any:
 
 
 def check(directory: Path) -> None:
-    """Raise `BackendError` unless `read` takes each file of a checkpoint, which DeepSpeed itself will unpickle."""
+    """Raise `BackendError` unless `read` accepts each file of a checkpoint, which DeepSpeed will unpickle."""
     for file in sorted(directory.rglob("*.pt")):
         read(file)
 

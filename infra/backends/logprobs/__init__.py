@@ -1,1 +1,1 @@
-"""Log-probabilities of a micro-batch under a model: which tokens are computed, how they attend, and logits a piece at a time."""
+"""Logprobs of a micro-batch under a model: prefix sharing, its attention, and logits in pieces."""

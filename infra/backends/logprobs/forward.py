@@ -1,6 +1,7 @@
-"""Computes a micro-batch's log-probabilities: on rows that share their prefixes and have no padding, or on padded rows.
+"""Computes the logprobs of a micro-batch, on rows with shared prefixes and no padding, or on padded rows.
 
-The rule: which way a model takes is chosen once, when it is opened, by comparing it with the plain forward; losses see [B, L-1].
+`choose_forward` selects the way when a model is opened, by comparison with the plain forward pass. Logits become float32 before any sum
+over the vocabulary, and at most 64 MiB of them exist at a time: more are computed again for the gradient.
 """
 
 import contextlib
@@ -10,45 +11,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.logprobs import tree_attention
-from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
-from penstock.infra.backends.logprobs.token_logprobs import token_logprobs
+from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree, tree_expected, tree_inputs
 from penstock.infra.errors import BackendError
+
+PIECE_ELEMENTS = 2**23
+"""32 MiB of float32 logits in a piece; as much again is saved for the gradient, or is the intermediate of a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """The way that a model's log-probabilities are computed."""
+    """A way to compute the logprobs of a model."""
 
     shared: bool = False
-    """Every distinct prefix is computed once and no padding, else all rows at one length."""
+    """True to compute every distinct prefix once without padding; False for padded rows."""
     in_pieces: bool = False
-    """Logits come from the hidden states, a piece at a time, else from the model itself, all at once."""
+    """True to compute logits from hidden states, a piece at a time; False to take all logits from the model."""
 
     def __call__(
         self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """([B, L-1] float32 log-probabilities, 0 where nothing is trained; likewise entropies, if asked for; tokens computed).
+        """([B, L-1] float32 logprobs, 0 on untrained tokens; [B, L-1] entropies or None; number of computed tokens).
 
-        `module` is the model, or an engine around it.
+        `module` is the model, or a DeepSpeed engine that wraps it.
         """
         if not self.shared:
             return self._padded(module, batch, device=device, entropy=entropy)
         tree = prefix_tree(batch).to(device)
-        with tree_attention.tree_expected():
-            states, head = self._run(module, **tree_attention.tree_inputs(tree), logits_to_keep=tree.predict)
-        drawn, entropies = token_logprobs(
+        with tree_expected():
+            states, head = self._run(module, **tree_inputs(tree), logits_to_keep=tree.predict)
+        logprobs, entropies = token_logprobs(
             states[0], head=head, temperatures=tree.temperatures, row=tree.row, target=tree.target, entropy=entropy,
             support=_support_at(tree.slot, batch),
         )  # fmt: skip
-        return _in_place(drawn, tree.slot, batch), None if entropies is None else _in_place(entropies, tree.slot, batch), len(tree.ids)
+        return _scatter(logprobs, tree.slot, batch), None if entropies is None else _scatter(entropies, tree.slot, batch), len(tree.ids)
 
     def _padded(
         self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """No attention mask is passed: with padding on the right causality hides it, and attention without a mask takes the fast path."""
+        """Compute padded rows without an attention mask: causal attention ignores padding on the right, and its fast path has no mask."""
         input_ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
         columns = torch.from_numpy(batch.logit_columns()).to(device)
         states, head = self._run(module, input_ids=input_ids[:, :-1], logits_to_keep=columns)
@@ -57,12 +61,12 @@ class Forward:
         trained = torch.from_numpy(batch.completion_mask).to(device)[:, columns].flatten()
         row = trained.nonzero()[:, 0] if trained.any() else torch.zeros(1, dtype=torch.int64, device=device)
         slot = row // width * (input_ids.shape[1] - 1) + columns[row % width]
-        drawn, entropies = token_logprobs(
+        logprobs, entropies = token_logprobs(
             states.reshape(rows * width, -1), head=head, temperatures=temperatures, row=row,
             target=input_ids[:, 1:][:, columns].flatten()[row], entropy=entropy, support=_support_at(slot, batch),
         )  # fmt: skip
-        placed = None if entropies is None else _in_place(entropies, slot, batch)
-        return _in_place(drawn, slot, batch), placed, rows * (input_ids.shape[1] - 1)
+        scattered = None if entropies is None else _scatter(entropies, slot, batch)
+        return _scatter(logprobs, slot, batch), scattered, rows * (input_ids.shape[1] - 1)
 
     def _run(self, module: Any, **inputs: Any) -> tuple[torch.Tensor, Any]:
         """Hidden states and the output layer's weight and bias, or logits and None."""
@@ -78,20 +82,21 @@ class Forward:
 
 
 def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: bool = True) -> Forward:
-    """The best way whose log-probabilities are the plain forward's; leaves the model with the attention that it needs.
+    """The fastest way whose logprobs equal the plain forward's; sets the attention implementation of the model accordingly.
 
-    `share` is `trainer.share_prompts`: `auto` shares where it holds, `on` raises `BackendError` where it does not, `off` is the plain way.
+    `share` is `trainer.share_prompts`: `auto` shares prefixes if the logprobs stay equal, `on` raises `BackendError` if they do not, and
+    `off` is the plain forward.
     """
     plain = Forward()
     if share == "off":
         return plain
     batch = _trial_batch(model.config.get_text_config().vocab_size)
     in_pieces = in_pieces and _gap(model, batch, Forward(in_pieces=True), plain, device=device) is None
-    wanted = Forward(shared=True, in_pieces=in_pieces)
-    model.set_attn_implementation(tree_attention.NAME)
-    reason = _gap(model, batch, wanted, plain, device=device)
+    shared = Forward(shared=True, in_pieces=in_pieces)
+    model.set_attn_implementation(TREE_ATTENTION)
+    reason = _gap(model, batch, shared, plain, device=device)
     if reason is None:
-        return wanted
+        return shared
     model.set_attn_implementation("sdpa")
     if share == "on":
         kind = model.config.model_type
@@ -101,20 +106,20 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
 
 @torch.no_grad()
 def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, device: torch.device) -> str | None:
-    """Why the two differ, or None; in low precision only what is far from rounding counts."""
+    """Reason why `tried` cannot replace `plain`, or None if their logprobs agree up to rounding."""
     try:
-        found, expected = (forward(model, batch, device=device)[0] for forward in (tried, plain))
-    # The boundary to a hundred architectures: what cannot run is not used.
+        logprobs, expected = (forward(model, batch, device=device)[0] for forward in (tried, plain))
+    # Architectures fail in many ways; a way that raises is not used.
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    apart = (found - expected).abs()[torch.from_numpy(batch.completion_mask).to(device)]
+    gaps = (logprobs - expected).abs()[torch.from_numpy(batch.completion_mask).to(device)]
     limit = 1e-3 if model.dtype == torch.float32 else 0.15
-    gap = float(apart.mean())
+    gap = float(gaps.mean())
     return None if gap <= limit else f"its logprobs differ by {gap:.2g} on average"
 
 
 def _trial_batch(vocabulary: int) -> TokenBatch:
-    """Two prompts with a common head, three completions of each: drawn from a generator of its own."""
+    """Two prompts with a common prefix and three completions of each, as pseudo-random ids."""
     random = np.random.default_rng(0)
     ids = random.integers(0, vocabulary, (6, 33))
     ids[:, :8] = ids[0, :8]
@@ -130,23 +135,137 @@ def _trial_batch(vocabulary: int) -> TokenBatch:
 
 
 def _support_at(slot: torch.Tensor, batch: TokenBatch) -> torch.Tensor | None:
-    """[M, k] ids that the tokens at these places of [B, L-1] were drawn from; None where all were drawn from the whole vocabulary."""
+    """[M, k] support of the tokens at the flat indices `slot` of [B, L-1]; None for the full vocabulary."""
     if batch.support is None:
         return None
     return torch.from_numpy(batch.support).to(slot.device, torch.int64).flatten(0, 1)[slot]
 
 
-def _in_place(drawn: torch.Tensor, slot: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def _scatter(values: torch.Tensor, slot: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     shape = batch.completion_mask.shape
-    flat = torch.zeros(shape[0] * shape[1], dtype=drawn.dtype, device=drawn.device).index_copy(0, slot, drawn)
-    return torch.where(torch.from_numpy(batch.completion_mask).to(drawn.device), flat.view(shape), 0.0)
+    flat = torch.zeros(shape[0] * shape[1], dtype=values.dtype, device=values.device).index_copy(0, slot, values)
+    return torch.where(torch.from_numpy(batch.completion_mask).to(values.device), flat.view(shape), 0.0)
 
 
 @contextlib.contextmanager
 def _passing(layer: Any) -> Iterator[None]:
-    """Within it the output layer hands its input on, so that a model gives hidden states where it would give logits."""
+    """Within it the output layer returns its input, so that the model returns hidden states instead of logits."""
     layer.forward = lambda states: states
     try:
         yield
     finally:
         del layer.forward
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax((states @ weight.T + bias) * scale) of target tokens; several may share a row; without weight, states are logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        vocabulary = states.shape[1] if weight is None else weight.shape[0]
+        normaliser, logprobs = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
+        entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
+        pieces = _pieces(row, rows=len(states), vocabulary=vocabulary)
+        saved = None
+        for rows, tokens in pieces:
+            logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
+            saved = logits if len(pieces) == 1 else None
+            scaled = logits.to(scale.dtype) * scale[rows, None]
+            normaliser[rows] = scaled.logsumexp(1)
+            logprobs[tokens] = scaled[row[tokens] - rows.start, target[tokens]] - normaliser[row[tokens]]
+            if entropy:
+                entropies[rows] = normaliser[rows] - (torch.softmax(scaled, dim=1) * scaled).sum(dim=1)
+        ctx.save_for_backward(states, weight, bias, scale, row, target, normaliser, entropies, saved)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropies: torch.Tensor | None) -> tuple[Any, ...]:
+        states, weight, bias, scale, row, target, normaliser, entropies, saved = ctx.saved_tensors
+        grad = scale.new_zeros(len(row)) if grad is None else grad
+        grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros(weight.shape, dtype=scale.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros(bias.shape, dtype=scale.dtype, device=bias.device) if ctx.needs_input_grad[2] else None
+        total = torch.zeros_like(scale).index_add_(0, row, grad) * scale
+        share = grad * scale[row]
+        for rows, tokens in _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0]):
+            logits = saved
+            if logits is None:
+                logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
+            # d logp / d logits = (onehot - softmax) * scale, d entropy / d logits = -softmax * (log softmax + entropy) * scale
+            part = (logits.to(scale.dtype) * scale[rows, None]).sub_(normaliser[rows, None])
+            if grad_entropies is None:
+                part = part.exp_().mul_(-total[rows, None])
+            else:
+                share_of_entropy = (grad_entropies[rows] * scale[rows])[:, None] * (part + entropies[rows, None])
+                part = part.exp_().mul_(-total[rows, None] - share_of_entropy)
+            part.index_put_((row[tokens] - rows.start, target[tokens]), share[tokens], accumulate=True)
+            if grad_bias is not None:
+                grad_bias += part.sum(0)
+            part = part.to(states.dtype)
+            grad_states[rows] = part if weight is None else part @ weight
+            if grad_weight is None:
+                continue
+            if part.dtype == grad_weight.dtype:
+                grad_weight.addmm_(part.T, states[rows])
+            else:
+                grad_weight += part.T @ states[rows]
+        head = None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_states, *head, None, None, None, None
+
+
+def token_logprobs(
+    states: torch.Tensor,
+    *,
+    head: tuple[torch.Tensor, torch.Tensor | None] | None,
+    temperatures: torch.Tensor,
+    row: torch.Tensor,
+    target: torch.Tensor,
+    entropy: bool = False,
+    support: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """([M] logprobs in float32 or wider, [M] entropies or None), both with gradient.
+
+    `states` [U, hidden] pass through `head`, the output layer's weight [V, hidden] and bias; without a head they are logits [U, V].
+    `temperatures` [U]; `row` [M], ascending, is the index in U that predicts each token, `target` [M] its id. `support` [M, k], padded
+    with -1, restricts the distribution to the ids that each token was sampled from, itself included.
+    """
+    weight, bias = head or (None, None)
+    scale = temperatures.to(torch.promote_types(states.dtype, torch.float32)).reciprocal()
+    if support is not None:
+        return _within(support, states, weight, bias, scale, row, target, entropy=entropy)
+    logprobs, entropies = _TokenLogprobs.apply(states, weight, bias, scale, row, target, entropy)
+    return logprobs, entropies[row] if entropy else None
+
+
+def _within(
+    support: torch.Tensor, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
+    *, entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """`token_logprobs`, renormalised over each token's support."""
+
+    def of_piece(rows: slice, tokens: slice, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = part if weight is None else functional.linear(part, weight, bias)
+        scaled, at, ids = logits.to(scale.dtype) * scale[rows, None], row[tokens] - rows.start, support[tokens]
+        logprobs = scaled[at[:, None], ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf).log_softmax(1)
+        of_targets = scaled[at, target[tokens]] - scaled[at, ids[:, 0]] + logprobs[:, 0]
+        if not entropy:
+            return of_targets, of_targets.new_zeros(0)
+        logprobs = logprobs.masked_fill(ids < 0, 0.0)
+        return of_targets, -(logprobs.exp() * logprobs).masked_fill(ids < 0, 0.0).sum(1)
+
+    pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
+    run = of_piece if len(pieces) == 1 else lambda *piece: checkpoint(of_piece, *piece, use_reentrant=False)
+    logprobs, entropies = zip(*(run(rows, tokens, states[rows]) for rows, tokens in pieces), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def _pieces(row: torch.Tensor, *, rows: int, vocabulary: int) -> list[tuple[slice, slice]]:
+    """Rows of each piece, and the tokens that they predict."""
+    step = max(1, PIECE_ELEMENTS // max(1, vocabulary))
+    starts = list(range(0, rows, step))
+    ends = torch.searchsorted(row, torch.tensor([*starts, rows], device=row.device)).tolist()
+    return [(slice(start, min(start + step, rows)), slice(ends[n], ends[n + 1])) for n, start in enumerate(starts)]

@@ -1,111 +1,128 @@
-"""A micro-batch with every distinct prefix once: shared prompts, heads of chat templates, equal beginnings of completions, equal samples.
+"""A micro-batch in which every distinct prefix occurs once, and the attention for it.
 
-The rule: it only says where each token stands; what is trained, and everything per token, stays [B, L] as in `TokenBatch`.
+Shared are prompts, heads of chat templates, common prefixes of completions, and equal samples. Values per token stay [B, L] as in
+`TokenBatch`. A model whose layers do not pass the tree to attention raises instead of attending across rows.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from penstock.infra.backends.batch import TokenBatch
+
+TREE_ATTENTION = "penstock_tree"
+SHORT_SCORES = 2**21
+"""Up to so many attention scores per call, over all heads and rows, bfloat16 attention on a CPU is computed as two matrix products.
+
+torch's kernel computes in float32 there, which takes up to eight times as long for rows of tens of tokens and 1.7 times for rows of
+hundreds. More scores would take too much memory: they are saved for the backward pass, two bytes each.
+"""
+_EXPECTED = contextvars.ContextVar("a tree is expected", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """T tokens in one line, and how the B rows of W columns find theirs: linear layers see the line, attention sees rows."""
+    """T distinct tokens as one line, and the index of each column of the B rows in it: linear layers run on the line, attention on rows."""
 
     ids: torch.Tensor
     """[T]"""
     positions: torch.Tensor
     """[T] column of each token in its row."""
     whole: torch.Tensor
-    """[A, W] place of every column, for rows that bring at least as much as they share; behind a row's end its last token again."""
+    """[A, W] index of every column, for rows with at least as many own tokens as shared ones; padded with the row's last token."""
     own: torch.Tensor
-    """[N, C] places of the tokens that the other rows bring."""
+    """[N, C] indices of the own tokens of the other rows."""
     columns: torch.Tensor
-    """[N, C] the columns of those."""
+    """[N, C] their columns."""
     keys: torch.Tensor
-    """[N, W] place of every column of such a row."""
+    """[N, W] index of every column of those rows."""
     allowed: torch.Tensor
-    """[N, 1, C, W] which columns a row's own token sees."""
+    """[N, 1, C, W] columns that each own token attends to."""
     outputs: torch.Tensor
-    """[T] where a token's output lies in the outputs of `whole`, then `own`, flattened."""
+    """[T] index of each token's output in the flattened outputs of `whole`, then `own`."""
     predict: torch.Tensor
-    """[U] place of each token that predicts: K first tokens of completions are predicted by one, the prompt's last."""
+    """[U] index of each predicting token: the prompt's last token predicts the first tokens of its K completions."""
     temperatures: torch.Tensor
     """[U] float32"""
     row: torch.Tensor
-    """[M] which of the U predicts each trained token, ascending."""
+    """[M] index in U of the token that predicts each trained token, ascending."""
     target: torch.Tensor
-    """[M] its id."""
+    """[M] id of each trained token."""
     slot: torch.Tensor
-    """[M] its place in [B, L-1], flattened."""
+    """[M] flat index of each trained token in [B, L-1]."""
 
     def to(self, device: torch.device) -> "PrefixTree":
-        """The same on `device`."""
+        """A copy on `device`."""
         return PrefixTree(**{field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)})
 
 
 def prefix_tree(batch: TokenBatch) -> PrefixTree:
-    """The tree of a micro-batch; where rows have nothing in common, they stand behind one another without padding.
+    """The tree of a micro-batch; rows without a common prefix follow each other without padding.
 
-    A row goes on from whichever earlier row it agrees with longest. What stands behind a row's last prediction is no input.
+    A row branches off the earlier row with which it has the longest common prefix. Tokens after a row's last prediction are not computed.
     """
     trained = batch.completion_mask
     lengths = np.where(trained.any(1), trained.shape[1] - trained[:, ::-1].argmax(1), 1)
     count, width = len(lengths), int(lengths.max())
     ids, column = batch.input_ids[:, :width], np.arange(width)
-    places, begin = _places(ids, lengths)
-    brings = lengths - begin
-    total = int(brings.sum())
-    owner = np.repeat(np.arange(count), brings)
-    at = np.arange(total) - np.repeat(np.cumsum(brings) - brings - begin, brings)
-    anew = np.flatnonzero((brings > 0) & (brings >= begin))  # attention over a whole causal row costs less than over its tail alone
-    branches = np.flatnonzero((brings > 0) & (brings < begin))
-    longest = int(brings[branches].max(initial=0))
-    columns = np.minimum(begin[branches, None] + np.arange(longest), width - 1)
-    first_output = np.zeros(count, np.int64)  # where the output of a row's column 0 lies, or would lie
-    first_output[anew] = np.arange(len(anew)) * width
-    first_output[branches] = len(anew) * width + np.arange(len(branches)) * longest - begin[branches]
+    indices, shared = _indices(ids, lengths)
+    own = lengths - shared
+    total = int(own.sum())
+    owner = np.repeat(np.arange(count), own)
+    positions = np.arange(total) - np.repeat(np.cumsum(own) - own - shared, own)
+    full = np.flatnonzero((own > 0) & (own >= shared))  # attention over a full causal row costs less than over its tail alone
+    branches = np.flatnonzero((own > 0) & (own < shared))
+    longest = int(own[branches].max(initial=0))
+    columns = np.minimum(shared[branches, None] + np.arange(longest), width - 1)
+    first_output = np.zeros(count, np.int64)  # index of the output of a row's column 0
+    first_output[full] = np.arange(len(full)) * width
+    first_output[branches] = len(full) * width + np.arange(len(branches)) * longest - shared[branches]
     arrays = {
-        "ids": ids[owner, at],
-        "positions": at,
-        "whole": places[anew],
-        "own": places[branches[:, None], columns],
+        "ids": ids[owner, positions],
+        "positions": positions,
+        "whole": indices[full],
+        "own": indices[branches[:, None], columns],
         "columns": columns,
-        "keys": places[branches],
+        "keys": indices[branches],
         "allowed": (column <= columns[:, :, None])[:, None],
-        "outputs": first_output[owner] + at,
-        **_predictions(batch, places),
+        "outputs": first_output[owner] + positions,
+        **_predictions(batch, indices),
     }
     return PrefixTree(**{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
 
 
-def _places(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([B, W] place of every column in the line, [B] columns that a row shares with an earlier one)."""
+def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """([B, W] index of every column in the line, [B] number of columns that a row shares with an earlier one)."""
     count, width = ids.shape
     column, total = np.arange(width), 0
-    places, begin = np.zeros((count, width), np.int64), np.zeros(count, np.int64)
+    indices, shared = np.zeros((count, width), np.int64), np.zeros(count, np.int64)
     for row, size in enumerate(lengths):
         if row:
             same = (ids[:row, :size] == ids[row, :size]) & (column[:size] < lengths[:row, None])
             agree = np.where(same.all(1), size, same.argmin(1))
             nearest = int(agree.argmax())
-            begin[row] = agree[nearest]
-            places[row, : begin[row]] = places[nearest, : begin[row]]
-        places[row, begin[row] : size] = total + np.arange(size - begin[row])
-        places[row, size:] = places[row, size - 1]
-        total += int(size - begin[row])
-    return places, begin
+            shared[row] = agree[nearest]
+            indices[row, : shared[row]] = indices[nearest, : shared[row]]
+        indices[row, shared[row] : size] = total + np.arange(size - shared[row])
+        indices[row, size:] = indices[row, size - 1]
+        total += int(size - shared[row])
+    return indices, shared
 
 
-def _predictions(batch: TokenBatch, places: np.ndarray) -> dict[str, np.ndarray]:
-    """What predicts each trained token; one token is predicted, to no effect, where a batch trains none, so that it has a loss."""
+def _predictions(batch: TokenBatch, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """The predicting tokens of a batch; a batch without a trained token predicts one without effect, so that it has a loss."""
     trained = batch.completion_mask
     row, column = np.nonzero(trained) if trained.any() else (np.zeros(1, np.int64), np.zeros(1, np.int64))
     temperatures, degree = np.unique(batch.temperatures, return_inverse=True)
-    pairs, predicted_by = np.unique(places[row, column] * len(temperatures) + degree[row], return_inverse=True)
+    pairs, predicted_by = np.unique(indices[row, column] * len(temperatures) + degree[row], return_inverse=True)
     order = np.argsort(predicted_by, kind="stable")
     row, column = row[order], column[order]
     return {
@@ -115,3 +132,98 @@ def _predictions(batch: TokenBatch, places: np.ndarray) -> dict[str, np.ndarray]
         "target": batch.input_ids[row, column + 1],
         "slot": row * trained.shape[1] + column,
     }
+
+
+@contextlib.contextmanager
+def tree_expected() -> Iterator[None]:
+    """Within it, attention without a tree is an error."""
+    token = _EXPECTED.set(True)
+    try:
+        yield
+    finally:
+        _EXPECTED.reset(token)
+
+
+def tree_inputs(tree: PrefixTree) -> dict[str, Any]:
+    """Arguments of a model's forward for a tree.
+
+    A mask [1, W] of ones requests the mask of one row of W columns; without it transformers treats restarting positions as packed rows.
+    """
+    ones = torch.ones(1, tree.whole.shape[1], dtype=torch.bool, device=tree.ids.device)
+    return {"input_ids": tree.ids[None], "position_ids": tree.positions[None], "attention_mask": ones, "prefix_tree": tree}
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    prefix_tree: PrefixTree | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """[1, T, heads, dim] from [1, heads, T, dim]; the mask is that of one row, [1, 1, W, W], or None for causal attention."""
+    if prefix_tree is None:
+        if _EXPECTED.get():
+            raise RuntimeError(f"{type(module).__name__} did not get the prefix tree: this model drops keyword arguments")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    tree = prefix_tree
+    queries, keys, values = (_rows(x, tree.whole) for x in (query, key, value))
+    parts = [_attend(module, queries, keys, values, attention_mask, **kwargs)]
+    if len(tree.keys):
+        keys, values = (_rows(x, tree.keys) for x in (key, value))
+        allowed = _allowed(tree, attention_mask)
+        parts.append(_attend(module, _rows(query, tree.own), keys, values, allowed, **kwargs))
+    return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, tree.outputs)[None], None
+
+
+def _attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+) -> torch.Tensor:
+    """[R, C, heads, dim] from queries [R, heads, C, dim] and keys and values [R, groups, W, dim]; without a mask attention is causal."""
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or scores > SHORT_SCORES:
+        attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+        return attended
+    return short_attention(query, key, value, mask, scaling=kwargs.get("scaling"))
+
+
+def short_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, scaling: float | None = None
+) -> torch.Tensor:
+    """`_attend` by matrix products in the dtype of `query`; the mask is boolean or additive."""
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+    per_key = query.shape[1] // key.shape[1]
+    scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    grouped = scaled.unflatten(1, (-1, per_key)).flatten(2, 3)  # heads that share keys are one product
+    scores = (grouped @ key.transpose(-1, -2)).view(*query.shape[:3], -1) + mask
+    weights = torch.softmax(scores, -1).view(*grouped.shape[:3], -1)
+    return (weights @ value).view(query.shape).transpose(1, 2)
+
+
+def _rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """[R, heads, C, dim] from the line [1, heads, T, dim] and indices [R, C]; gradients of shared tokens are summed in float32."""
+    tokens = x[0].transpose(0, 1)
+    return tokens.index_select(0, indices.flatten()).view(*indices.shape, *tokens.shape[1:]).transpose(1, 2)
+
+
+def _allowed(tree: PrefixTree, mask: torch.Tensor | None) -> torch.Tensor:
+    """[N, 1, C, W] mask of own tokens, combined with the model's own mask, such as a sliding window."""
+    if mask is None:
+        return tree.allowed
+    rule = mask[0, 0][tree.columns][:, None]
+    return tree.allowed & rule if rule.dtype == torch.bool else torch.where(tree.allowed, rule, torch.finfo(rule.dtype).min)
+
+
+def _mask(*, batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    if attention_mask is not None:
+        batch_size, q_length, kv_length = 1, attention_mask.shape[1], attention_mask.shape[1]
+    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=None, **kwargs)
+
+
+AttentionInterface.register(TREE_ATTENTION, _attention)
+AttentionMaskInterface.register(TREE_ATTENTION, _mask)

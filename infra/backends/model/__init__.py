@@ -1,1 +1,1 @@
-"""Trainer backends: a model, its optimizer and its arithmetic behind one protocol."""
+"""The models of a backend: opened, frozen, with adapters, offloaded, and written in Hugging Face format."""

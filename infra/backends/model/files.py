@@ -1,7 +1,4 @@
-"""Writes model directories in Hugging Face format.
-
-The rule: the directory loads to the given weights, bit for bit.
-"""
+"""Writes model directories in Hugging Face format, which load to the same weights bit for bit."""
 
 import shutil
 from collections.abc import Iterable
@@ -21,9 +18,9 @@ TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_toke
 
 
 def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *, tokenizer: str | Path) -> None:
-    """Write a model with these weights, by name and once each, as `save_pretrained` does, and the tokenizer of another model directory.
+    """Write a model with these weights, by name and once each, and the tokenizer of another model directory.
 
-    `save_pretrained` itself would look for wrappers of DeepSpeed and import it for it, which takes seconds.
+    `save_pretrained` is not used because it imports DeepSpeed, which takes seconds.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
@@ -37,14 +34,12 @@ def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *,
 
 def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], directory: Path) -> None:
     """Write the model that `config.json` in `architecture` describes, with these weights. Raises `BackendError`."""
-    held = list(tensors)
-    dtype = getattr(torch, held[0].dtype)
+    weights = list(tensors)
+    dtype = getattr(torch, weights[0].dtype)
     try:
         config = transformers.AutoConfig.from_pretrained(architecture, local_files_only=True, trust_remote_code=False)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        copy_into(model, held)
+        copy_into(model, weights)
     except (OSError, ValueError) as error:
-        raise BackendError(
-            f"the architecture in {architecture} does not take the recorded weights: {str(error).splitlines()[0]}"
-        ) from error
+        raise BackendError(f"the recorded weights do not fit the architecture in {architecture}: {str(error).splitlines()[0]}") from error
     save_model(model, dict(model.named_parameters()), directory, tokenizer=architecture)

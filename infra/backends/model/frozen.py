@@ -1,6 +1,6 @@
-"""Opens models, and keeps copies that are never trained: the reference, the proximal policy of a step.
+"""Opens models, and frozen copies of them: the reference model, and the proximal policy of a step.
 
-The rule: dropout is off, so that a forward pass depends on weights and tokens alone.
+Dropout is off, so that a forward pass depends only on weights and tokens.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from penstock.infra.tensors.torch_copy import copy_into
 
 
 def open_model(settings: BackendSettings, *, device: torch.device, path: str | None = None) -> Any:
-    """Open the causal language model in `path`, or else `model_path`, in `dtype`, without dropout."""
+    """Open the causal language model in `path`, by default `model_path`, without dropout. Raises `BackendError`."""
     path = path or settings.model_path
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -38,25 +38,25 @@ def open_model(settings: BackendSettings, *, device: torch.device, path: str | N
 
 
 class FrozenPolicy:
-    """A copy of the model at one version that is never trained."""
+    """A copy of the model at one version that is not trained."""
 
     def __init__(self, settings: BackendSettings, *, device: torch.device, path: str | None = None) -> None:
-        """Open the model in `path`, or else version 0 from `model_path`."""
+        """Open the model in `path`, by default version 0 from `model_path`."""
         self.model = open_model(settings, device=device, path=path).eval().requires_grad_(False)
         self.forward = choose_forward(self.model, share=settings.share_prompts, device=device)
         self.device = device
 
     def load(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace the weights by another version's."""
+        """Replace the weights by those of another version."""
         copy_into(self.model, tensors)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] log-probabilities, 0 where nothing is trained."""
+        """[B, L-1] logprobs, 0 on untrained tokens."""
         return host_floats(self.forward(self.model, batch, device=self.device)[0])
 
 
 def host_floats(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    """A tensor as an array of float32 outside the GPU."""
+    """A tensor as a float32 array in host memory."""
     array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
     return array

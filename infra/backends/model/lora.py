@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on every linear layer of a model but its output, by `peft`.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on every linear layer of a model except its output, by `peft`.
 
-The rule: whoever reads the weights gets merged ones, `W + alpha / rank * B A` as `topics.versions` makes them, under the names that
-the model has without adapters; only the adapters are trained, and they are float32.
+Only the adapters are trained, in float32. Weights are read merged, `W + alpha / rank * B A` as `topics.versions` computes it, under the
+names of the model without adapters.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from penstock.infra.tensors.torch_copy import fitting, from_bytes, seen_bytes
 
 NAME = "default"
 FOLDER = "adapter"
-"""Where an export has the adapters, as `peft` and vLLM read them."""
+"""Folder of an export with the adapters, in the format of `peft` and vLLM."""
 
 
 class Adapters:
-    """A model's adapters; B begins at zero, so that the model begins as it is without them."""
+    """A model's adapters; B is initialised with zeros, so that the initial model is unchanged."""
 
     def __init__(self, model: Any, *, rank: int, alpha: float, seed: int) -> None:
-        """Freeze the model and put adapters into it; `A` is drawn from the seed. Raises `BackendError`."""
+        """Freeze the model and add adapters to it; `A` is random, from the seed. Raises `BackendError`."""
         try:
             from peft import LoraConfig, inject_adapter_in_model
             from peft.tuners.lora import LoraLayer
@@ -50,7 +50,7 @@ class Adapters:
         self._digests_below: dict[Hash, str] = {}
 
     def apart(self) -> Adapted:
-        """The model's weights at this moment: a copy of the adapters, and the weights below them where they are."""
+        """The current weights: a copy of the adapters, and their frozen base without a copy."""
         adapters = {
             f"{name}.weight": Adapter(a=_floats(layer.lora_A), b=_floats(layer.lora_B), scale=layer.scaling[NAME])
             for name, layer in self.layers.items()
@@ -59,18 +59,18 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace the weights below the adapters, or none, and set the adapters to add nothing."""
+        """Replace the base weights, or none on an error, and reset the adapters to add nothing."""
         plain = dict(self._below())
-        given = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in plain.items()})
+        weights = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in plain.items()})
         for name, parameter in plain.items():
-            parameter.copy_(from_bytes(given[name]))
+            parameter.copy_(from_bytes(weights[name]))
         for layer in self.layers.values():
             layer.lora_B[NAME].weight.zero_()
         self._digests_below = {}
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model is the one below the adapters."""
+        """Within it the adapters are disabled."""
         self._enable(False)
         try:
             yield
@@ -78,7 +78,7 @@ class Adapters:
             self._enable(True)
 
     def save(self, directory: Path, *, base: str) -> None:
-        """Write the adapters as `peft` and vLLM read them; `base` is the model below them."""
+        """Write the adapters in the format of `peft` and vLLM; `base` is the path of the base model."""
         directory.mkdir(parents=True, exist_ok=True)
         targets = {name.rpartition(".")[2] for name in self.layers}
         dataclasses.replace(self.config, base_model_name_or_path=base, target_modules=targets, inference_mode=True).save_pretrained(
@@ -92,7 +92,7 @@ class Adapters:
         save_file(tensors, str(directory / "adapter_model.safetensors"), {"format": "pt"})
 
     def _below(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights below the adapters, each under its name in the plain model."""
+        """The base weights, each under its name in the plain model."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), parameter
@@ -111,6 +111,5 @@ class Adapters:
 
 
 def _floats(part: Any) -> npt.NDArray[np.float32]:
-    """A copy of A or B."""
     copied: npt.NDArray[np.float32] = part[NAME].weight.detach().to("cpu", torch.float32, copy=True).numpy()
     return copied

@@ -1,7 +1,4 @@
-"""Keeps what the backward pass needs in the host's memory until then (`trainer.offload_activations`).
-
-The rule: bits are copied and copied back, so that a step is the same with it and without.
-"""
+"""Activation offload (`trainer.offload_activations`): saved tensors are in host memory until the backward pass, bit for bit."""
 
 from typing import Any
 
@@ -9,9 +6,9 @@ import torch
 
 
 def saved_on_host(model: Any, *, device: torch.device) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context for the forward pass; with gradient checkpointing it is the inputs of layers that are moved.
+    """A context for the forward pass; with gradient checkpointing only the inputs of layers are moved.
 
-    Weights stay where they are. Under ZeRO-3 those that a pass has gathered are not the model's own, and are moved too.
+    Weights are not moved, except those that ZeRO-3 gathers for a pass.
     """
     host = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

@@ -1,1 +1,1 @@
-"""A backend of several processes: rank 0 leads, the others do what it says."""
+"""A backend of several processes: rank 0 sends commands, the others execute them."""

@@ -1,6 +1,6 @@
-"""Rank 0's backend among several: whatever all ranks have to enter is said to the others before it is done here.
+"""Rank 0's backend: each call that all ranks have to make is sent to the others before it runs here.
 
-The rule: a rank does what rank 0 does, in the same order, so that no rank waits in a collective that another never enters.
+All ranks make the same calls in the same order, so that no rank waits in a collective that another one never enters.
 """
 
 from collections.abc import Iterable
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LeadBackend:
-    """A backend whose other ranks are in other processes; `backward` alone is not passed on, as each rank has its own samples."""
+    """A backend with ranks in other processes; only `backward` is not sent to them, as each rank has its own samples."""
 
     divides_late = True
-    saves_in_background = False  # every rank has to enter it, in the order of everything else
+    saves_in_background = False  # all ranks have to call it in the same order
 
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
         """`own` is rank 0's."""
@@ -51,7 +51,7 @@ class LeadBackend:
         return self.own.step(denominator=denominator)
 
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] under the current weights; not where they are sharded, as the other ranks would have to enter the same forward."""
+        """[B, L-1] under the current weights; hangs if they are sharded, as the other ranks would have to run the same forward."""
         return self.own.logprobs(batch)
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
@@ -59,7 +59,7 @@ class LeadBackend:
         return self.own.reference_logprobs(batch)
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
-        """Make the current weights, or these, every rank's proximal policy."""
+        """Make the current weights, or `tensors`, every rank's proximal policy."""
         self.processes.broadcast(do="snapshot", given=tensors is not None)
         self.own.take_snapshot(None if tensors is None else self.processes.send_tensors(tensors))
 
@@ -73,28 +73,28 @@ class LeadBackend:
         return self.own.weights()
 
     def adapted(self) -> Adapted | None:
-        """The weights with their adapters apart, of which every rank has all."""
+        """The weights as adapters and their frozen base, which every rank holds in full."""
         return self.own.adapted()
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace every rank's weights, or none."""
+        """Replace every rank's weights, or none on an error."""
         self.processes.broadcast(do="load_weights")
         self.own.load_weights(self.processes.send_tensors(tensors))
 
     def save(self, directory: str | Path) -> None:
-        """Write every rank's state into a directory that all of them see."""
-        self._together("save", directory)
+        """Write every rank's state into a directory that all ranks share."""
+        self._on_all_ranks("save", directory)
 
     def load(self, directory: str | Path) -> None:
-        """Restore every rank's state; `BackendError` when any rank cannot."""
-        self._together("load", directory)
+        """Restore every rank's state. Raises `BackendError` if any rank fails."""
+        self._on_all_ranks("load", directory)
 
     def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
         """Write these weights and the tokenizer in Hugging Face format."""
         self.own.export(directory, tensors)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Rank 0's, which names the number of processes."""
+        """Rank 0's fingerprint, which has the number of processes."""
         return self.own.fingerprint()
 
     def close(self) -> None:
@@ -102,8 +102,8 @@ class LeadBackend:
         self.processes.broadcast(do="close")
         self.own.close()
 
-    def _together(self, do: Literal["save", "load"], directory: str | Path) -> None:
-        """Let every rank do it to the end, then raise what went wrong on any."""
+    def _on_all_ranks(self, do: Literal["save", "load"], directory: str | Path) -> None:
+        """Wait until every rank has finished, then raise the first error of any."""
         self.processes.broadcast(do=do, directory=str(directory))
         mistake: PenstockError | OSError | None = None
         try:
@@ -122,7 +122,7 @@ class LeadBackend:
 
 
 def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> None:
-    """Do on another rank what rank 0's backend does."""
+    """Execute a command of rank 0's backend on another rank."""
     match message["do"]:
         case "count":
             backend.steps = message["steps"]
@@ -139,11 +139,11 @@ def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSe
         case "close":
             backend.close()
         case other:
-            raise AssertionError(f"rank 0 asks for {other!r}, which no rank knows")
+            raise AssertionError(f"unknown command {other!r} of rank 0")
 
 
 def _mistake(backend: Backend, do: str, directory: str) -> str | None:
-    """What went wrong with it, for rank 0 to raise."""
+    """The error of a command, for rank 0 to raise; None if it succeeded."""
     try:
         getattr(backend, do)(directory)
     except (PenstockError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Imports DeepSpeed quietly and gives it a process group; a single process needs no compiler, port or launcher.
+"""Imports DeepSpeed without its log output, and joins its process group.
 
-The rule: one process uses no network; several read their addresses from the launcher's environment (torchrun's variables).
+A single process needs no network, compiler or launcher; several read their addresses from torchrun's environment variables.
 """
 
 import atexit
@@ -18,7 +18,7 @@ import torch
 
 def import_deepspeed(device: torch.device) -> Any:
     """Import deepspeed for this kind of device, with its log limited to errors."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; otherwise it guesses and prints a warning
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; else it detects the device and prints a warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's collectives warn once per parameter
     deepspeed = importlib.import_module("deepspeed")
@@ -31,7 +31,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def join_process_group(deepspeed: Any, device: torch.device, *, timeout_s: float = 600) -> int:
-    """Join the launcher's group, or make one of this process alone; returns the number of processes."""
+    """Join the launcher's group, or create one for this process alone; returns the number of processes."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -41,14 +41,14 @@ def join_process_group(deepspeed: Any, device: torch.device, *, timeout_s: float
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not torch.distributed.is_initialized() or deepspeed.comm.comm.cdb is None:
-        leave_process_group_at_exit()  # not on close: DeepSpeed keeps subgroups for the life of the process
+        leave_process_group_at_exit()  # not on close: DeepSpeed keeps subgroups until the process exits
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
     size: int = torch.distributed.get_world_size()
     return size
 
 
 def leave_process_group_at_exit() -> None:
-    """Take leave of the other processes when this one ends in an orderly way."""
+    """Destroy the process group when this process exits normally."""
     atexit.register(_leave_process_group)
 
 
@@ -58,6 +58,6 @@ def _leave_process_group() -> None:
 
 
 def loopback() -> str:
-    """Name of the network interface that stays on this machine."""
+    """Name of the loopback network interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), names[0])

@@ -1,6 +1,6 @@
-"""The processes of one trainer, and what they say to each other: messages through the process group's store, tensors through gloo.
+"""Messages between the processes of one trainer through the process group's store, and tensors through gloo.
 
-The rule: rank 0 says what is done, and every other rank hears its messages in the order in which they were sent. Nothing is pickled.
+Each rank receives rank 0's messages in the order in which they were sent. Nothing is pickled.
 """
 
 import json
@@ -19,30 +19,30 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import from_bytes, tensor_bytes
 
 PATIENCE = timedelta(days=365)
-"""A rank waits for a message as long as rank 0 waits for samples; the end of rank 0 ends the wait."""
+"""Timeout of a message: a rank waits as long as rank 0 waits for samples, and stops waiting when rank 0 exits."""
 COLLECTIVE_LIMIT = timedelta(minutes=30)
-"""Of one collective: the longest that one rank may compute while the others wait for it."""
+"""Timeout of one collective, and so of one rank's computation while the others wait."""
 
 
 def store_on_free_port(size: int) -> Any:
-    """A store for `size` processes of this machine, kept by this process on a port that the system chooses (`store.port`)."""
+    """A store for `size` processes of this machine, served by this process on a free port (`store.port`)."""
     return torch.distributed.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
 
 
 @dataclass(slots=True)
 class ProcessSet:
-    """One process's place among those of a trainer."""
+    """One process of a trainer, and its connections to the others."""
 
     rank: int
     size: int
     store: Any
     _gloo: Any = None
-    """The group that moves tensors of the host; None is the default group."""
+    """Process group for tensors in host memory; None for the default group."""
     _numbers: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def join(cls, *, on_gpu: bool, store: Any = None) -> "ProcessSet":
-        """Join by torchrun's variables; `store` is the one that this process keeps, if it does. Raises `BackendError`."""
+        """Join by torchrun's environment variables; `store` is the one that this process serves, if any. Raises `BackendError`."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
             if store is None:
@@ -60,7 +60,7 @@ class ProcessSet:
         return cls(rank, size, torch.distributed.PrefixStore("messages", store), gloo)
 
     def send(self, rank: int, **message: Any) -> None:
-        """Send one rank a message; `do` says what it is about."""
+        """Send one rank a message; `do` names its command."""
         self.store.set(self._next(f"to-{rank}"), json.dumps(message))
 
     def broadcast(self, **message: Any) -> None:
@@ -69,19 +69,19 @@ class ProcessSet:
             self.send(rank, **message)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for rank 0's next message. Raises `BackendError` when rank 0 has ended."""
+        """Wait for rank 0's next message. Raises `BackendError` if rank 0 has exited."""
         return dict(self._take(f"to-{self.rank}"))
 
     def reply(self, value: Any) -> None:
-        """Answer rank 0."""
+        """Send a reply to rank 0."""
         self.store.set(self._next(f"from-{self.rank}"), json.dumps(value))
 
     def replies(self) -> list[Any]:
-        """Wait for one answer of every other rank, in the order of ranks."""
+        """Wait for one reply of every other rank, in the order of ranks."""
         return [self._take(f"from-{rank}") for rank in range(1, self.size)]
 
     def send_tensors(self, tensors: Iterable[TensorBytes]) -> Iterator[TensorBytes]:
-        """Hand tensors to every other rank, each once it is asked for here; to be iterated to the end."""
+        """Yield tensors, each after it was broadcast to every other rank; has to be iterated to the end."""
         for tensor in tensors:
             self.broadcast(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
             self._broadcast(from_bytes(tensor))
@@ -90,10 +90,10 @@ class ProcessSet:
 
     def receive_tensors(self) -> Iterator[TensorBytes]:
         """The tensors that rank 0 sends."""
-        while (said := self.receive())["name"] is not None:
-            tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
+        while (header := self.receive())["name"] is not None:
+            tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"]))
             self._broadcast(tensor)
-            yield tensor_bytes(said["name"], tensor)
+            yield tensor_bytes(header["name"], tensor)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if tensor.numel():

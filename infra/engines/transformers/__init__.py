@@ -1,1 +1,1 @@
-"""Generation with transformers: any causal model, bit for bit repeatable."""
+"""Generation with transformers: any causal LM, reproducible bit for bit."""

@@ -1,7 +1,7 @@
-"""From a prompt to tokens: the model's forward passes, the prompt once and then one token for every row, and the choice of each token.
+"""Prefill, decode steps and sampling of tokens for one group.
 
-The rule: shapes depend on the request alone, so a row's bits do too; a row's token depends on its own logits and its own uniform number.
-`PlainDecoder` serves any causal LM with a cache; `open_decoder` takes `TracedDecoder` where it gives the model's own logits.
+Shapes depend only on the request, so that a row's bits do too; a row's token depends only on its own logits and its own uniform number.
+`PlainDecoder` works for any causal LM with a cache; `open_decoder` uses `TracedDecoder` if its logits equal the model's.
 """
 
 import inspect
@@ -15,26 +15,26 @@ from penstock.infra.engines.base import Sampling
 
 LEAST_ROOM = 32
 SHAPES_KEPT = 8
-"""Traces held at once: prompts of all lengths fall into a few powers of two."""
+"""Number of cached traces: lengths are rounded up to powers of two."""
 
 
 class Decoder(Protocol):
-    """Draws one group at a time."""
+    """Computes logits for one group at a time."""
 
     traced: bool
 
     def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
-        """Read the prompt `int64[L]`; logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
+        """Process the prompt `int64[L]`; logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
 
     def next(self, ids: torch.Tensor) -> torch.Tensor:
         """Append one token a row, `int64[rows]`; logits `[rows, V]` of the token after it."""
 
     def forget(self) -> None:
-        """Let go of traces, keys and values: the next call is `begin`."""
+        """Free traces, keys and values: the next call is `prefill`."""
 
 
 def open_decoder(model: Any) -> Decoder:
-    """The traced decoder when a short trial gives the logits of the model's own full forward pass, else the plain one."""
+    """The traced decoder if a short trial gives the logits of the model's full forward pass, else the plain one."""
     traced = TracedDecoder(model)
     try:
         fits = _agrees(traced, model)
@@ -51,7 +51,7 @@ class PlainDecoder:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # Without it a long prompt costs logits of all its positions.
+        # Without it a long prompt has logits for all its positions.
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._cache: Any = None
 
@@ -76,7 +76,7 @@ class PlainDecoder:
 
 
 class TracedDecoder(PlainDecoder):
-    """The decode step recorded once a shape and run without Python, on a cache of fixed size; weights stay the model's own tensors."""
+    """A decode step traced once per shape and run without Python, on a cache of fixed size and the model's own weights."""
 
     traced = True
 
@@ -110,7 +110,7 @@ class TracedDecoder(PlainDecoder):
 
 
 class _Step:
-    """One trace with the buffers it runs on."""
+    """One trace and its buffers."""
 
     def __init__(self, model: Any, layers: list[Any], *, rows: int, length: int) -> None:
         example = layers[0].keys
@@ -120,13 +120,13 @@ class _Step:
         self._used = 0
         ids = torch.zeros((rows, 1), dtype=torch.int64, device=example.device)
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-            # The tracer warns of every Python number it records; they are the shapes, which are fixed here.
+            # The tracer warns of every Python number it records; these are shapes, which are fixed.
             warnings.simplefilter("ignore")
             inputs = (ids, self._position, self._mask, *(kv.clone() for kv in self._kv))
             self._run = torch.jit.trace(_OneToken(model), inputs, check_trace=False)
 
     def fill(self, layers: list[Any], used: int) -> None:
-        """Start from the prompt's keys and values, the same for all rows; nothing of the group before stays."""
+        """Reset the buffers to the prompt's keys and values, the same for all rows."""
         for buffer, kv in zip(self._kv, [x.keys for x in layers] + [x.values for x in layers], strict=True):
             buffer.zero_()[:, :, :used] = kv
         self._mask.fill_(torch.finfo(self._mask.dtype).min)[..., :used] = 0
@@ -136,7 +136,7 @@ class _Step:
         self._position.fill_(self._used)
         self._mask[..., self._used] = 0
         self._used += 1
-        with torch.jit.optimized_execution(False):  # an optimiser that watches first and fuses afterwards would change bits between calls
+        with torch.jit.optimized_execution(False):  # a profiling optimiser would fuse operations later and change bits between calls
             logits: torch.Tensor = self._run(ids.unsqueeze(1), self._position, self._mask, *self._kv)
         return logits
 
@@ -157,7 +157,7 @@ class _OneToken(torch.nn.Module):
 
 
 class _FixedCache(Cache):
-    """A cache over given buffers as a model calls it: write at `position`, read everything (the mask hides what is not there)."""
+    """A cache over fixed buffers: writes at `position` and reads everything; the mask hides unused positions."""
 
     def __init__(self, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], position: torch.Tensor) -> None:
         super().__init__(layers=[])
@@ -175,7 +175,7 @@ class _FixedCache(Cache):
 
 
 def _agrees(decoder: Decoder, model: Any) -> bool:
-    """True if a prompt of 5 and 4 more tokens in 2 rows give the logits of full forward passes, to rounding."""
+    """True if a prompt of 5 tokens and 4 decode steps in 2 rows give the logits of full forward passes up to rounding."""
     parameter = next(model.parameters())
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(18, device=parameter.device).reshape(2, 9) * 7919 % vocabulary
@@ -189,11 +189,11 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Choose a token a row by inverse CDF: ids `int64[B]` and their logprobs `float32[B]`, from `logits[B, V]` and `uniform: float64[B]`;
-    where the sampling is limited also the ids it could have been, `int64[B, k]`, -1 behind the last.
+    """Sample a token per row by inverse CDF: ids `int64[B]` and their logprobs `float32[B]`, from `logits[B, V]` and `uniform: float64[B]`;
+    if the sampling is limited also its support `int64[B, k]`, padded with -1.
 
-    The order is temperature, top-k, top-p, renormalise; the logprobs are of the distribution that the token was drawn from.
-    Greedy takes the likeliest token and reports its logprob at temperature 1.
+    The order is temperature, top-k, top-p, renormalise; the logprobs are those of the sampling distribution. Greedy takes the most likely
+    token and reports its logprob at temperature 1.
     """
     logits, support = logits.float(), None
     if sampling.greedy:
@@ -204,19 +204,19 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> t
     if sampling.top_k or sampling.top_p < 1.0:
         logits, support = _truncated(logits, sampling)
     logprobs = logits.log_softmax(-1)
-    # In float64: over a vocabulary of 150,000 a float32 sum loses the rarer tokens.
+    # In float64: over a vocabulary of 150,000 a float32 sum loses rare tokens.
     cdf = logprobs.double().exp_().cumsum_(-1)
     ids = torch.searchsorted(cdf, uniform.unsqueeze(-1) * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
     return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1), support
 
 
 def _truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Leave the `top_k` likeliest tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751); and which."""
+    """Logits of the `top_k` most likely tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751); support."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = -torch.inf
     if sampling.top_p < 1.0:
         probabilities = ordered.softmax(-1)
         ordered[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = -torch.inf
-    kept = order.masked_fill(ordered.isneginf(), -1)[:, : sampling.top_k] if sampling.limited else None
-    return torch.empty_like(ordered).scatter_(-1, order, ordered), kept
+    support = order.masked_fill(ordered.isneginf(), -1)[:, : sampling.top_k] if sampling.limited else None
+    return torch.empty_like(ordered).scatter_(-1, order, ordered), support

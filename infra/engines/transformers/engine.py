@@ -1,7 +1,7 @@
-"""Draws from any Hugging Face causal LM directory, one group at a time as a batch of constant shape.
+"""Generates with any Hugging Face causal LM, one group at a time as a batch of constant shape.
 
-The rule: sample s sits in row s of `rows` rows over one prompt, without padding; rows nobody wants, or ended ones, go on as dummies,
-so nothing but the request and the weights can touch a bit.
+Sample s is row s of `rows` rows over one prompt, without padding. Rows that are not requested or have ended continue as dummies, so that
+all bits depend only on the request and the weights.
 """
 
 import heapq
@@ -26,13 +26,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class TransformersEngine:
-    """The light engine: a group in work, others waiting, lowest number first.
+    """Runs one group at a time, lowest number first.
 
-    `threads` is the process's torch thread count: logits differ in their last bits between counts, so it is set and not found.
+    `threads` is set as the process's torch thread count, on which the last bits of logits depend.
     """
 
     def __init__(self, directory: str | Path, *, dtype: DType = "auto", device: str = "cpu", threads: int = 1) -> None:
-        """Load the model. Raises `EngineError` when the directory holds none."""
+        """Load the model. Raises `EngineError` if the directory has none."""
         torch.set_num_threads(threads)
         self._model = load_model(directory, dtype=dtype, device=device)
         self._parameters = dict(self._model.named_parameters())
@@ -45,12 +45,12 @@ class TransformersEngine:
         self.version = DIRECTORY_VERSION
         self._waiting: list[tuple[int, int, GroupRequest]] = []
         self._submitted = 0
-        self._work: _Work | None = None
+        self._running: _Group | None = None
         self._stats = dict.fromkeys(("groups", "tokens", "decode_steps", "prefill_s", "decode_s", "loads", "load_s"), 0.0)
 
     @property
     def pending(self) -> int:
-        return len(self._waiting) + (self._work is not None)
+        return len(self._waiting) + (self._running is not None)
 
     @property
     def idle(self) -> bool:
@@ -75,89 +75,89 @@ class TransformersEngine:
     def step(self) -> list[Completion]:
         if self.idle:
             return []
-        began = time.perf_counter()
+        started = time.perf_counter()
         with torch.inference_mode():
-            if self._work is None:
-                work = self._work = self._work_of(heapq.heappop(self._waiting)[2])
-                logits = self._decoder.prefill(work.prompt, rows=work.request.rows, room=work.request.sampling.max_new_tokens)
-                self._stats["prefill_s"] += time.perf_counter() - began
+            if self._running is None:
+                group = self._running = self._group_of(heapq.heappop(self._waiting)[2])
+                logits = self._decoder.prefill(group.prompt, rows=group.request.rows, room=group.request.sampling.max_new_tokens)
+                self._stats["prefill_s"] += time.perf_counter() - started
             else:
-                work = self._work
-                logits = self._decoder.next(work.newest)
+                group = self._running
+                logits = self._decoder.next(group.newest)
                 self._stats["decode_steps"] += 1
-                self._stats["decode_s"] += time.perf_counter() - began
-            work.newest, logprobs, support = choose(logits, work.uniforms[work.steps], work.request.sampling)
+                self._stats["decode_s"] += time.perf_counter() - started
+            group.newest, logprobs, support = choose(logits, group.uniforms[group.steps], group.request.sampling)
             if support is not None:
-                work.support[:, work.steps] = support.cpu().numpy()
-            ended = work.take(work.newest.cpu().numpy(), logprobs.cpu().numpy(), version=self.version)
+                group.support[:, group.steps] = support.cpu().numpy()
+            ended = group.append(group.newest.cpu().numpy(), logprobs.cpu().numpy(), version=self.version)
         self._stats["tokens"] += sum(len(completion.token_ids) for completion in ended)
-        if not work.left:
-            self._work = None
+        if not group.unended:
+            self._running = None
             self._stats["groups"] += 1
         return ended
 
     def abort(self, group: int) -> list[Completion]:
-        found = [entry[2] for entry in self._waiting if entry[0] == group]
+        requests = [entry[2] for entry in self._waiting if entry[0] == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
-        aborted = [completion for request in found for completion in self._work_of(request).aborted(version=self.version)]
-        if self._work is not None and self._work.request.group == group:
-            aborted += self._work.aborted(version=self.version)
-            self._work = None
+        aborted = [completion for request in requests for completion in self._group_of(request).aborted(version=self.version)]
+        if self._running is not None and self._running.request.group == group:
+            aborted += self._running.aborted(version=self.version)
+            self._running = None
         return aborted
 
     def groups_in_flight(self) -> list[GroupInFlight]:
         groups = [GroupInFlight(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
-        if self._work is not None:
-            tokens = self._work.steps * len(self._work.left) + self._work.ended_tokens
-            groups.append(GroupInFlight(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
-        return sorted(groups, key=lambda held: held.group)
+        if self._running is not None:
+            tokens = self._running.steps * len(self._running.unended) + self._running.ended_tokens
+            groups.append(GroupInFlight(group=self._running.request.group, tokens=tokens, oldest_version=self.version))
+        return sorted(groups, key=lambda progress: progress.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         if not self.idle:
-            raise EngineError(f"version {version} came while {self.pending} groups are in hand: load weights between groups")
-        began = time.perf_counter()
-        held = [(self._parameters[tensor.name], _tensor(tensor)) for tensor in check_tensors(tensors, self._shapes, version=version)]
+            raise EngineError(f"version {version} came while {self.pending} groups are in flight: load weights between groups")
+        started = time.perf_counter()
+        values = [(self._parameters[tensor.name], _tensor(tensor)) for tensor in check_tensors(tensors, self._shapes, version=version)]
         with torch.no_grad():
-            for parameter, value in held:
+            for parameter, value in values:
                 parameter.copy_(value)
         self.version = version
         self._stats["loads"] += 1
-        self._stats["load_s"] += time.perf_counter() - began
+        self._stats["load_s"] += time.perf_counter() - started
 
     def sleep(self) -> None:
-        """Free the weights, and the keys and values of the last groups."""
-        assert self.idle, "an engine with groups in hand does not sleep"
+        """Free the weights, and the keys and values of the last group."""
+        assert self.idle, "an engine with groups in flight does not sleep"
         self._decoder.forget()
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
         if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch keeps what was freed for this process
+            torch.cuda.empty_cache()  # else torch keeps the freed memory for this process
         self.version = DIRECTORY_VERSION
 
     def wake(self) -> None:
-        """Take memory for the weights, which have yet to be loaded."""
+        """Allocate memory for the weights, which have to be loaded next."""
         for name, parameter in self._parameters.items():
             parameter.data = parameter.data.new_empty(self._shapes[name])
 
-    def _work_of(self, request: GroupRequest) -> "_Work":
+    def _group_of(self, request: GroupRequest) -> "_Group":
         stop = request.sampling.stop
         if stop and self._texts is None:
             self._texts = Texts(self._directory)
-        return _Work.of(request, device=self._model.device, ends=self._texts.ends(stop) if stop and self._texts else None)
+        return _Group.of(request, device=self._model.device, ends=self._texts.ends(stop) if stop and self._texts else None)
 
     def stats(self) -> dict[str, float]:
         return self._stats | {"traced": float(self._decoder.traced)}
 
     def close(self) -> None:
         self._waiting.clear()
-        self._work = None
+        self._running = None
         del self._decoder, self._parameters, self._model
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Work:
-    """The group being drawn: what its rows hold so far and which wanted samples are left."""
+class _Group:
+    """The running group: the tokens of its rows so far and the requested samples that have not ended."""
 
     request: GroupRequest
     prompt: torch.Tensor
@@ -166,52 +166,52 @@ class _Work:
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     support: npt.NDArray[np.int32]
-    """[rows, longest, k], k = 0 where the sampling is not limited."""
+    """[rows, longest, k], k = 0 unless the sampling is limited."""
     stops: npt.NDArray[np.int64]
     ends: Ends | None
-    left: set[int]
+    unended: set[int]
     ended_tokens: int
     steps: int
     started_ns: int
 
     @classmethod
-    def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Work":
+    def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Group":
         rows, longest = request.rows, request.sampling.max_new_tokens
-        drawn = [uniforms(seed=request.seed, group=request.random_group, sample=sample, count=longest) for sample in range(rows)]
+        numbers = [uniforms(seed=request.seed, group=request.random_group, sample=sample, count=longest) for sample in range(rows)]
         return cls(
             request=request,
             prompt=torch.as_tensor(np.asarray(request.prompt_ids, dtype=np.int64), device=device),
-            uniforms=torch.as_tensor(np.stack(drawn, axis=1), device=device),  # [longest, rows]
+            uniforms=torch.as_tensor(np.stack(numbers, axis=1), device=device),  # [longest, rows]
             newest=torch.empty(0, dtype=torch.int64),
             ids=np.zeros((rows, longest), dtype=np.int32),
             logprobs=np.zeros((rows, longest), dtype=np.float32),
             support=np.full((rows, longest, request.sampling.top_k if request.sampling.limited else 0), -1, dtype=np.int32),
             ends=ends,
             stops=np.array(request.sampling.stop_ids, dtype=np.int64),
-            left=set(request.samples),
+            unended=set(request.samples),
             ended_tokens=0,
             steps=0,
             started_ns=time.time_ns(),
         )
 
-    def take(self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], *, version: int) -> list[Completion]:
-        """Append a token a row and give out the wanted samples that end with it."""
+    def append(self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], *, version: int) -> list[Completion]:
+        """Append a token to each row and return the requested samples that end with it."""
         if not np.isfinite(logprobs).all():
             raise EngineError(f"group {self.request.group}: weights version {version} gives logits that are not numbers")
         self.ids[:, self.steps], self.logprobs[:, self.steps] = ids, logprobs
         self.steps += 1
         stopped = (ids[:, None] == self.stops).any(1)
         if self.ends is not None:
-            stopped[[row for row in self.left if self.ends(self.ids[row, : self.steps])]] = True
+            stopped[[row for row in self.unended if self.ends(self.ids[row, : self.steps])]] = True
         full = self.steps == self.request.sampling.max_new_tokens
-        ended = [row for row in np.flatnonzero(stopped | full).tolist() if row in self.left]
-        self.left.difference_update(ended)
+        ended = [row for row in np.flatnonzero(stopped | full).tolist() if row in self.unended]
+        self.unended.difference_update(ended)
         self.ended_tokens += self.steps * len(ended)
         return [self._completion(row, "stop" if stopped[row] else "length", version=version) for row in ended]
 
     def aborted(self, *, version: int) -> list[Completion]:
-        """The wanted samples that have not ended, as far as they are drawn."""
-        return [self._completion(row, "abort", version=version) for row in sorted(self.left)]
+        """The requested samples that have not ended, with their tokens so far."""
+        return [self._completion(row, "abort", version=version) for row in sorted(self.unended)]
 
     def _completion(self, row: int, finish: Finish, *, version: int) -> Completion:
         return Completion(
@@ -240,21 +240,19 @@ def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "c
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
         raise EngineError(f"cannot load the model in {path} ({_one_line(error)}): {advice}") from error
-    if found["missing_keys"]:
-        raise EngineError(
-            f"the weights in {path} lack {len(found['missing_keys'])} parameters, first {min(found['missing_keys'])}: {advice}"
-        )
+    if missing := info["missing_keys"]:
+        raise EngineError(f"the weights in {path} lack {len(missing)} parameters, first {min(missing)}: {advice}")
     return model.to(device).eval().requires_grad_(False)
 
 
 def _tensor(tensor: TensorBytes) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the bytes are read-only, and are only read
+        warnings.simplefilter("ignore")  # torch warns of read-only bytes, which are not written here
         flat = torch.frombuffer(tensor.data, dtype=getattr(torch, tensor.dtype)) if tensor.nbytes else torch.empty(0)
     return flat.reshape(tensor.shape)
 

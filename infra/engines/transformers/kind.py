@@ -1,4 +1,4 @@
-"""The transformers engine's capabilities; needs no torch."""
+"""Declaration of the transformers engine, without importing torch."""
 
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
 from penstock.infra.engines.packages import Package

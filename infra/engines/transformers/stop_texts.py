@@ -1,7 +1,4 @@
-"""Ends completions at texts: says of the ids drawn so far whether a text is whole with the last of them.
-
-The rule: only the end of a completion is decoded, so that a token costs the same however long its completion is.
-"""
+"""Ends completions at stop texts; decodes only the last tokens, so that the cost per token does not grow with the completion."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,30 +10,30 @@ import numpy.typing as npt
 from penstock.infra.errors import EngineError
 
 Ends = Callable[[npt.NDArray[np.int32]], bool]
-"""[T] ids drawn so far -> whether the newest one ends the completion."""
+"""[T] ids so far -> True if the newest one ends the completion."""
 MARGIN = 8
-"""Tokens before those that a text can consist of: they decide how its first one is decoded."""
+"""Decoded tokens before the longest stop text, on which the decoding of its first token depends."""
 
 
 class Texts:
-    """The tokenizer of a model's directory, for stop texts."""
+    """The tokenizer of a model directory, for stop texts."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `EngineError` when there is none."""
+        """Raises `EngineError` if it cannot be read."""
         from tokenizers import Tokenizer
 
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(directory / "tokenizer.json"))
         # The library raises plain Exception for a file it cannot read.
         except Exception as error:
-            raise EngineError(f"sampling.stop: there is no tokenizer to read {directory / 'tokenizer.json'} with: {error}") from error
+            raise EngineError(f"sampling.stop: cannot read the tokenizer {directory / 'tokenizer.json'}: {error}") from error
 
     def ends(self, stop: Sequence[str]) -> Ends:
-        """The end of completions at any of these texts; a token stands for a byte of them at least."""
+        """The test for any of these texts; each token is at least one byte of them."""
         window = max(len(text.encode()) for text in stop) + MARGIN
 
         def ended(ids: npt.NDArray[np.int32]) -> bool:
             text = self._tokenizer.decode(ids[-window:].tolist(), skip_special_tokens=True)
-            return any(one in text for one in stop)
+            return any(stop_text in text for stop_text in stop)
 
         return ended

@@ -48,8 +48,8 @@ def test_frozen_weights_take_no_gradient_of_their_own_and_shared_prompts_are_com
         ("NVIDIA H200", {"dtype": "float32", "tf32": True}, 494.5e12),
         ("NVIDIA H200", {"dtype": "float32"}, None),
         ("cpu", {"dtype": "float32"}, None),
-        ("cpu", {"dtype": "float32", "given_tflops": 0.1}, 1e11),
+        ("cpu", {"dtype": "float32", "configured_tflops": 0.1}, 1e11),
     ],
 )
 def test_the_peak_is_the_given_one_or_that_of_the_device_in_its_arithmetic(device: str, settings: dict, expected: float | None) -> None:
-    assert peak_flops(device, **{"tf32": False, "given_tflops": None, **settings}) == expected
+    assert peak_flops(device, **{"tf32": False, "configured_tflops": None, **settings}) == expected

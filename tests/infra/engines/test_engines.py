@@ -287,7 +287,7 @@ def test_weights_that_come_while_a_group_is_in_hand_are_refused_or_label_what_fo
     engine.step()
     name = {ToyEngine: "toy"}.get(type(engine), "transformers" if type(engine).__name__ == "TransformersEngine" else "vllm")
     if not ENGINES[name].swaps_in_flight:
-        with pytest.raises(EngineError, match="in hand"):
+        with pytest.raises(EngineError, match="in flight"):
             engine.load_weights(1, weights)
         return
     engine.load_weights(1, weights)

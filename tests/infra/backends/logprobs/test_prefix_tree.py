@@ -10,9 +10,8 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.infra.backends.logprobs import tree_attention
 from penstock.infra.backends.logprobs.forward import Forward, choose_forward
-from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
+from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
 from penstock.pipeline.algorithms.losses import batch_loss
@@ -79,7 +78,7 @@ def check(batch, objectives):
     parameters = list(model.parameters())
     found = {}
     for name, forward in WAYS.items():
-        model.set_attn_implementation(tree_attention.NAME if forward.shared else "sdpa")
+        model.set_attn_implementation(TREE_ATTENTION if forward.shared else "sdpa")
         found[name] = forward(model, batch, device=CPU)[0]
     assert not found["shared"][~torch.from_numpy(batch.completion_mask)].any()
     for loss, correction in objectives:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.infra.backends.logprobs import token_logprobs as module
-from penstock.infra.backends.logprobs.token_logprobs import token_logprobs
+from penstock.infra.backends.logprobs.forward import token_logprobs
 
 ROW = torch.tensor([0, 0, 1, 3, 3, 3, 4])
 TARGET = torch.tensor([5, 2, 2, 0, 10, 10, 7])

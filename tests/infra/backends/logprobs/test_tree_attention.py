@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.infra.backends.logprobs import tree_attention
-from penstock.infra.backends.logprobs.tree_attention import short_attention
+from penstock.infra.backends.logprobs import prefix_tree
+from penstock.infra.backends.logprobs.prefix_tree import short_attention
 
 
 def tensors(dtype, *, rows=3, heads=6, groups=2, queries=5, keys=9, width=8):
@@ -46,11 +46,11 @@ def test_short_attention_and_its_gradients_are_those_of_the_kernel(mask, scaling
 ])  # fmt: skip
 def test_only_bfloat16_with_few_scores_is_attended_to_by_matrix_products(monkeypatch, dtype, limit, short):
     taken = []
-    monkeypatch.setattr(tree_attention, "SHORT_SCORES", limit)
-    monkeypatch.setattr(tree_attention, "short_attention", lambda *given, **_: taken.append(True) or short_attention(*given))
+    monkeypatch.setattr(prefix_tree, "SHORT_SCORES", limit)
+    monkeypatch.setattr(prefix_tree, "short_attention", lambda *given, **_: taken.append(True) or short_attention(*given))
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 3, True
     query, key, value = tensors(dtype)
-    found = tree_attention._attend(module, query, key, value, seen(5, 9))
+    found = prefix_tree._attend(module, query, key, value, seen(5, 9))
     assert taken == [True] * short
     torch.testing.assert_close(found.float(), by_the_kernel(query, key, value, seen(5, 9)).float(), atol=2e-2, rtol=2e-2)
