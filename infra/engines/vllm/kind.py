@@ -1,4 +1,4 @@
-"""The capabilities of the engine on vLLM; needs no vLLM."""
+"""Declaration of the vLLM engine, without importing vLLM."""
 
 from collections.abc import Mapping
 from typing import Any

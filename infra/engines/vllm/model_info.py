@@ -1,7 +1,4 @@
-"""Sizes of a model that vLLM needs, read from its directory before vLLM is imported: head size, positions and bytes of keys and values.
-
-The rule: what `config.json` does not say is None, and then vLLM's own checks decide.
-"""
+"""Head size, positions and KV cache size of a model, read from its `config.json` before vLLM is imported; None if not stated there."""
 
 import copy
 import json
@@ -19,48 +16,47 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of a decoder; None where its configuration has another form."""
+    """Sizes of a decoder; None if its configuration has another form."""
 
     positions: int | None
     head_dim: int | None
     kv_elements: int | None
-    """Numbers that the key-value cache holds for one token, over all layers."""
+    """Elements of the KV cache for one token, over all layers."""
 
     def kv_bytes(self, tokens: int, *, item_bytes: int, block_tokens: int) -> int | None:
-        """Bytes of key-value cache for one sequence of `tokens`, in whole blocks and with the one block that vLLM keeps for itself."""
+        """Bytes of KV cache for one sequence of `tokens`, in full blocks and with the one block that vLLM reserves."""
         if self.kv_elements is None:
             return None
         return (-(-tokens // block_tokens) + 1) * block_tokens * self.kv_elements * item_bytes
 
 
 def read_geometry(directory: Path) -> Geometry:
-    """Sizes of the model in a directory. Raises `EngineRefused` when it holds none."""
+    """Sizes of the model in a directory. Raises `EngineRefused` if it has none."""
     try:
-        whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        root = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         reason = "no config.json in it" if directory.is_dir() else "no such directory"
         raise EngineRefused(f"there is no model in {directory} ({reason}): {ADVICE}") from None
     except (OSError, ValueError) as error:
         raise EngineRefused(f"cannot read {directory / 'config.json'} ({error}): {ADVICE}") from error
-    if not isinstance(whole, dict):
+    if not isinstance(root, dict):
         raise EngineRefused(f"{directory / 'config.json'} is no JSON object: {ADVICE}")
-    text = whole.get("text_config")
-    config: dict[str, Any] = text if isinstance(text, dict) else whole
+    text = root.get("text_config")
+    config: dict[str, Any] = text if isinstance(text, dict) else root
     positions, layers, heads = (_size(config, name) for name in ("max_position_embeddings", "num_hidden_layers", "num_attention_heads"))
     hidden = _size(config, "hidden_size")
     head_dim = _size(config, "head_dim") or (hidden // heads if hidden and heads else None)
     kv_heads = _size(config, "num_key_value_heads") or heads
-    latent = "kv_lora_rank" in config  # such models cache something smaller than keys and values
-    known = layers and kv_heads and head_dim and not latent
+    latent = "kv_lora_rank" in config  # such models cache latent vectors, which are smaller than keys and values
     return Geometry(
         positions=positions,
         head_dim=None if latent else head_dim,
-        kv_elements=2 * layers * kv_heads * head_dim if known and layers and kv_heads and head_dim else None,
+        kv_elements=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim and not latent else None,
     )
 
 
 def parameter_shapes(directory: Path, hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters as `named_parameters()` of the Hugging Face model gives them: tied ones once."""
+    """Names and shapes of the parameters as in `named_parameters()` of the Hugging Face model: tied ones once."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +65,7 @@ def parameter_shapes(directory: Path, hf_config: Any) -> dict[str, tuple[int, ..
             model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise EngineRefused(f"transformers cannot tell the parameters of the model in {directory} ({words}): {ADVICE}") from error
+        raise EngineRefused(f"transformers cannot build the model in {directory} ({words}): {ADVICE}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

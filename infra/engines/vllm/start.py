@@ -1,6 +1,6 @@
-"""Starts vLLM's engine, in this process or in one of its own, and puts back what that does to the process.
+"""Starts vLLM's engine, in this process or its own, and restores this process's state.
 
-The rule: afterwards the process has the thread count it was given, and its random generators, memory policy and environment as before.
+Afterwards the process has the configured thread count, and its random generators, memory policy and environment are unchanged.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from penstock.infra.engines.vllm.watch import OWNER, SCRATCH
 from penstock.infra.errors import EngineError
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
-"""Unless the environment says otherwise: no progress on the worker's output, nothing sent anywhere."""
+"""Defaults of environment variables: no progress bars in the worker's output, no usage statistics sent."""
 
 LONGEST_DIRECTORY = 45
-"""Characters: a socket's path has at most 107, of which its own name and that of the engine's directory take 60."""
+"""Characters: a socket's path has at most 107, of which its name and that of the engine's directory take 60."""
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call, by machine."""
+"""Machine -> number of the system call."""
 
 
 def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bool, on_cpu: bool) -> tuple[Any, Path]:
@@ -36,21 +36,22 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with Kafka's threads may hang; it is vLLM's default on GPUs
-    # Without it vLLM would also put the model into a third process. Whether the engine has one of its own is said below.
+    # Else vLLM starts a third process for the model. `enable_multiprocessing` below sets the engine's own process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu:
-        # An eager model still compiles its helpers, at the first token, for up to twenty seconds.
+        # Even an eager model compiles its helpers at the first token, for up to twenty seconds.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if dynamo := sys.modules.get("torch._dynamo.config"):
             dynamo.disable = True  # type: ignore[attr-defined]
         if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) > 1:
-            # Its default binds each process to a memory node of its own and refuses a machine that has fewer.
+            # The default binds each process to its own memory node and fails on a machine with fewer nodes.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=_short(tempfile.gettempdir())))
     try:
-        with _process_as_before(threads, keep_environment={"OMP_NUM_THREADS": str(threads), "TMPDIR": str(scratch)} | _owner(scratch)):
+        environment = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(scratch), OWNER: str(os.getpid()), SCRATCH: str(scratch)}
+        with _process_state_restored(threads, environment=environment):
             tempfile.tempdir = str(scratch)
-            return _made(arguments, engine_process=engine_process), scratch
+            return _engine(arguments, engine_process=engine_process), scratch
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
         if isinstance(error, Exception) and not isinstance(error, EngineError):
@@ -58,39 +59,35 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
         raise
 
 
-def _made(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
+def _engine(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with left_out():
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
+            import penstock.infra.engines.vllm.transfer  # noqa: F401  registers its backend before the model is loaded
 
-        gc.freeze()  # vLLM collects garbage five times while it starts, each time through a million objects of what was just imported
+        gc.freeze()  # vLLM collects garbage five times during its start, each time over a million imported objects
         return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=engine_process)
 
 
 def _short(directory: str) -> str:
-    """The directory, or /tmp when the sockets that vLLM puts there would have longer paths than the kernel takes."""
+    """The directory, or /tmp if vLLM's sockets in it would have longer paths than the kernel allows."""
     return directory if len(directory) <= LONGEST_DIRECTORY else "/tmp"
 
 
-def _owner(scratch: Path) -> dict[str, str]:
-    return {OWNER: str(os.getpid()), SCRATCH: str(scratch)}
-
-
 @contextlib.contextmanager
-def _process_as_before(threads: int, *, keep_environment: Mapping[str, str]) -> Iterator[None]:
-    """Lend the environment some values, and put back what vLLM changes in a process that holds its model."""
+def _process_state_restored(threads: int, *, environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block, and restore them and the state that vLLM changes in this process."""
     import numpy as np
     import torch
 
     torch.set_num_threads(threads)
     set_num_threads, temporary = torch.set_num_threads, tempfile.tempdir
     random_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    before = {name: os.environ.get(name) for name in keep_environment}
-    os.environ.update(keep_environment)
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     try:
         yield
     finally:
@@ -100,16 +97,16 @@ def _process_as_before(threads: int, *, keep_environment: Mapping[str, str]) -> 
             else:
                 os.environ[name] = value
         tempfile.tempdir = temporary
-        torch.set_num_threads = set_num_threads  # vLLM replaces it by one that does nothing
+        torch.set_num_threads = set_num_threads  # vLLM replaces it by a function without effect
         torch.set_num_threads(threads)
         random.setstate(random_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-        _memory_from_anywhere()
+        _unbind_memory()
 
 
-def _memory_from_anywhere() -> None:
-    """Undo vLLM's binding of this process to one memory node, which may hold a fraction of the machine's memory only."""
+def _unbind_memory() -> None:
+    """Undo vLLM's binding of this process to one memory node, which may have only a fraction of the machine's memory."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if sys.platform == "linux" and number is not None:
         with contextlib.suppress(OSError, AttributeError):
@@ -117,7 +114,7 @@ def _memory_from_anywhere() -> None:
 
 
 def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
-    """vLLM's failure to start, in one line that says what to change."""
+    """The error of vLLM's start as one line with advice."""
     words = one_line(error)
     if "KV cache" in words or "cache blocks" in words:
         advice = "raise rollout.vllm.gpu_memory_utilization or rollout.vllm.kv_cache_memory_bytes, or lower rollout.vllm.max_model_len"
@@ -128,5 +125,5 @@ def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an error without line breaks, not too long."""
+    """Type and message of an error on one line of at most 400 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]

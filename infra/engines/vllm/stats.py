@@ -1,7 +1,4 @@
-"""Counters of an engine on vLLM: a few additions a step.
-
-The rule: sums and extremes only, nothing that grows with the run.
-"""
+"""Counters of the vLLM engine."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +6,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the engine was made; takes the place of vLLM's own loggers, which cost more than a small model's step."""
+    """Sums since the engine was created; replaces vLLM's own loggers, which take longer than a step of a small model."""
 
     concurrency: int
     groups: float = 0.0
@@ -30,7 +27,7 @@ class Counts:
     )
 
     def record(self, scheduler_stats: Any = None, **_: Any) -> None:
-        """vLLM calls it with its scheduler's figures of a step."""
+        """Called by vLLM with its scheduler's statistics of a step."""
         if scheduler_stats is None:
             return
         self._observed += 1
@@ -43,10 +40,10 @@ class Counts:
             cache["preemptions"] += prefix.preempted_requests
 
     def log(self) -> None:
-        """vLLM calls it now and then."""
+        """Called by vLLM periodically; has no effect."""
 
     def loaded(self, load_s: float, *, in_flight: bool) -> None:
-        """One version was loaded, under way or between groups."""
+        """Count a loaded version; `in_flight` if samples were running."""
         self.loads += 1
         self.load_s += load_s
         if in_flight:
@@ -56,10 +53,10 @@ class Counts:
             self.swap_stall_max_s = max(self.swap_stall_max_s, load_s)
 
     def all(self) -> dict[str, float]:
-        """Every figure by name."""
-        plain = (
+        """Every counter by name."""
+        names = (
             "groups", "tokens", "aborted_tokens", "decode_steps", "decode_s", "loads", "load_s",
             "swaps", "swap_stall_s", "swap_stall_last_s", "swap_stall_max_s",
         )  # fmt: skip
         occupancy = self._running / self._observed / self.concurrency if self._observed else 0.0
-        return {name: float(getattr(self, name)) for name in plain} | {"occupancy": occupancy} | self._cache
+        return {name: float(getattr(self, name)) for name in names} | {"occupancy": occupancy} | self._cache

@@ -1,7 +1,7 @@
-"""The weight-transfer backend that runs in the process that owns vLLM's model, and what else of Penstock has to live there.
+"""Weight-transfer backend in the processes that hold vLLM's model.
 
-The rule: a version is loaded whole, every parameter of it, or the update raises and the engine is never resumed.
-vLLM imports this module, as the place of its worker's extension, in every process that holds a part of the model.
+A version is loaded with all its parameters, or the update raises and the engine is never resumed. vLLM imports this module, which has its
+worker extension, in every process with a part of the model.
 """
 
 import mmap
@@ -21,17 +21,17 @@ from penstock.infra.engines.vllm.watch import end_with_owner
 from penstock.infra.tensors.stream import TensorBytes
 
 ALIGNMENT = 64
-"""Bytes to which a tensor's start is aligned in a shared buffer."""
+"""Alignment in bytes of each tensor in a shared buffer."""
 
-_handed: dict[int, Sequence[TensorBytes]] = {}
-"""Tensors on their way to an engine in this very process, by hand-over number: they are read where they lie."""
+_registered: dict[int, Sequence[TensorBytes]] = {}
+"""Transfer id -> tensors for an engine in this process, which reads them without a copy."""
 
 
 class Extension:
-    """Part of vLLM's worker, by whose name this module is imported where the model is."""
+    """Methods added to vLLM's worker."""
 
     def load_version(self: Any, update_info: dict[str, Any]) -> None:
-        """Load a version in one call: between processes each one is a round trip in which nothing is drawn."""
+        """Load a version in one call, because each call to another process is a round trip during which nothing is generated."""
         self.start_weight_update()
         self.update_weights(update_info)
         self.finish_weight_update()
@@ -39,21 +39,21 @@ class Extension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed on beforehand."""
+    """Empty: the transfer needs no initialisation."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Location of one version's tensors: in this process under `handed`, or in the file `path` by `table`."""
+    """Location of one version's tensors: in this process under the id `registered`, or in the file `path` by `table`."""
 
-    handed: int | None = None
+    registered: int | None = None
     path: str | None = None
     table: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """(name, dtype, shape, offset in bytes) of each tensor in `path`."""
 
 
 class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Loads a version by vLLM's layerwise reload, which packs and fuses every layer anew that received weights."""
+    """Loads a version by vLLM's layerwise reload, which packs and fuses each layer with new weights again."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -62,14 +62,15 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Make every layer wait for its weights."""
+        """Prepare every layer for new weights."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all tensors. Raises `ValueError` when a parameter got none of them."""
+        """Load all tensors. Raises `ValueError` if a parameter got no weights."""
         tensors: Iterator[tuple[str, torch.Tensor]]
-        if update_info.handed is not None:
-            tensors = ((tensor.name, as_torch(tensor.data, tensor.dtype, tensor.shape)) for tensor in _handed[update_info.handed])
+        if update_info.registered is not None:
+            weights = _registered[update_info.registered]
+            tensors = ((tensor.name, as_torch(tensor.data, tensor.dtype, tensor.shape)) for tensor in weights)
         else:
             assert update_info.path is not None
             tensors = _in_file(update_info.path, update_info.table)
@@ -79,16 +80,16 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise ValueError(f"vLLM took no weights for {len(missed)} of its parameters, first {min(missed)}")
 
     def finish_weight_update(self) -> None:
-        """Bring all layers into the form that computes."""
+        """Convert all layers to the form used in forward passes."""
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def pack_tied_head(model: Any) -> None:
-    """Pack a tied output layer anew: on a CPU it computes with a packed copy of the embedding and never receives weights itself."""
+    """Pack a tied output layer again: on a CPU it uses a packed copy of the embedding and never receives weights itself."""
     head: Any = getattr(model, "lm_head", None)
     if _tied(model) and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
@@ -98,19 +99,19 @@ def _tied(model: Any) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
-def hand_over(number: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
-    """Update info for an engine in this process; `taken_back(number)` when it is done."""
-    _handed[number] = tensors
-    return {"handed": number}
+def register(number: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
+    """Update info for an engine in this process; call `unregister(number)` afterwards."""
+    _registered[number] = tensors
+    return {"registered": number}
 
 
-def taken_back(number: int) -> None:
-    """Let go of tensors that were handed over."""
-    _handed.pop(number, None)
+def unregister(number: int) -> None:
+    """Release registered tensors."""
+    _registered.pop(number, None)
 
 
 def write_shared(file: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
-    """Update info for engines in other processes: the tensors go into the open file `file`, which they find by this process's id."""
+    """Update info for engines in other processes, which open the file through this process's /proc entry; writes the tensors to `file`."""
     table, end = [], 0
     for tensor in tensors:
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -123,21 +124,21 @@ def write_shared(file: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
 
 
 def as_torch(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A tensor over the buffer's own bytes, only to be read."""
+    """A read-only tensor over the buffer, without a copy."""
     kind, count = getattr(torch, dtype), 1
     for size in shape:
         count *= size
     if not count:
         return torch.empty(tuple(shape), dtype=kind)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the bytes are read-only, and are only read
+        warnings.simplefilter("ignore")  # torch warns of read-only bytes, which are not written here
         return torch.frombuffer(buffer, dtype=kind, count=count, offset=offset).reshape(tuple(shape))
 
 
 def _in_file(path: str, table: Sequence[tuple[str, str, Sequence[int], int]]) -> Iterator[tuple[str, torch.Tensor]]:
     file = os.open(path, os.O_RDONLY)
     try:
-        mapping = mmap.mmap(file, 0, prot=mmap.PROT_READ)  # lives as long as a tensor over it
+        mapping = mmap.mmap(file, 0, prot=mmap.PROT_READ)  # exists as long as a tensor over it
     finally:
         os.close(file)
     for name, dtype, shape, offset in table:

@@ -1,6 +1,6 @@
-"""Nobody outlives the other: an engine's processes end with the worker that owns them, and the worker learns of their end.
+"""Ends an engine's processes when their worker exits, and notifies the worker when they exit.
 
-The rule: whatever kills the worker, SIGKILL too, its engine's processes are gone within seconds, and nothing of theirs is left.
+The processes and their temporary files are removed within seconds, also after a SIGKILL of the worker.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 OWNER = "PENSTOCK_ENGINE_OWNER"
-"""Process id of the worker, for the processes of its engine."""
+"""Environment variable of an engine's processes: process id of the worker."""
 SCRATCH = "PENSTOCK_ENGINE_SCRATCH"
-"""Directory of the engine's temporary files, which ends with it."""
+"""Environment variable of an engine's processes: directory of temporary files, which is removed with them."""
 
 _SHARED = Path("/dev/shm")
 
 
 def end_with_owner() -> None:
-    """In a process of an engine: watch the worker from a thread, and end when it ends. Anywhere else: nothing."""
+    """In a process of an engine, watch the worker from a thread and exit when it exits; no effect in other processes."""
     owner = int(os.environ.get(OWNER, "0"))
     if not owner or owner == os.getpid():
         return
@@ -45,7 +45,7 @@ def _watch(handle: int, between: list[int]) -> None:
 
 
 def _end(between: list[int]) -> None:
-    """End the processes between the worker and this one, which would wait for orders for ever, and then this one."""
+    """Kill the processes between the worker and this one, which would wait forever, and then this one."""
     for name in _shared_segments():
         with contextlib.suppress(OSError):
             (_SHARED / name).unlink()
@@ -57,20 +57,20 @@ def _end(between: list[int]) -> None:
 
 
 def _ancestors(*, upto: int) -> list[int]:
-    """Process ids of this one's ancestors below `upto`; none when `upto` is not among them."""
-    found, pid = [], os.getppid()
+    """Process ids of this one's ancestors below `upto`; empty if `upto` is not an ancestor."""
+    ancestors, pid = [], os.getppid()
     while pid > 1 and pid != upto:
-        found.append(pid)
+        ancestors.append(pid)
         try:
-            # The name before the last parenthesis may hold anything, spaces too.
+            # The name before the last parenthesis may contain spaces.
             pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             return []
-    return found if pid == upto else []
+    return ancestors if pid == upto else []
 
 
 def _shared_segments() -> set[str]:
-    """Names in /dev/shm of the segments of Python's shared memory that this process has open: its engine's own."""
+    """Names in /dev/shm of the shared memory segments that this process has open."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -78,25 +78,25 @@ def _shared_segments() -> set[str]:
     return {Path(line.split()[-1]).name for line in lines if f"{_SHARED}/psm_" in line and not line.endswith("(deleted)")}
 
 
-_AGAIN_S = 0.2
+_POLL_S = 0.2
 
 
-def watch_processes(client: Any, dead: threading.Event) -> None:
-    """In the worker: when one of the engine's processes ends, set `dead` and fail every call that waits for an answer.
+def watch_processes(client: Any, exited: threading.Event) -> None:
+    """In the worker: when one of the engine's processes exits, set `exited` and fail every waiting call.
 
-    vLLM's own watch only marks the client; whoever waits for an output or an answer of a killed engine would wait for ever.
+    vLLM itself only marks the client; a call that waits for an output of a killed engine would wait forever.
     """
     sentinels = [process.sentinel for process in client.resources.engine_manager.processes]
     calls, outputs = client.utility_results, client.outputs_queue
 
     def wait() -> None:
         connection.wait(sentinels)
-        dead.set()
+        exited.set()
         outputs.put_nowait(RuntimeError("the engine's process ended"))
-        while True:  # a call may have been made at this very moment, and vLLM would let it wait
+        while True:  # fail also calls that are made concurrently, which vLLM would let wait
             for future in list(calls.values()):
-                with contextlib.suppress(Exception):  # answered, or failed already
+                with contextlib.suppress(Exception):  # it may be done already
                     future.set_exception(RuntimeError("the engine's process ended"))
-            time.sleep(_AGAIN_S)
+            time.sleep(_POLL_S)
 
-    threading.Thread(target=wait, daemon=True, name="engine-death").start()
+    threading.Thread(target=wait, daemon=True, name="engine-exit").start()

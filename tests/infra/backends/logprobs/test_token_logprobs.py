@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.infra.backends.logprobs import token_logprobs as module
+from penstock.infra.backends.logprobs import forward as module
 from penstock.infra.backends.logprobs.forward import token_logprobs
 
 ROW = torch.tensor([0, 0, 1, 3, 3, 3, 4])
