@@ -1,1 +1,1 @@
-"""A run's checkpoints: what is kept, how one is written while training goes on, and how one is verified."""
+"""A run's checkpoints: written in the background, verified, and thinned out."""

@@ -1,4 +1,4 @@
-"""A checkpoint's files on disk: flushed, described with their digests in a manifest, and compared with it."""
+"""Files of a checkpoint: flushed to disk, listed with their digests in a manifest, and verified against it."""
 
 import hashlib
 import json
@@ -27,19 +27,19 @@ def sync(path: Path) -> None:
 
 
 def write_manifest(directory: Path) -> int:
-    """Describe every file in `manifest.json`; returns their total size in bytes."""
+    """List every file in `manifest.json`; returns their total size in bytes."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
-    described = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
-    (directory / MANIFEST).write_text(json.dumps({"files": described}, indent=1), encoding="utf-8")
+    entries = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+    (directory / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
     return sum(file.stat().st_size for file in [*files, directory / MANIFEST])
 
 
-def check_file(name: str, file: Path, described: Mapping[str, object]) -> None:
-    """Raise `CheckpointError` unless a file has the size and SHA-256 that the manifest says."""
+def check_file(name: str, file: Path, entry: Mapping[str, object]) -> None:
+    """Raise `CheckpointError` unless a file has the size and SHA-256 of its manifest entry."""
     size = file.stat().st_size
-    if size != described["bytes"]:
-        raise CheckpointError(f"{name} has {size} bytes where its manifest says {described['bytes']}")
-    if _sha256(file) != described["sha256"]:
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{name} has {size} bytes, in its manifest {entry['bytes']}")
+    if _sha256(file) != entry["sha256"]:
         raise CheckpointError(f"{name} is damaged: its SHA-256 is not the one in its manifest")
 
 

@@ -1,7 +1,4 @@
-"""What a checkpoint says of itself, whether that agrees with the ledger, and which checkpoints are kept.
-
-The rule: pure functions of numbers and digests.
-"""
+"""State of a checkpoint, its comparison with the ledger, and the choice of checkpoints to keep."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A run's position at a checkpoint; every other counter follows from the ledger up to here."""
+    """A run's position at a checkpoint; all other counters follow from the ledger up to there."""
 
     run: str
     steps: int
@@ -19,7 +16,7 @@ class State:
     digest: str
     """Digest of the weights."""
     seq: int
-    """Number of the ledger's last entry when the checkpoint was begun."""
+    """Number of the ledger's last entry when the checkpoint was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +43,25 @@ class Best:
 
 
 def objection(state: State, recorded: Recorded) -> str | None:
-    """Return why a whole checkpoint does not belong to this ledger; None when it does."""
+    """Reason why a complete checkpoint does not belong to this ledger, or None."""
     if state.run != recorded.run:
         return f"it is of run {state.run}"
     if state.steps > recorded.steps or state.seq >= recorded.seq:
-        return (
-            f"it is beyond the ledger, which ends at step {recorded.steps} (entry {recorded.seq}; the checkpoint was begun at {state.seq})"
-        )
+        return f"it is beyond the ledger, which ends at step {recorded.steps} (entry {recorded.seq}; the checkpoint has entry {state.seq})"
     if state.steps not in recorded.digests:
-        return "the ledger does not know it"
+        return "the ledger does not record it"
     if state.digest not in recorded.digests[state.steps]:
-        return f"its weights have the digest {state.digest[:16]}…, in the ledger stands {min(recorded.digests[state.steps])[:16]}…"
+        return f"its weights have the digest {state.digest[:16]}…, recorded is {min(recorded.digests[state.steps])[:16]}…"
     if state.version not in recorded.versions:
         return f"version {state.version} was never published"
     return None
 
 
 def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = None, best: int | None = None) -> set[int]:
-    """Return the checkpoints to keep: the newest `keep_last`, those whose number of steps is a multiple of `keep_every`, and the best.
+    """The checkpoints to keep: the newest `keep_last`, those at multiples of `keep_every` steps, and the best.
 
     Example:
         to_keep({10, 20, 30, 40}, keep_last=1, keep_every=20, best=10)  # -> {10, 20, 40}
     """
-    wanted = {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
-    return wanted | {number for number in steps if number == best}
+    selected = {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
+    return selected | {number for number in steps if number == best}

@@ -1,7 +1,7 @@
-"""A checkpoint that is written while training goes on.
+"""A checkpoint that is written during training.
 
-The rule: one thread reads the model and writes files with a temporary name; whoever owns the ledger records the checkpoint and then
-names it. No copy of the state is made: the model must not change before `copied`, and until then only the optimizer's step does that.
+A thread reads the model without copying it and writes a temporary folder; the owner of the ledger records the checkpoint and renames the
+folder. The model must not change until `wait_copied` returns; backward passes do not change it.
 """
 
 import json
@@ -17,27 +17,27 @@ from penstock.infra.checkpoints.files import sync_directory, write_manifest
 from penstock.infra.checkpoints.rules import State
 
 BACKEND = "backend"
-"""The folder that a backend fills."""
+"""Folder that the backend writes."""
 STATE = "state.json"
 
 
 @dataclass(slots=True)
 class Saving:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint being written."""
 
     state: State
-    aside: Path
-    """Where it is written, until it has its name."""
+    temporary: Path
+    """Folder in which it is written before it gets its name."""
     explained: Callable[[], AbstractContextManager[None]]
-    """Turns an error of the disk into one line."""
+    """Turns a disk error into one line."""
     size: int = 0
-    """Bytes, once all files are durable."""
+    """Bytes, set once all files are durable."""
     failure: BaseException | None = None
     _copied: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self, save: Callable[[Path], None], *, in_background: bool) -> None:
-        """Write and flush in a thread; unless `beside`, `save` itself runs here. What it raises is raised by `wait`."""
+        """Write and flush in a thread; unless `in_background`, `save` itself runs in the caller's thread. `wait` raises its errors."""
         if not in_background:
             self._guarded(lambda: self._copy(save))
         self._thread = threading.Thread(
@@ -47,15 +47,15 @@ class Saving:
 
     @property
     def ended(self) -> bool:
-        """True once the thread has nothing more to do."""
+        """True once the thread has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
     def wait_copied(self) -> None:
-        """Wait until nothing reads the model any more."""
+        """Wait until the model has been read."""
         self._copied.wait()
 
     def wait(self) -> None:
-        """Wait until every file is durable, or raise what has prevented that."""
+        """Wait until every file is durable, or raise the error of the thread."""
         assert self._thread is not None
         self._thread.join()
         if self.failure is not None:
@@ -63,28 +63,28 @@ class Saving:
             raise self.failure
 
     def discard(self) -> None:
-        """Delete what was written."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        """Delete the temporary folder."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _run(self, save: Callable[[Path], None] | None) -> None:
         if save is not None:
             self._copy(save)
         if self.failure is None:
             with self.explained():
-                (self.aside / STATE).write_text(json.dumps(asdict(self.state)), encoding="utf-8")
-                self.size = write_manifest(self.aside)
-                sync_directory(self.aside)
+                (self.temporary / STATE).write_text(json.dumps(asdict(self.state)), encoding="utf-8")
+                self.size = write_manifest(self.temporary)
+                sync_directory(self.temporary)
 
     def _copy(self, save: Callable[[Path], None]) -> None:
         with self.explained():
-            (self.aside / BACKEND).mkdir(parents=True)
-            save(self.aside / BACKEND)
+            (self.temporary / BACKEND).mkdir(parents=True)
+            save(self.temporary / BACKEND)
             faults.reach("checkpoint.some")
         self._copied.set()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except BaseException as error:  # this thread's edge: its owner raises it again
+        except BaseException as error:  # `wait` raises it in the owner's thread
             self.failure = error
             self._copied.set()

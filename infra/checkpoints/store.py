@@ -1,6 +1,6 @@
-"""Checkpoints in a directory: written aside, made durable, recorded in the ledger, and only then given their name.
+"""Checkpoints in a directory: written to a temporary folder, flushed, recorded in the ledger, and only then renamed.
 
-The rule: a checkpoint is used only if every file verifies and it agrees with the ledger; a broken one is named and the one before is used.
+A checkpoint is used only if every file verifies and it agrees with the ledger; otherwise the one before it is tried.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from penstock.infra.checkpoints.saving import STATE, Saving
 from penstock.infra.errors import BackendError, CheckpointError
 
 BEST = "best.json"
-"""Names the checkpoint with the best evaluation so far."""
-_ASIDE = ".aside-"
+"""File with the number of the best evaluated checkpoint."""
+_TEMPORARY = ".aside-"
 """Name prefix of a directory that is being written or removed; the next start deletes it."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointStore:
-    """One run's checkpoints, in a directory of its own; one process writes to it."""
+    """The checkpoints of one run in their own directory; one process writes to it."""
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_every: int | None = None, to_read: bool = False) -> None:
-        """Make the directory and delete what an earlier process left incomplete; `to_read` does neither. Raises `CheckpointError`."""
+        """Create the directory and delete incomplete checkpoints in it; `to_read` does neither. Raises `CheckpointError`."""
         self.directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         self._refused: set[int] = set()
         self._accuracies: dict[int, float] = {}
@@ -41,7 +41,7 @@ class CheckpointStore:
             return
         with self._explained("use the checkpoint directory"):
             directory.mkdir(parents=True, exist_ok=True)
-            for leftover in directory.glob(f"{_ASIDE}*"):
+            for leftover in directory.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def path(self, steps: int) -> Path:
@@ -56,7 +56,7 @@ class CheckpointStore:
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def verify(self, steps: int, recorded: Recorded) -> State:
-        """The state of a whole checkpoint that agrees with the ledger; raises `CheckpointError` with what is wrong, in a few words."""
+        """State of a complete checkpoint that agrees with the ledger. Raises `CheckpointError` with the reason in a few words."""
         path = self.path(steps)
         self._refused.add(steps)
         try:
@@ -70,43 +70,42 @@ class CheckpointStore:
                 raise CheckpointError(why)
             for name, file in files.items():
                 check_file(name, file, manifest[name])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the manifest is missing, torn or not JSON
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the manifest is missing, truncated or not JSON
             raise CheckpointError(f"its manifest or state cannot be read ({type(error).__name__}: {error})") from error
         self._refused.discard(steps)
         return state
 
     def refuse(self, steps: int) -> None:
-        """Mark a checkpoint as unusable: it no longer counts, and is deleted when the next one is written."""
+        """Mark a checkpoint as unusable: it is deleted when the next one is written."""
         self._refused.add(steps)
 
     def write(self, state: State, *, save: Callable[[Path], None], record: Callable[[int], None], about_bytes: int = 0) -> int:
-        """Write a checkpoint to its end, as `begin` and `finish` do in two parts; returns its size."""
+        """Write a checkpoint by `start` and `finish`; returns its size in bytes."""
         return self.finish(self.start(state, save=save, in_background=False, about_bytes=about_bytes), record=record)
 
     def start(self, state: State, *, save: Callable[[Path], None], in_background: bool, about_bytes: int = 0) -> Saving:
-        """Begin to write a checkpoint in a thread. Raises `CheckpointError` where the disk is too full to begin.
+        """Start to write a checkpoint in a thread. Raises `CheckpointError` if the disk has too little space.
 
-        `save` fills a folder; `beside` says that it may run while the model is trained, up to the optimizer's next step.
+        `save` writes into a folder; with `in_background` it runs while the model is trained, until the next optimizer update.
         """
         explained = partial(self._explained, f"write the checkpoint of step {state.steps}", run=state.run, about_bytes=about_bytes)
         with explained():
-            if shutil.disk_usage(self.directory).free < about_bytes:  # do not begin: a full disk would stop the broker as well
+            if shutil.disk_usage(self.directory).free < about_bytes:  # a full disk would stop the broker too
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        saving = Saving(state, self._aside(state.steps), explained)
+        saving = Saving(state, self._temporary(state.steps), explained)
         saving.start(save, in_background=in_background)
         return saving
 
     def finish(self, saving: Saving, *, record: Callable[[int], None]) -> int:
-        """Wait for a checkpoint's files; `record` gets their size and commits it to the ledger before the checkpoint gets its name.
+        """Wait for a checkpoint's files, call `record` with their size to commit it to the ledger, rename it, and delete old checkpoints.
 
-        Then deletes those that are not to be kept. Raises `CheckpointError`, and whatever `record` raises; then nothing of it
-        is left and what was there before is untouched.
+        Raises `CheckpointError` and errors of `record`; then the new checkpoint is deleted and the others are unchanged.
         """
         saving.wait()
         try:
             record(saving.size)
             with saving.explained():
-                self._name(saving.aside, saving.state.steps)
+                self._rename(saving.temporary, saving.state.steps)
         except BaseException:
             saving.discard()
             raise
@@ -117,61 +116,61 @@ class CheckpointStore:
         return saving.size
 
     def rate(self, steps: int, accuracy: float) -> None:
-        """Take note of an evaluation: of the checkpoints that are there, the one with the highest accuracy stays."""
+        """Record an evaluation: of the existing checkpoints, the one with the highest accuracy is kept."""
         self._accuracies[steps] = accuracy
         self._choose_best()
 
     def _choose_best(self) -> None:
-        there = set(self.steps()) - self._refused
-        rated = [Best(steps=steps, accuracy=accuracy) for steps, accuracy in self._accuracies.items() if steps in there]
-        if self.best is not None and self.best.steps in there:
+        usable = set(self.steps()) - self._refused
+        rated = [Best(steps=steps, accuracy=accuracy) for steps, accuracy in self._accuracies.items() if steps in usable]
+        if self.best is not None and self.best.steps in usable:
             rated.insert(0, self.best)
-        chosen = max(rated, key=lambda one: one.accuracy, default=None)
-        if chosen is None or chosen == self.best:
+        best = max(rated, key=lambda candidate: candidate.accuracy, default=None)
+        if best is None or best == self.best:
             return
-        self.best = chosen
+        self.best = best
         with self._explained("note the best checkpoint"):
             unfinished = self.directory / f".{BEST}"
-            unfinished.write_text(json.dumps(asdict(chosen)), encoding="utf-8")
+            unfinished.write_text(json.dumps(asdict(best)), encoding="utf-8")
             unfinished.replace(self.directory / BEST)
 
     def _read_best(self) -> Best | None:
-        """The best checkpoint as an earlier process has noted it."""
+        """The best checkpoint as recorded by an earlier process."""
         try:
             return Best(**json.loads((self.directory / BEST).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
 
-    def _name(self, aside: Path, steps: int) -> None:
-        """Give a durable checkpoint its name, after moving away a refused one of that name."""
+    def _rename(self, temporary: Path, steps: int) -> None:
+        """Give a durable checkpoint its name, after removing a refused one of that name."""
         if self.path(steps).exists():
             self._remove(steps)
-        aside.rename(self.path(steps))
+        temporary.rename(self.path(steps))
         sync(self.directory)
 
     def _remove_others(self) -> None:
         present = set(self.steps())
         best = None if self.best is None else self.best.steps
-        kept = to_keep(present - self._refused, keep_last=self._keep_last, keep_every=self._keep_every, best=best)
-        for steps in sorted(present - kept):
+        retained = to_keep(present - self._refused, keep_last=self._keep_last, keep_every=self._keep_every, best=best)
+        for steps in sorted(present - retained):
             with self._explained(f"remove the checkpoint of step {steps}"):
                 self._remove(steps)
 
     def _remove(self, steps: int) -> None:
-        """Remove a checkpoint, its name first, so that no incomplete directory ever has one."""
-        aside = self._aside(steps)
-        self.path(steps).rename(aside)
+        """Rename a checkpoint and delete it, so that a directory with its name is never incomplete."""
+        temporary = self._temporary(steps)
+        self.path(steps).rename(temporary)
         faults.reach("checkpoint.removing")
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         self._refused.discard(steps)
 
-    def _aside(self, steps: int) -> Path:
-        # Each gets a unique name: a process that was only suspended must not touch the files of its successor.
-        return self.directory / f"{_ASIDE}{steps}-{os.getpid()}-{secrets.token_hex(4)}"
+    def _temporary(self, steps: int) -> Path:
+        # Each name is unique: a suspended process that continues must not change the files of its successor.
+        return self.directory / f"{_TEMPORARY}{steps}-{os.getpid()}-{secrets.token_hex(4)}"
 
     @contextlib.contextmanager
     def _explained(self, doing: str, *, run: str | None = None, about_bytes: int = 0) -> Iterator[None]:
-        """Turn an error of the disk into one line with the directory, what is needed and what to do."""
+        """Turn a disk error into a `CheckpointError` with the directory, the needed space and the command to continue."""
         try:
             yield
         except (OSError, BackendError) as error:
@@ -180,9 +179,7 @@ class CheckpointStore:
             needs = f" (it takes about {about_bytes / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free)" if about_bytes else ""
             last = [steps for steps in self.steps() if steps not in self._refused][:1] if self.directory.is_dir() else []
             intact = f"; that of step {last[0]} is intact" if last else ""
-            then = (
-                f"make room there, then: penstock run --resume {run}" if run else "see to the directory, or choose trainer.checkpoint_dir"
-            )
+            then = f"make room there, then: penstock run --resume {run}" if run else "make it writable, or set trainer.checkpoint_dir"
             raise CheckpointError(f"cannot {doing} in {self.directory}: {reason}{needs}{intact}; {then}") from error
 
 

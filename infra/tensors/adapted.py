@@ -1,6 +1,6 @@
-"""Weights with low-rank adapters, while they are apart: the frozen weights below them, and a copy of the adapters.
+"""Weights as a frozen base and a copy of low-rank adapters.
 
-The rule: merged weights are made by `topics.versions` alone, so that a trainer and whoever reads its adapters hold the same bits.
+Only `topics.versions` merges them, so that the trainer and the readers of its adapters have the same bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from penstock.topics.versions import weight_adapter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """The adapter of one tensor [rows, columns], which counts `scale` times: A is [rank, columns], B [rows, rank]."""
+    """The adapter of one tensor [rows, columns], multiplied by `scale`: A is [rank, columns], B [rows, rank]."""
 
     a: npt.NDArray[np.float32]
     b: npt.NDArray[np.float32]
@@ -25,32 +25,32 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """The weights of a model at one moment: they stay what they are while training changes the model's adapters."""
+    """The weights of a model at one time, unchanged while training changes the model's adapters."""
 
     below: Callable[[], Iterator[TensorBytes]]
-    """Goes through the frozen weights, in any order; one tensor at a time need be on the host."""
+    """Iterates over the frozen base weights in any order, with one tensor at a time on the host."""
     below_digest: Callable[[Hash], str]
-    """That of the frozen weights."""
+    """Digest of the base weights."""
     adapters: Mapping[str, Adapter]
-    """By the names of the tensors that they change."""
+    """Tensor name -> adapter."""
 
     def merged(self) -> list[TensorBytes]:
-        """A copy of the weights as they are with their adapters."""
+        """A copy of the weights with adapters merged."""
         return [self._merged(tensor) for tensor in self.below()]
 
     def blocks(self, layout: Iterable[tuple[str, str, Sequence[int]]]) -> Iterator[Any]:
-        """What `weight_adapter.apply` makes the merged weights of, as buffers to be joined; `layout`: (name, dtype, shape)."""
+        """The adapters as encoded for `weight_adapter.apply`, in buffers to be joined; `layout` has (name, dtype, shape)."""
         start = 0
         for name, dtype, shape in sorted(layout):
-            if (one := self.adapters.get(name)) is not None:
-                yield from weight_adapter.encode(one.a, one.b, start=start, dtype=dtype, scale=one.scale)
+            if (adapter := self.adapters.get(name)) is not None:
+                yield from weight_adapter.encode(adapter.a, adapter.b, start=start, dtype=dtype, scale=adapter.scale)
             start += expected_nbytes(dtype, shape)
 
     def _merged(self, tensor: TensorBytes) -> TensorBytes:
-        data, one = memoryview(bytearray(tensor.nbytes)), self.adapters.get(tensor.name)
-        if one is None:
+        data, adapter = memoryview(bytearray(tensor.nbytes)), self.adapters.get(tensor.name)
+        if adapter is None:
             data[:] = memoryview(tensor.data).cast("B")
         else:
-            assert tensor.shape == (len(one.b), one.a.shape[1]), f"{tensor.name} is {tensor.shape}, not as its adapter"
-            weight_adapter.merge(tensor.data, data, one.a, one.b, dtype=tensor.dtype, scale=one.scale)
+            assert tensor.shape == (len(adapter.b), adapter.a.shape[1]), f"{tensor.name} is {tensor.shape}, unlike its adapter"
+            weight_adapter.merge(tensor.data, data, adapter.a, adapter.b, dtype=tensor.dtype, scale=adapter.scale)
         return TensorBytes(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=data)

@@ -1,4 +1,4 @@
-"""Finds weights that are not finite or too large to compute with, before they are published."""
+"""Detects weights that are not finite or too large, before they are published."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -15,11 +15,11 @@ _LIMITS: Final = {
     "bfloat16": ("2", int(np.float32(LARGEST).view(np.int32)) >> 16),
     "float16": ("2", 0x7BFF),
 }
-"""Dtype -> bytes of an element, and the bits of the largest one that is allowed: bits of positive floats are in the order of the floats."""
+"""Dtype -> bytes of an element, and the bits of the largest valid one, as integers: the bits of positive floats sort like the floats."""
 
 
 def broken_tensor(tensors: Iterable[TensorBytes]) -> str | None:
-    """The name of the first tensor with an element that is not finite or above `LARGEST`; None without one. No copy is made."""
+    """Name of the first tensor with an element that is not finite or above `LARGEST`, or None; makes no copy."""
     return next((tensor.name for tensor in tensors if _is_broken(tensor)), None)
 
 
@@ -28,6 +28,6 @@ def _is_broken(tensor: TensorBytes) -> bool:
         return False
     size, limit = _LIMITS[tensor.dtype]
     sign = 1 << (8 * int(size) - 1)
-    # As signed integers the negative floats are below all others, as unsigned ones they are above them.
+    # Negative floats sort below the others as signed integers, and above them as unsigned ones.
     positive, any_sign = (int(np.frombuffer(tensor.data, f"<{kind}{size}").max()) for kind in "iu")
     return positive > limit or (any_sign >= sign and any_sign - sign > limit)

@@ -1,8 +1,8 @@
-"""Memory that the workers of one machine share: one of them writes a run's weights there, the others only read them.
+"""Memory for a run's weights that the workers of one machine share: one writes it, the others read it.
 
-The rule: nothing has a name in a file system. The memory is a `memfd`, which ends with the last process that has it open; who writes is
-decided by an abstract Unix socket, which one process at a time can bind and which is free again when that process is gone, however it
-ended. Both belong to one user: the file has mode 0600, and both ends of a connection check the other's user id.
+Nothing has a name in a file system. The memory is a `memfd`, freed when its last process exits. The writer is the process that has bound
+an abstract Unix socket, which is free again when that process exits for any reason. Both belong to one user: the file has mode 0600, and
+both ends of a connection check the other's user id.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from penstock.infra.errors import LogError
 from penstock.infra.tensors.weight_copy import NONE
 
 ANSWER_S = 20.0
-"""A writer that does not answer for this long is stopped or frozen; the others then do without it."""
+"""Timeout for a response of the writer, after which readers load weights themselves."""
 READERS_S = 60.0
-"""A writer waits no longer than this for the processes that read; one of them may be frozen."""
+"""Timeout of a writer that waits for readers, one of which may be frozen."""
 _HEAD_BYTES = 4096
 _DIGEST_BYTES = 256
-_LOOK_S = 0.005
+_POLL_S = 0.005
 _CREDENTIALS = struct.Struct("iII")
 
 
 def is_supported() -> bool:
-    """Whether this system has what is needed, and lets this process use it: Linux, with /proc."""
+    """True if this process can use memfd and /proc (Linux)."""
     if sys.platform != "linux" or not os.path.exists("/proc/self/fd"):
         return False
     try:
@@ -45,27 +45,27 @@ def is_supported() -> bool:
 
 
 class MachineMemory:
-    """One process's end of the memory that the machine's workers share under `name`; see `Memory` for what a copy asks of it."""
+    """One process's view of the memory that the machine's workers share under `name`; implements `Memory`."""
 
     def __init__(self, name: str, *, only_reads: bool = False) -> None:
-        """`only_reads`: for a process that will never be the one that writes."""
+        """`only_reads` for a process that never becomes the writer."""
         self._only_reads = only_reads
         self.no_writer = False
-        """Whether nobody was there to write when this process asked last."""
+        """True if there was no writer at the last request."""
         self._address = "\0penstock-" + hashlib.sha256(f"{os.getuid()} {name}".encode()).hexdigest()[:40]
         self._server: socket.socket | None = None
-        self._handing = threading.Lock()
-        """Held while the file is handed to another process, and while it is closed."""
+        self._sending = threading.Lock()
+        """Held while the file is sent to another process, and while it is closed."""
         self._file = -1
         self._inode = -1
         self._numbers = np.full(2, NONE, dtype=np.int64)
-        """The version, and the bytes of its digest."""
+        """The version, and the length of its digest in bytes."""
         self._digest = memoryview(bytearray(_DIGEST_BYTES))
         self.data = memoryview(b"")
 
     @property
     def version(self) -> int:
-        """The version that is there; `NONE` while there is none."""
+        """Version in the memory; `NONE` while there is none."""
         return int(self._numbers[0])
 
     @version.setter
@@ -74,7 +74,7 @@ class MachineMemory:
 
     @property
     def digest(self) -> str:
-        """The digest of that version."""
+        """Digest of that version."""
         return bytes(self._digest[: max(0, int(self._numbers[1]))]).decode()
 
     @digest.setter
@@ -84,9 +84,9 @@ class MachineMemory:
         self._numbers[1] = len(written)
 
     def claim(self) -> bool:
-        """Become the one that writes, unless another process is; True for the one that is. What is there already stays.
+        """Become the writer unless another process is; True if this process is the writer. The content is unchanged.
 
-        Raises `OSError` where sockets of this kind are forbidden.
+        Raises `OSError` if abstract sockets are forbidden.
         """
         if self._server is not None:
             return True
@@ -104,19 +104,19 @@ class MachineMemory:
         return True
 
     def request_file(self) -> int | None:
-        """A file of what the writer has, to be mapped by `map`; None if it has nothing that is not mapped here already.
+        """Request the writer's file, to be passed to `map`; None if there is none or it is mapped already.
 
-        Raises `TimeoutError` when it does not answer, and `PermissionError` when it is another user's.
+        Raises `TimeoutError` if the writer does not respond, and `PermissionError` if it belongs to another user.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_S)
             try:
                 connection.connect(self._address)
                 if not _is_own(connection):
-                    raise PermissionError("another user's process has taken the place")
+                    raise PermissionError("the writer is a process of another user")
                 _, files, _, _ = socket.recv_fds(connection, 1, 1)
             except (ConnectionRefusedError, ConnectionResetError):
-                self.no_writer = True  # the writer has just ended: the next claim takes its place
+                self.no_writer = True  # the writer has exited, so that the next `claim` succeeds
                 return None
         self.no_writer = False
         if not files:
@@ -124,23 +124,23 @@ class MachineMemory:
         try:
             if os.fstat(files[0]).st_ino == self._inode:
                 return None
-            # A lock belongs to an open file, and the one that came is the writer's own.
+            # A lock belongs to an open file description, and the received one is the writer's.
             return os.open(f"/proc/self/fd/{files[0]}", (os.O_RDONLY if self._only_reads else os.O_RDWR) | os.O_CLOEXEC)
         finally:
             os.close(files[0])
 
     def map(self, file: int) -> None:
-        """Read and write in `file` from now on."""
-        self._forget()
-        whole = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ | (0 if self._only_reads else mmap.PROT_WRITE)))
-        self._numbers = np.frombuffer(whole[:16], dtype=np.int64)
-        self._digest = whole[16 : 16 + _DIGEST_BYTES]
-        self._file, self._inode, self.data = file, os.fstat(file).st_ino, whole[_HEAD_BYTES:]
+        """Use `file` as the memory."""
+        self._unmap()
+        mapped = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ | (0 if self._only_reads else mmap.PROT_WRITE)))
+        self._numbers = np.frombuffer(mapped[:16], dtype=np.int64)
+        self._digest = mapped[16 : 16 + _DIGEST_BYTES]
+        self._file, self._inode, self.data = file, os.fstat(file).st_ino, mapped[_HEAD_BYTES:]
 
     def allot(self, size: int) -> None:
-        """Make room for `size` bytes; what was there is lost, for this process, if that is another size."""
+        """Allocate `size` bytes; if the size changes, the content is lost for this process."""
         if self._file < 0 or size != len(self.data):
-            self._forget()
+            self._unmap()
             file = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
             os.fchmod(file, 0o600)
             os.ftruncate(file, _HEAD_BYTES + size)
@@ -149,7 +149,7 @@ class MachineMemory:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[bool]:
-        """Keep the writer out; False inside while it is at work."""
+        """Lock out the writer; yields False while it is writing."""
         granted = self._file >= 0 and _locked(self._file, fcntl.LOCK_SH)
         try:
             yield granted
@@ -159,13 +159,13 @@ class MachineMemory:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep readers out, once those that are there have ended. Raises `LogError`, and leaves the memory to them, if they do not."""
+        """Wait for current readers and lock out others. Raises `LogError` after `READERS_S`, and releases the memory to the readers."""
         file, until = self._file, time.monotonic() + READERS_S
         while file >= 0 and not _locked(file, fcntl.LOCK_EX):
             if time.monotonic() > until:
-                self._forget()
-                raise LogError(f"a process of this machine has been loading weights for {READERS_S:g} s: they are read anew beside it")
-            time.sleep(_LOOK_S)
+                self._unmap()
+                raise LogError(f"a process of this machine has been loading weights for {READERS_S:g} s: they are read into other memory")
+            time.sleep(_POLL_S)
         try:
             yield
         finally:
@@ -173,25 +173,24 @@ class MachineMemory:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let another process write; the memory goes with the last process that has it."""
+        """Stop writing and unmap the memory, which is freed when its last process does so."""
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown(socket.SHUT_RDWR)  # ends the wait for connections, which would keep the address
+            server.shutdown(socket.SHUT_RDWR)  # ends `accept`, which would keep the address in use
             server.close()
-        self._forget()
+        self._unmap()
 
     def _serve(self, server: socket.socket) -> None:
-        """Hand the memory to whoever of the same user asks for it."""
+        """Send the file to processes of the same user that request it."""
         while self._server is server:
             with contextlib.suppress(OSError):
                 connection, _ = server.accept()
-                with connection, self._handing:
+                with connection, self._sending:
                     if _is_own(connection):
                         socket.send_fds(connection, [b"\0"], [self._file] if self._file >= 0 else [])
 
-    def _forget(self) -> None:
-        """Let go of the memory, which ends unless another process has it."""
-        with self._handing:
+    def _unmap(self) -> None:
+        with self._sending:
             if self._file >= 0:
                 os.close(self._file)
             self._file, self._inode, self.data = -1, -1, memoryview(b"")
@@ -207,6 +206,6 @@ def _locked(file: int, how: int) -> bool:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether the other end belongs to this process's user."""
+    """True if the other end belongs to this process's user."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(peer)[1] == os.geteuid())

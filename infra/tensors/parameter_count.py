@@ -1,4 +1,4 @@
-"""The number of a model's parameters and tokens, by its configuration and the headers of its files: no weight is read."""
+"""Parameter count and vocabulary size of a model, from its configuration and file headers without reading weights."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from penstock.infra.errors import PenstockError
 
 
 def parameters(folder: Path) -> int | None:
-    """Parameters in the model's safetensors files, by their headers; None without such a file."""
+    """Number of parameters in the model's safetensors files; None without such a file. Raises `PenstockError` for a damaged one."""
     files = sorted(folder.glob("*.safetensors"))
     return sum(map(_elements, files)) if files else None
 
 
 def vocabulary(folder: Path) -> int | None:
-    """Rows of the model's embedding, by its `config.json`; None if that does not say."""
+    """Rows of the model's embedding according to `config.json`; None if it is not stated there."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         size = config.get("text_config", config).get("vocab_size")

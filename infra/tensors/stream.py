@@ -1,6 +1,6 @@
-"""Model weights as bytes: names, dtypes, shapes, and the digest of them all.
+"""Model weights as bytes with names, dtypes and shapes, and their digest.
 
-The rule: a digest is of the tensors, never of how they were cut; it names its hash function, unless that is SHA-256.
+A digest depends on the tensors, not on how they are divided into chunks; it names its hash function unless that is SHA-256.
 """
 
 import hashlib
@@ -13,20 +13,20 @@ from typing import Any, Literal
 from blake3 import blake3
 
 Hash = Literal["blake3", "sha256"]
-"""BLAKE3 hashes a tree of 1 KiB leaves, many at once (AVX-512: four times as fast as SHA-256 in hardware on one core), on all cores."""
+"""BLAKE3 hashes 1 KiB blocks in parallel, on all cores (AVX-512: four times as fast as SHA-256 in hardware on one core)."""
 HASH: Hash = "blake3"
-"""That of new runs; a run has one from its first version to its end."""
+"""Hash function of new runs; a run never changes its hash function."""
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Dtype name -> bytes an element takes on the wire, little-endian; bfloat16 is a name and raw bytes, so numpy need not know it."""
+"""Dtype name -> bytes of an element on the wire, little-endian; bfloat16, which numpy lacks, is handled as raw bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """One tensor: row-major little-endian bytes with the dtype and shape that give them meaning."""
+    """One tensor: row-major little-endian bytes with dtype and shape."""
 
     name: str
     dtype: str
@@ -35,32 +35,32 @@ class TensorBytes:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes `dtype` and `shape` call for."""
+        """Size in bytes according to `dtype` and `shape`."""
         return expected_nbytes(self.dtype, self.shape)
 
 
 def expected_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor; `ValueError` for an unknown dtype or a negative dimension."""
+    """Size of a tensor in bytes. Raises `ValueError` for an unknown dtype or a negative dimension."""
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"unknown tensor dtype {dtype!r}: known are {', '.join(ITEM_BYTES)}")
+        raise ValueError(f"unknown tensor dtype {dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
     if any(size < 0 for size in shape):
         raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def digest(tensors: Iterable[TensorBytes], hash_name: Hash = HASH) -> str:
-    """The hash, in hex, over (name, dtype, shape, bytes) in name order: equal exactly when the weights are equal bit for bit.
+    """Hash in hex over (name, dtype, shape, bytes) in name order: equal exactly if the weights are equal bit for bit.
 
     Example:
         digest([], "sha256")  # -> "e3b0c442…"
         digest([])            # -> "blake3:af1349b9…"
     """
-    found: Any = hashlib.sha256() if hash_name == "sha256" else blake3(max_threads=blake3.AUTO)
+    hasher: Any = hashlib.sha256() if hash_name == "sha256" else blake3(max_threads=blake3.AUTO)
     for tensor in _in_name_order(tensors):
         shape = ",".join(map(str, tensor.shape))
-        found.update(f"{len(tensor.name)}:{tensor.name};{tensor.dtype};{shape};{tensor.nbytes};".encode())
-        found.update(tensor.data)
-    return found.hexdigest() if hash_name == "sha256" else f"{hash_name}:{found.hexdigest()}"
+        hasher.update(f"{len(tensor.name)}:{tensor.name};{tensor.dtype};{shape};{tensor.nbytes};".encode())
+        hasher.update(tensor.data)
+    return hasher.hexdigest() if hash_name == "sha256" else f"{hash_name}:{hasher.hexdigest()}"
 
 
 def hash_of(recorded: str) -> Hash:
@@ -79,7 +79,7 @@ def _in_name_order(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
         if before.name == after.name:
             raise ValueError(f"two tensors are named {after.name!r}")
     for tensor in ordered:
-        held = memoryview(tensor.data).nbytes
-        if held != tensor.nbytes:
-            raise ValueError(f"{tensor.name}: {held} bytes where {tensor.dtype}{list(tensor.shape)} takes {tensor.nbytes}")
+        size = memoryview(tensor.data).nbytes
+        if size != tensor.nbytes:
+            raise ValueError(f"{tensor.name}: {size} bytes, expected {tensor.nbytes} of {tensor.dtype}{list(tensor.shape)}")
     return ordered

@@ -1,7 +1,4 @@
-"""Between torch and bytes: the only place where a model's parameters become `TensorBytes` and back.
-
-The rule: `copy_into` fits everything before it changes anything.
-"""
+"""Converts between torch tensors and `TensorBytes`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,12 +13,12 @@ def to_bytes(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorBytes]:
 
 
 def tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
-    """Copy one tensor out: later changes of `tensor` do not reach the result."""
+    """Copy one tensor out, so that later changes of `tensor` do not change the result."""
     return _as_bytes(name, tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
 
 
 def seen_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
-    """The bytes of one tensor where they lie, if that is on the host and row-major; else a copy."""
+    """The bytes of one tensor without a copy if it is on the host and row-major; else a copy."""
     return _as_bytes(name, tensor.detach().cpu().contiguous())
 
 
@@ -31,7 +28,7 @@ def _as_bytes(name: str, host: torch.Tensor) -> TensorBytes:
 
 
 def from_bytes(tensor: TensorBytes) -> torch.Tensor:
-    """The tensor on the CPU in its own dtype, in memory of its own."""
+    """A copy of the tensor on the CPU in its own dtype."""
     dtype = getattr(torch, tensor.dtype)
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
@@ -40,20 +37,21 @@ def from_bytes(tensor: TensorBytes) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into(model: torch.nn.Module, tensors: Iterable[TensorBytes]) -> None:
-    """Overwrite all of a model's parameters, casting to their dtype and device; `ValueError` when names or shapes differ."""
+    """Overwrite all of a model's parameters, casting to their dtype and device. Raises `ValueError` before any change if names or shapes
+    differ."""
     parameters = dict(model.named_parameters())
-    given = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    weights = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()})
     for name, parameter in parameters.items():
-        parameter.copy_(from_bytes(given[name]))
+        parameter.copy_(from_bytes(weights[name]))
 
 
 def fitting(tensors: Iterable[TensorBytes], *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorBytes]:
-    """The tensors by name; `ValueError` unless they are exactly those of `shapes`."""
-    given = {tensor.name: tensor for tensor in tensors}
-    if given.keys() != shapes.keys():
-        odd = sorted(given.keys() ^ shapes.keys())
+    """The tensors by name. Raises `ValueError` unless they are exactly those of `shapes`."""
+    weights = {tensor.name: tensor for tensor in tensors}
+    if weights.keys() != shapes.keys():
+        odd = sorted(weights.keys() ^ shapes.keys())
         raise ValueError(f"these weights are of another model: {len(odd)} names differ, the first is {odd[0]!r}")
     for name, shape in shapes.items():
-        if given[name].shape != shape:
-            raise ValueError(f"these weights are of another model: {name} is {given[name].shape}, not {shape}")
-    return given
+        if weights[name].shape != shape:
+            raise ValueError(f"these weights are of another model: {name} is {weights[name].shape}, not {shape}")
+    return weights

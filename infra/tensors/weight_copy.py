@@ -1,6 +1,6 @@
-"""The one copy of a run's newest weights: tensors joined in name order in one buffer, in which a newer version overwrites an older one.
+"""A copy of a run's newest weights: tensors joined in name order in one buffer, which a newer version overwrites.
 
-The rule: a copy says which version it holds, or none while it is being changed; nobody reads tensors of a copy that holds none.
+The copy has no version while it is being changed; its tensors are read only while it has one.
 """
 
 import threading
@@ -11,25 +11,25 @@ from typing import Protocol
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nbytes
 
 NONE = -1
-"""The version of a copy that holds none."""
+"""Version of a copy without one."""
 
 
 class Memory(Protocol):
-    """Where a copy lies: in this process, or where other processes of the machine see it, too."""
+    """Memory of a copy: of this process, or shared with other processes of the machine."""
 
     version: int
-    """The version that is there; `NONE` while there is none."""
+    """Version in the memory; `NONE` while there is none."""
     digest: str
     data: memoryview
 
     def allot(self, size: int) -> None:
-        """Make room for `size` bytes; what was there is lost if that is another size."""
+        """Allocate `size` bytes; if the size changes, the content is lost."""
 
     def reading(self) -> AbstractContextManager[bool]:
-        """Keep all writers out; False inside while one is at work."""
+        """Lock out writers; yields False while one is writing."""
 
     def writing(self) -> AbstractContextManager[None]:
-        """Keep all readers out."""
+        """Lock out readers."""
 
 
 class OwnMemory:
@@ -39,42 +39,42 @@ class OwnMemory:
         self.version, self.digest, self.data = NONE, "", memoryview(b"")
 
     def allot(self, size: int) -> None:
-        """Make room for `size` bytes; the old buffer goes before the new one comes."""
+        """Allocate `size` bytes, after freeing the old buffer."""
         if size != len(self.data):
             self.data = memoryview(b"")
             self.data = memoryview(bytearray(size))
 
     def reading(self) -> AbstractContextManager[bool]:
-        """Nothing to do: no other process writes here."""
+        """No lock, because no other process writes here."""
         return nullcontext(True)
 
     def writing(self) -> AbstractContextManager[None]:
-        """Nothing to do: no other process reads here."""
+        """No lock, because no other process reads here."""
         return nullcontext()
 
 
 class WeightCopy:
-    """A version's bytes with the names, dtypes and shapes that give them meaning; for several threads."""
+    """The bytes of a version with names, dtypes and shapes of its tensors; thread-safe."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self._memory: Memory = memory or OwnMemory()
         self._layout: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
         self._size = 0
         self.lock = threading.Lock()
-        """Held while this process reads the tensors, changes them, or has them elsewhere."""
+        """Held while this process reads the tensors, changes them, or passes them on."""
 
     @property
     def version(self) -> int:
-        """The version that it holds; `NONE` for none."""
+        """Version of the copy, or `NONE`."""
         return self._memory.version
 
     def holds(self, version: int, digest: str) -> bool:
-        """Whether it holds this version, with this digest."""
+        """True if the copy is this version, with this digest."""
         return (self.version, self.digest) == (version, digest)
 
     @property
     def digest(self) -> str:
-        """The digest of that version."""
+        """Digest of that version."""
         return self._memory.digest
 
     @property
@@ -83,23 +83,23 @@ class WeightCopy:
         return self._memory.data
 
     def lay_out(self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Say which tensors the bytes are. Raises `ValueError` for unknown dtypes."""
+        """Set the layout of the bytes. Raises `ValueError` for unknown dtypes."""
         self._layout = tuple(sorted(zip(names, dtypes, (tuple(map(int, shape)) for shape in shapes), strict=True)))
         self._size = sum(expected_nbytes(dtype, shape) for _, dtype, shape in self._layout)
 
     def allocate(self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Make room for a whole version of these tensors, and hold none until `hold`; memory of the same size is used again.
+        """Allocate memory for a full version of these tensors; the copy has no version until `hold`. Memory of the same size is reused.
 
         Raises `ValueError` for unknown dtypes.
         """
         with self.lock:
             self.lay_out(names=names, dtypes=dtypes, shapes=shapes)
             self._memory.version = NONE
-            with self._memory.writing():  # whoever reads the old version now is waited for
+            with self._memory.writing():  # waits for readers of the old version
                 self._memory.allot(self._size)
 
     def change(self, write: Callable[[memoryview], None]) -> None:
-        """Overwrite bytes of the version that is held, and hold none until `hold`; `write` raises `ValueError` with nothing overwritten."""
+        """Overwrite bytes of the current version; the copy has no version until `hold`. A `ValueError` of `write` leaves it unchanged."""
         with self.lock:
             version, self._memory.version = self._memory.version, NONE
             with self._memory.writing():
@@ -110,12 +110,12 @@ class WeightCopy:
                     raise
 
     def hold(self, version: int, recorded: str) -> None:
-        """Say that the bytes are those of a version."""
+        """Set the version of the bytes, and its digest."""
         self._memory.digest, self._memory.version = recorded, version
 
     @contextmanager
     def reading(self) -> Iterator[tuple[int, list[TensorBytes]]]:
-        """The version that is held with its tensors, which do not change inside the block; `NONE` and none while there is no version."""
+        """Yields the version and its tensors, which do not change inside the block; `NONE` and an empty list without a version."""
         with self.lock, self._memory.reading() as granted:
             version = self._memory.version if granted and len(self.data) == self._size else NONE
             yield version, self.tensors() if version != NONE else []
@@ -130,5 +130,5 @@ class WeightCopy:
         return tensors
 
     def computed(self, hash_name: Hash) -> str:
-        """The digest of the bytes that are here."""
+        """Digest computed from the bytes."""
         return digest(self.tensors(), hash_name)

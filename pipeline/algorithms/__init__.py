@@ -1,1 +1,1 @@
-"""Advantages, losses and importance weights: pure functions of tensors."""
+"""Advantages, losses and importance weights as pure functions."""

@@ -1,7 +1,6 @@
-"""From the rewards of one group to one advantage a sample.
+"""Advantage functions: from the K rewards of one group to K advantages.
 
-The rule: float64 inside, float32 out, and nothing but the K rewards of one prompt goes in. An own advantage is any
-function of that shape: rewards [K] -> advantages [K].
+They compute in float64 and return float32. A user's advantage has the same form: rewards [K] -> advantages [K].
 """
 
 from collections.abc import Callable
@@ -16,13 +15,13 @@ Advantages = npt.NDArray[np.float32]
 AdvantageFunction = Callable[[Rewards], Advantages]
 
 EQUAL_WITHIN = 1e-6
-"""Largest difference between equal rewards, as a share of the largest reward: above float32's rounding, below any reward's meaning."""
+"""Largest difference between equal rewards, as a share of the largest reward: above the rounding of float32."""
 
 
 def group_advantages(rewards: Rewards, *, normalise_std: bool = True, eps: float = 1e-4) -> Advantages:
-    """GRPO's (r - mean) / (std + eps) over one group (arXiv 2402.03300); without the std it is Dr. GRPO's (arXiv 2503.20783).
+    """GRPO: (r - mean) / (std + eps) over one group (arXiv 2402.03300); without the std Dr. GRPO (arXiv 2503.20783).
 
-    The std is the sample's (divisor K - 1), as in the libraries people compare with; a group of one, or of equal rewards, is all 0.
+    The std has the divisor K - 1, as in other libraries. A group of one or of equal rewards has advantages of 0.
 
     Example:
         group_advantages([1, 0, 0, 0], normalise_std=False)  # -> [0.75, -0.25, -0.25, -0.25]
@@ -37,7 +36,7 @@ def group_advantages(rewards: Rewards, *, normalise_std: bool = True, eps: float
 
 
 def leave_one_out_advantages(rewards: Rewards) -> Advantages:
-    """RLOO: each reward minus the mean of the others (arXiv 2402.14740); a group of one is 0.
+    """RLOO: each reward minus the mean of the others (arXiv 2402.14740); 0 for a group of one.
 
     Example:
         leave_one_out_advantages([1, 0, 0])  # -> [1, -0.5, -0.5]
@@ -49,14 +48,14 @@ def leave_one_out_advantages(rewards: Rewards) -> Advantages:
 
 
 def dr_grpo_advantages(rewards: Rewards) -> Advantages:
-    """r - mean, without the division that favours groups of nearly equal rewards (arXiv 2503.20783)."""
+    """Dr. GRPO: r - mean, without the division, which favours groups of nearly equal rewards (arXiv 2503.20783)."""
     return group_advantages(rewards, normalise_std=False)
 
 
 def max_rl_advantages(rewards: Rewards) -> Advantages:
-    """MaxRL (arXiv 2602.02710): r - mean over the mean, so that prompts weigh more the rarer a success is; for rewards from 0 up.
+    """MaxRL (arXiv 2602.02710): (r - mean) / mean of |r|, so that prompts weigh more the rarer a success is.
 
-    The division is by the mean of |r|, which is the same for such rewards and leaves others defined.
+    The paper divides by the mean, which is the same for rewards of at least 0; the absolute value defines it for others.
 
     Example:
         max_rl_advantages([1, 0, 0, 0])  # -> [3, -1, -1, -1]
@@ -68,9 +67,9 @@ def max_rl_advantages(rewards: Rewards) -> Advantages:
 
 
 def pass_at_k_advantages(rewards: Rewards, *, k: int = 4) -> Advantages:
-    """The advantage of a success or a failure for pass@k over all choices of k samples of the group (arXiv 2508.10751).
+    """Pass@k advantage of a success and of a failure over all choices of k samples of the group (arXiv 2508.10751).
 
-    A reward above 0 is a success. Where any k samples hold one, and where there is none, all advantages are 0.
+    A reward above 0 is a success. All advantages are 0 if every choice of k samples has a success, or none has.
 
     Example:
         pass_at_k_advantages([1, 0, 0, 0], k=2)  # -> [1, -0.333, -0.333, -0.333]
@@ -80,13 +79,13 @@ def pass_at_k_advantages(rewards: Rewards, *, k: int = 4) -> Advantages:
     if count == 1:
         return np.zeros(1, np.float32)
     if not 1 <= k < count:
-        raise ValueError(f"pass_at_k: k = {k} has to lie between 1 and {count - 1}, as a group has {count} samples")
+        raise ValueError(f"pass_at_k: k = {k} has to be between 1 and {count - 1}, as a group has {count} samples")
     failed = comb(failures, k) / comb(count, k)
-    spread = (failed * (1.0 - failed)) ** 0.5
-    if not spread:
+    std = (failed * (1.0 - failed)) ** 0.5
+    if not std:
         return np.zeros(count, np.float32)
-    beside_a_failure = comb(failures - 1, k - 1) / comb(count - 1, k - 1)
-    return np.where(values > 0, failed / spread, (failed - beside_a_failure) / spread).astype(np.float32)
+    failed_with_a_failure = comb(failures - 1, k - 1) / comb(count - 1, k - 1)
+    return np.where(values > 0, failed / std, (failed - failed_with_a_failure) / std).astype(np.float32)
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -101,7 +100,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 def zero_variance(rewards: Rewards) -> bool:
     """True if all rewards of a group are equal, so that its gradient is zero (DAPO, arXiv 2503.14476, section 3.2).
 
-    Rewards that differ by at most `EQUAL_WITHIN` of the largest are equal: dividing by their std would train on rounding errors.
+    Rewards within `EQUAL_WITHIN` of the largest count as equal, because dividing by their std would amplify rounding errors.
 
     Example:
         zero_variance([0.3, 0.1 + 0.2])  # -> True

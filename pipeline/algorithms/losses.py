@@ -1,8 +1,7 @@
-"""Policy-gradient losses as pure functions of tensors: GRPO, Dr. GRPO, DAPO, GSPO, SAPO and CISPO are one function with other arguments.
+"""Policy-gradient losses: GRPO, Dr. GRPO, DAPO, GSPO, SAPO and CISPO are one function with different arguments.
 
-The rule: a loss is a float32 *sum* over weighted tokens, and statistics are sums too; whoever holds a whole step divides
-once. Everything per token is [B, L-1], aligned to next-token positions as in `TokenBatch`. An own loss is any function
-`(logprobs, batch, ...) -> (loss sum, statistics)` of that kind.
+A loss is a float32 *sum* over weighted tokens, and statistics are sums too; the trainer divides once per step. Values per token are
+[B, L-1], aligned to next-token positions as in `TokenBatch`. A user's loss has the form `(logprobs, batch, ...) -> (loss sum, statistics)`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,11 +18,11 @@ Sums = dict[str, torch.Tensor]
 Surrogate = Callable[..., tuple[torch.Tensor, Sums]]
 Stats = dict[str, float]
 SAPO_TEMPERATURES = 1.0, 1.05
-"""For positive and for other advantages."""
+"""Temperatures for positive and for other advantages."""
 KL_WEIGHT_CAP = 5.0
-"""The weight of k3 is cut there, as that of `tis`."""
+"""Upper bound of the weight of k3, as of `tis`."""
 MAX_LOG_WEIGHT = 300.0
-"""Log weights in statistics are cut to +-300: the square of e^300 is still a finite float64."""
+"""Log weights in statistics are clamped to +-300: the square of e^300 is still a finite float64."""
 
 
 def policy_loss(
@@ -39,8 +38,8 @@ def policy_loss(
     """PPO's clipped surrogate per token (arXiv 1707.06347), with GRPO's group advantages (arXiv 2402.03300).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprobs - proximal_logprobs); `clip_high > clip_low` is DAPO's
-    clip-higher (arXiv 2503.14476); where A < 0 `clip_dual` bounds r, which the minimum leaves open (arXiv 1912.09729).
-    `logprobs.detach()` as `proximal_logprobs` gives r = 1 and the plain policy gradient.
+    clip-higher (arXiv 2503.14476); for A < 0 `clip_dual` bounds r, which the minimum does not (arXiv 1912.09729).
+    With `logprobs.detach()` as `proximal_logprobs` r is 1 and the loss is the plain policy gradient.
     `logprobs`, `proximal_logprobs`, `mask` [B, L-1], `advantages` [B] or [B, L-1]. For the sums see `_sums`.
     """
     log_ratios = log_ratio(logprobs, proximal_logprobs.detach(), mask)
@@ -57,11 +56,11 @@ def gspo_loss(
     clip_high: float = 4e-4,
     clip_dual: float | None = None,
 ) -> tuple[torch.Tensor, Sums]:
-    """GSPO (arXiv 2507.18071): PPO's surrogate with s, the geometric mean of a sequence's token ratios, in the place of each of them.
+    """GSPO (arXiv 2507.18071): PPO's surrogate with s, the geometric mean of a sequence's token ratios, instead of each token's ratio.
 
     In the paper's token form: value s, gradient s * grad logprob of the token, so that the mean over a sequence's tokens (`sequence_mean`)
-    is -min(s A, clip(s) A) in value and gradient, and other aggregations and advantages per token stay defined. A clipped sequence has
-    no gradient at all. Clip ranges are for s, which is far closer to 1 than a token's ratio. Shapes as in `policy_loss`.
+    is -min(s A, clip(s) A) in value and gradient, and other aggregations and advantages per token are defined too. A clipped sequence has
+    no gradient. Clip ranges apply to s, which is far closer to 1 than a token's ratio. Shapes as in `policy_loss`.
     """
     shared = mean_log_ratio(logprobs, proximal_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
     log_ratios = torch.where(mask, shared + (logprobs - logprobs.detach()), 0.0)
@@ -79,9 +78,9 @@ def cispo_loss(
 ) -> tuple[torch.Tensor, Sums]:
     """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob; every token keeps its gradient.
 
-    The ratio r is a weight without gradient (sg), cut but never masked; `clip_low` = 1 leaves it without a lower bound, as the paper does.
+    The ratio r is a weight without gradient (sg), clamped but never masked; `clip_low` = 1 means no lower bound, as in the paper.
     Against the behaviour policy it is REINFORCE with truncated importance weights (PipelineRL, arXiv 2509.19128, whose cap of 5 is the
-    default). Shapes as in `policy_loss`; the clip fractions count weights that were cut.
+    default). Shapes as in `policy_loss`; the clip fractions count clamped weights.
     """
     log_ratios = log_ratio(logprobs.detach(), proximal_logprobs.detach(), mask)
     ratio = log_ratios.exp()
@@ -95,13 +94,13 @@ def sapo_loss(
 ) -> tuple[torch.Tensor, Sums]:
     """SAPO (arXiv 2511.20347): -(4 / t) sigmoid(t (r - 1)) A, a soft gate on the ratio instead of a clip range.
 
-    t = 1 where A > 0 and 1.05 elsewhere, as in the paper: the gradient's weight is 1 at r = 1 and falls off on both sides, sooner for
-    mistakes. Clip ranges are not used, and nothing counts as clipped. Shapes as in `policy_loss`.
+    t = 1 for A > 0 and 1.05 otherwise, as in the paper: the gradient's weight is 1 at r = 1 and decreases on both sides, faster for A <= 0.
+    Clip ranges are not used, and the clip fractions are 0. Shapes as in `policy_loss`.
     """
     log_ratios = log_ratio(logprobs, proximal_logprobs.detach(), mask)
     per_token = _per_token(advantages)
-    heat = torch.where(per_token > 0, *SAPO_TEMPERATURES)
-    loss = -torch.sigmoid(heat * (log_ratios.exp() - 1.0)) * 4.0 / heat * per_token
+    temperature = torch.where(per_token > 0, *SAPO_TEMPERATURES)
+    loss = -torch.sigmoid(temperature * (log_ratios.exp() - 1.0)) * 4.0 / temperature * per_token
     return torch.where(mask, loss, 0.0), _sums(log_ratios, mask, cut=torch.zeros_like(mask))
 
 
@@ -111,8 +110,8 @@ SURROGATES: Mapping[str, Surrogate] = {"clip": policy_loss, "gspo": gspo_loss, "
 def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(current || reference) per token, exp(d) - d - 1 with d = reference - current, 0 outside `mask`.
 
-    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4). Tokens that
-    another policy drew need the weight current / that policy, whose gradient belongs to the KL's (arXiv 2512.02556); d is cut to
+    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4). Tokens sampled
+    from another policy need the weight current / that policy, whose gradient is part of the KL's (arXiv 2512.02556). d is clamped to
     +-`MAX_LOG_RATIO`. All arguments and the result are [B, L-1].
     """
     difference = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -120,9 +119,9 @@ def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.
 
 
 def entropy_bonus(entropies: torch.Tensor | None, mask: torch.Tensor, *, floor: float | None) -> torch.Tensor:
-    """[B, L-1] min(entropy, floor) of each token's distribution, 0 outside `mask`: its gradient is 0 from the floor on.
+    """[B, L-1] min(entropy, floor) of each token's distribution, 0 outside `mask`; its gradient is 0 above the floor.
 
-    Without a floor it is the bonus of A3C (arXiv 1602.01783), which pulls every token towards the uniform distribution for ever.
+    Without a floor it is the bonus of A3C (arXiv 1602.01783), which always pulls every token towards the uniform distribution.
     """
     if entropies is None:
         raise ValueError("an entropy bonus needs the entropies: open the backend with entropy_bonus=True")
@@ -132,9 +131,9 @@ def entropy_bonus(entropies: torch.Tensor | None, mask: torch.Tensor, *, floor: 
 def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int, sample_tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Weights [B, L-1]: sum(weights * loss) over a step, divided once by its denominator, is the step's loss.
 
-    `token_mean`: every token counts alike over the step (DAPO, arXiv 2503.14476). `sequence_mean`: every sequence counts alike
+    `token_mean`: every token of the step has equal weight (DAPO, arXiv 2503.14476). `sequence_mean`: every sequence has equal weight
     (GRPO, arXiv 2402.03300). `constant`: the sum over a sequence divided by `max_tokens`, so that length has no influence
-    (Dr. GRPO, arXiv 2503.20783). `sample_tokens` [B]: trained tokens of the sample that a row is a part of; the row's own if absent.
+    (Dr. GRPO, arXiv 2503.20783). `sample_tokens` [B]: trained tokens of the sample that a row is part of; by default the row's own.
     """
     trained = mask.to(torch.float32)
     per_sequence = trained.sum(dim=1, keepdim=True) if sample_tokens is None else sample_tokens[:, None].to(torch.float32)
@@ -171,16 +170,15 @@ def batch_loss(
     entropy_floor: float | None = None,
     entropies: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Stats]:
-    """The un-normalised loss of one micro-batch and its statistics, both to be added up over the step.
+    """The un-normalised loss of one micro-batch and its statistics, both to be summed over the step.
 
-    `logprobs` [B, L-1] are the current policy's, with gradient. `proximal` [B, L-1] None takes the current policy (design: `current`);
-    pass `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`;
-    `correction` one of `CORRECTIONS` or "none": it weighs each token's loss by the bounded ratio proximal / behaviour, which with a
-    proximal policy of its own is decoupled PPO (arXiv 2505.24298). `reject_kl` leaves out sequences of which the mean k3 of
-    KL(behaviour || proximal) is above it. `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs; with `kl_weighted` it is
-    weighed by current / behaviour. `entropy_coef` rewards `entropies` [B, L-1], those of the distributions that tokens were drawn from,
-    up to `entropy_floor` nats: a token above it is left alone.
-    The learner divides by the step's own count, masked-out tokens included. Finish the summed statistics with `summarise`.
+    `logprobs` [B, L-1] are the current policy's, with gradient. `proximal` [B, L-1]: None for the current policy (`current`),
+    `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`; `correction` is
+    one of `CORRECTIONS` or "none": it multiplies each token's loss by the bounded ratio proximal / behaviour, which with a separate proximal
+    policy is decoupled PPO (arXiv 2505.24298). `reject_kl` drops sequences with a mean k3 of KL(behaviour || proximal) above it. `kl_coef`
+    adds k3 to `reference` [B, L-1], without the correction; with `kl_weighted` it is weighted by current / behaviour. `entropy_coef`
+    rewards `entropies` [B, L-1] of the sampling distributions up to `entropy_floor` nats.
+    The trainer divides by the step's count, masked tokens included. `summarise` turns the summed statistics into means.
     """
 
     def tensor(array: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
@@ -197,17 +195,17 @@ def batch_loss(
         loss = loss * importance
         sums |= corrected
     if reject_kl is not None:
-        kept = accepted_sequences(near, behaviour, mask, limit=reject_kl)
-        loss = loss * kept
-        sums["rejected_fraction_sum"] = (mask & ~kept).sum()
+        accepted = accepted_sequences(near, behaviour, mask, limit=reject_kl)
+        loss = loss * accepted
+        sums["rejected_fraction_sum"] = (mask & ~accepted).sum()
     parts = None if batch.sample_tokens is None else tensor(batch.sample_tokens)
     weights = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens, sample_tokens=parts)
     if kl_coef:
         if reference is None:
             raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs")
         to_reference = kl_k3(logprobs, tensor(reference), mask)
-        drawn = log_ratio(logprobs, behaviour, mask).exp().clamp(max=KL_WEIGHT_CAP) if kl_weighted else 1.0
-        loss = loss + kl_coef * to_reference * drawn
+        kl_weight = log_ratio(logprobs, behaviour, mask).exp().clamp(max=KL_WEIGHT_CAP) if kl_weighted else 1.0
+        loss = loss + kl_coef * to_reference * kl_weight
         sums["kl_reference_sum"] = to_reference.detach().sum()
     if entropy_coef:
         loss = loss - entropy_coef * entropy_bonus(entropies, mask, floor=entropy_floor)
@@ -217,7 +215,7 @@ def batch_loss(
 
 
 def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
-    """Statistics of several micro-batches as those of one, added in order."""
+    """Sum of the statistics of several micro-batches, in order."""
     total: Stats = {}
     for part in parts:
         for name, value in part.items():
@@ -228,11 +226,10 @@ def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
 def summarise(sums: Mapping[str, float]) -> Stats:
     """A step's summed statistics as means over its `tokens`, its `loss` (`loss_sum` / `denominator`) and the effective sample size.
 
-    `tokens` and `denominator` are the learner's: the counts of the whole step, whatever a loss function reports.
-    `NAME_sum` comes out as the mean NAME, an own loss's too. `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights
-    w = current / behaviour (arXiv 2509.19128); clamping first hides the tail it is there to show. `weight` is their mean, `kl` is k3
-    between proximal and current policy, `kl_behaviour_k1` and `kl_behaviour_k3` between behaviour and current, `clip_fraction`
-    (and `_low`, `_high`) of tokens that the surrogate clips. docs/algorithms.md says what each one tells.
+    `tokens` and `denominator` are the trainer's counts of the step. Each `NAME_sum`, also of a user's loss, becomes the mean NAME.
+    `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights w = current / behaviour (arXiv 2509.19128), because clamping
+    would hide the tail. `weight` is their mean, `kl` is k3 between proximal and current policy, `kl_behaviour_k1` and `kl_behaviour_k3`
+    between behaviour and current, `clip_fraction` (and `_low`, `_high`) of tokens that the surrogate clips; see docs/algorithms.md.
     """
     tokens = sums["tokens"]
     if not tokens:
@@ -250,7 +247,7 @@ def summarise(sums: Mapping[str, float]) -> Stats:
 def _importance_sums(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sums over `mask` of w = current / behaviour, w^2, and k1 and k3 of KL(behaviour || current), in float64 as w^2 is large.
 
-    k1 = -log w and k3 = w - 1 - log w are both unbiased for tokens that the behaviour policy drew (Schulman 2020); k3 is never negative.
+    k1 = -log w and k3 = w - 1 - log w are both unbiased for tokens sampled from the behaviour policy (Schulman 2020); k3 is never negative.
     """
     log_weight = torch.where(mask, logprobs - behaviour_logprobs, 0.0).double().clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     weight = log_weight.exp() * mask
@@ -279,9 +276,9 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _sums(log_ratios: torch.Tensor, mask: torch.Tensor, *, cut: torch.Tensor) -> Sums:
-    """Sums over `mask`, with r = current / proximal: tokens cut at the lower and at the upper end, r, and k3 of KL(proximal || current).
+    """Sums over `mask`, with r = current / proximal: tokens clipped at the lower and upper end, r, and k3 of KL(proximal || current).
 
-    r - 1 - log r estimates that divergence without bias for tokens drawn from the proximal policy (Schulman 2020).
+    r - 1 - log r estimates that divergence without bias for tokens sampled from the proximal policy (Schulman 2020).
     """
     below, above = cut & mask & (log_ratios < 0), cut & mask & (log_ratios > 0)
     return {

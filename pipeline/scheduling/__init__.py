@@ -1,1 +1,1 @@
-"""Who may draw, train and publish, when, and which group is stale: integers only."""
+"""Admission, staleness, order of steps and resume points: pure functions of integers."""

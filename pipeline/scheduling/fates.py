@@ -1,6 +1,6 @@
-"""What becomes of a group: exactly one fate.
+"""The final status of a group: every admitted group ends with exactly one.
 
-The rule: what the trainer did comes before what the scorer said; only a run that has ended leaves a group unused.
+The trainer's record takes precedence over the scorer's outcome; a group is unused only if the run has ended.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -8,15 +8,15 @@ from collections.abc import Container, Iterable, Mapping
 from penstock.pipeline.scheduling.rules import DROPPED, admitted_groups
 
 FATES = ("trained", "filtered", "stale", "failed", "abandoned", "unused")
-"""How a group can end."""
+"""Final statuses of a group."""
 OPEN = "open"
-"""Instead of a fate while the run goes on."""
+"""Status of an unfinished group."""
 SETTLED = frozenset(FATES) - {"unused"}
-"""Fates that the end of the run does not change."""
+"""Statuses that the end of the run does not change."""
 
 
 def fate_of(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> str:
-    """A group's fate, or `OPEN`; `outcome` is None before the scorer has given one, `ended` is true once nothing more is to come.
+    """Status of a group, final or `OPEN`; `outcome` is None before the group is scored, `ended` is true after the end of the run.
 
     Example:
         fate_of("scored", trained=False, stale=True, ended=False)  # -> "stale"
@@ -33,7 +33,7 @@ def fate_of(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> 
 def fates(
     admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool, since: int = 0
 ) -> dict[int, str]:
-    """Group -> fate, for every group that was admitted and every one that was trained; from `since` on."""
+    """Group -> status, for all admitted and trained groups from `since` on."""
     members = set(trained)
     groups = [*(numbers := admitted_groups(admitted, since=since)), *sorted(members.difference(numbers))]
     return {group: fate_of(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}

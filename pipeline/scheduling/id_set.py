@@ -1,7 +1,7 @@
-"""Sets of group numbers: a run has millions of groups.
+"""A compact set of group numbers, of which a run has millions.
 
-The rule: one bit a number, in pages that exist only where a number does and are freed once they and all before them are full. So numbers
-in order take next to no memory, and one far beyond all others costs a single page.
+It stores one bit per number, in pages that are allocated on demand and freed once they and all before them are full: numbers in order take
+almost no memory, and an isolated number takes one page.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ class IdSet:
     """
 
     _full: int = 0
-    """So many pages from 0 on are full."""
+    """Number of full pages from 0 on."""
     _pages: dict[int, bytearray] = field(default_factory=dict)
     _count: int = 0
 
     def add(self, number: int) -> None:
-        """Put a number in."""
+        """Add a number."""
         page, bit = divmod(number, PAGE_BITS)
         if 0 <= page < self._full:
             return
@@ -38,7 +38,7 @@ class IdSet:
         bits[bit >> 3] = after = before | 1 << (bit & 7)
         self._count += before != after
         if after == 0xFF and before != after and page == self._full:
-            self._let_go()
+            self._free_full_pages()
 
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
@@ -55,16 +55,16 @@ class IdSet:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, object]) -> "IdSet":
-        """The set that `as_json` gave. Raises `KeyError`, `TypeError`, `ValueError`."""
+        """The set from the data of `as_json`. Raises `KeyError`, `TypeError`, `ValueError`."""
         full, count, pages = plain["full"], plain["count"], plain["pages"]
         if not isinstance(full, int) or not isinstance(count, int) or not isinstance(pages, Mapping):
             raise TypeError("no set of numbers")
-        made = cls(full, {int(page): bytearray.fromhex(bits) for page, bits in pages.items()}, count)
-        if any(len(bits) != PAGE_BITS // 8 for bits in made._pages.values()):
+        ids = cls(full, {int(page): bytearray.fromhex(bits) for page, bits in pages.items()}, count)
+        if any(len(bits) != PAGE_BITS // 8 for bits in ids._pages.values()):
             raise ValueError("a page of another length")
-        return made
+        return ids
 
-    def _let_go(self) -> None:
+    def _free_full_pages(self) -> None:
         while self._pages.get(self._full) == _FULL:
             del self._pages[self._full]
             self._full += 1

@@ -1,7 +1,6 @@
-"""Which partitions have a worker that reports and takes their prompts, or their calls: only there groups are admitted, and only there
-their clocks run.
+"""Tracks which partitions have a live owner, by the workers' reports: only there groups are admitted, and only there their clocks run.
 
-The rule: a worker that was killed does not report its end, so ownership lasts only as long as its reports come.
+A killed worker does not report its exit, so ownership expires `SILENT_S` after its last report.
 """
 
 import time
@@ -11,18 +10,18 @@ from dataclasses import dataclass, field
 from penstock.topics.metrics import Measurement
 
 SILENT_S = 30.0
-"""An owner that has reported nothing for so long is absent. It reports once a second, except while it loads weights or compiles."""
+"""An owner without a report for this long is absent. It reports once a second, except while it loads weights or compiles."""
 
 
 @dataclass(slots=True)
 class Presence:
-    """The owners of a run's partitions by their own reports, on the listener's clock."""
+    """The owners of a run's partitions according to their reports, on the reader's clock."""
 
     partitions: int
     now_s: float = 0.0
-    """The listener's working time."""
+    """The reader's working time."""
     slots: list[int] = field(init=False)
-    """How many unfinished groups each partition may have at once."""
+    """Partition -> number of unfinished groups that it may have at once."""
     _owners: list[str | None] = field(init=False)
     _seen_s: list[float] = field(init=False)
 
@@ -30,7 +29,7 @@ class Presence:
         self.slots, self._owners, self._seen_s = [0] * self.partitions, [None] * self.partitions, [0.0] * self.partitions
 
     def update(self, process: str, owned: Collection[int], *, slots: int) -> None:
-        """Note a report: the process owns these partitions and no others, and has room for so many groups in all of them."""
+        """Apply a report: the process owns exactly these partitions and has `slots` for groups over all of them."""
         share = max(1, -(-slots // max(1, len(owned))))
         for partition in range(self.partitions):
             if partition in owned:
@@ -39,24 +38,24 @@ class Presence:
                 self._owners[partition] = None
 
     def present(self, partition: int) -> bool:
-        """Whether a partition's owner reports."""
+        """True if the partition's owner reports."""
         return self._owners[partition] is not None and self.now_s - self._seen_s[partition] <= SILENT_S
 
     @property
     def owners(self) -> list[str | None]:
-        """The owner of each partition, None where there is none that reports."""
+        """The owner of each partition, or None if it has none that reports."""
         return [owner if self.present(partition) else None for partition, owner in enumerate(self._owners)]
 
 
 PROMPTS, CALLS = "partitions", "calls"
-"""Labels of a worker's report: the partitions of `prompts`, and of `calls`, that it owns."""
+"""Labels in a worker's report with its owned partitions of `prompts` and of `calls`."""
 
 
 def update_presence(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> None:
-    """Apply a worker's measurement, if it is one of a worker that owns such partitions or did."""
+    """Apply a worker's measurement if its role owns such partitions."""
     if measured.role in _OWNERS[label] and label in measured.labels:
         owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
-        # Two machines may start workers of one name: the reports of one do not change the partitions of the other.
+        # Two machines may start workers with the same name: one's reports do not change the partitions of the other.
         presence.update(f"{measured.worker}/{measured.incarnation}", owned, slots=int(measured.values.get("slots", 1)))
 
 
@@ -65,9 +64,9 @@ _OWNERS = {PROMPTS: ("rollout", "environment"), CALLS: ("rollout",)}
 
 @dataclass(slots=True)
 class WorkingClock:
-    """A clock that runs only while its owner works: an outage or a stopped process does not count.
+    """A clock that runs only while its owner works, not during an outage or while the process is stopped.
 
-    Each turn of a loop adds the time since the last one, up to `longest_turn_s`.
+    Each iteration of a loop adds the time since the last one, up to `longest_turn_s`.
     """
 
     longest_turn_s: float = 1.0

@@ -1,7 +1,7 @@
-"""What a step's entry carries beside its plan: where the run stood when the step was committed.
+"""Resume points: the position of the run in its topics, stored in each step's ledger entry.
 
-The rule: a mark only says where to look and what need not be looked at. A restarted trainer reads the end of the ledger by it, a feeder
-without a note of its own counts on from it, and the tracker deletes nothing that it names.
+A restarted trainer reads the ledger from it, a feeder without offset metadata continues its counts, and the tracker deletes no record
+that it names.
 """
 
 import json
@@ -12,26 +12,26 @@ from penstock.topics.ledger import Entry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where the run stood when a step was committed."""
+    """Position of the run when a step was committed."""
 
     below: int
-    """Every group with a lower number had ended: it was trained or dropped."""
+    """Every group with a lower number was trained or dropped."""
     settled: tuple[int, ...]
-    """Groups from there on that were trained or found too old."""
+    """Groups from `below` on that were trained or stale."""
     drops: int
-    """Dropped groups, without those from `below` on that only their outcome says to be dropped."""
+    """Number of dropped groups, without those from `below` on whose outcome is read again."""
     dropped: int
     """All groups dropped."""
     positions: dict[str, int]
     """"TOPIC/PARTITION" -> offset of the first record that has to be read again."""
     checkpoints: tuple[tuple[int, int], ...]
-    """Steps done at a checkpoint, and offset of the ledger's entry that committed the last of them; newest first."""
+    """Steps done at each checkpoint, and offset of the ledger entry of its last step; newest first."""
     manifests: int
-    """Offset in partition 0 of `weights` of the oldest manifest that is needed beside that of version 0."""
+    """Offset in partition 0 of `weights` of the oldest needed manifest, apart from that of version 0."""
     version: int
-    """Its version."""
+    """Version of that manifest."""
     rebased: int | None
-    """Offset of the ledger's newest entry that says how the arithmetic has changed."""
+    """Ledger offset of the newest entry about changed arithmetic."""
     rewards: tuple[float, ...] = ()
     """Lowest and highest reward seen; empty before any."""
 
@@ -41,7 +41,7 @@ class ResumePoint:
 
 
 def resume_point_of(entry: Entry) -> ResumePoint | None:
-    """The mark in a step's entry; None without one that can be read."""
+    """The resume point in a step's entry; None if there is no valid one."""
     try:
         fields = json.loads(entry.details or "")["resume"]
         checkpoints = tuple((int(steps), int(offset)) for steps, offset in fields.pop("checkpoints"))

@@ -1,7 +1,6 @@
 """The range of a run's rewards, and the position of a reward within it: 0 is the lowest, 1 the full reward.
 
-The built-in rewards have known ranges. With a reward function of one's own the range is that of the rewards seen in the run, so that the
-full reward is the highest one seen.
+Built-in rewards have fixed ranges. For a user's reward function the range is that of the rewards seen in the run.
 """
 
 import math
@@ -24,14 +23,14 @@ RANGES: Mapping[str, tuple[float, float]] = {
 
 @dataclass(slots=True)
 class RewardScale:
-    """Lowest and highest reward that are known so far."""
+    """Lowest and highest reward so far."""
 
     low: float = math.inf
     high: float = -math.inf
 
     @classmethod
     def of(cls, functions: Sequence[str], weights: Sequence[float] | None = None, *, by_source: Collection[str] = ()) -> Self:
-        """The scale before any reward is seen; empty unless the range of every function is known, and the same for all sources.
+        """The scale before any reward is seen; empty unless every function has a fixed range, and the same for all sources.
 
         Example:
             RewardScale.of(["exact_match", "soft_overlong"], [2.0, 1.0])  # -> RewardScale(low=-1.0, high=2.0)

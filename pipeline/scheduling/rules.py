@@ -1,7 +1,4 @@
-"""The rules of admission, start, freshness and publication, and the summary of lags: the same for workers, reports and tests.
-
-The rule: each is a pure function of integers and of a `Schedule`.
-"""
+"""Rules of admission, start, freshness and publication, and summaries of lags: pure functions of integers and of a `Schedule`."""
 
 from collections.abc import Container, Sequence
 
@@ -33,20 +30,20 @@ def versions_of(steps: int, *, steps_per_version: int) -> int:
 
 
 def publishes(step: int, *, steps: int, steps_per_version: int) -> bool:
-    """Whether the step with this 0-based number is followed by a published version."""
+    """True if a version is published after the step with this 0-based number."""
     return (step + 1) % steps_per_version == 0 or step + 1 == steps
 
 
 def too_far_off(ess: float | None, *, floor: float | None) -> bool:
-    """Whether the newest step's samples were so far off-policy, by their effective sample size, that drawing ahead has to pause."""
+    """True if the newest step's effective sample size is below `floor`, so that generation ahead has to pause."""
     return ess is not None and floor is not None and ess < floor
 
 
 def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, steps: int, ahead: bool = True) -> int:
-    """How many groups may have been admitted by now: the backpressure.
+    """Number of groups that may be admitted: the backpressure.
 
-    `admitted - dropped <= U·S·(newest_version + 1 + max_lag)`, and never more than the run's steps need. `dropped` counts distinct groups.
-    Not `ahead`: only what the newest version's own round needs, as if `max_lag` were 0, so that what is drawn next is drawn under it.
+    `admitted - dropped <= U·S·(newest_version + 1 + max_lag)`, and at most what the run's steps need. `dropped` counts distinct groups.
+    Without `ahead` the limit is that of the newest version's round, as if `max_lag` were 0.
 
     Example:
         admission_limit(preset("pipelined", prompts_per_step=4, samples_per_prompt=8, steps_per_version=1),
@@ -57,9 +54,7 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
 
 
 def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
-    """The groups that were admitted, from the numbers that `prompts` names: the feeder leaves no gap, so what lies beyond one is not ours.
-
-    Those from `since` on, where the ones before are known.
+    """The admitted groups from `since` on, by the numbers in `prompts`: the feeder leaves no gap, so numbers after a gap do not count.
 
     Example:
         admitted_groups({0, 1, 2, 900})  # -> range(0, 3)
@@ -71,24 +66,24 @@ def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
 
 
 def slot_of(*, admitted: int, dropped: int) -> int:
-    """The place among the groups that will be trained which the next admitted group is meant to fill."""
+    """Position of the next admitted group in the sequence of trained groups."""
     return admitted - dropped
 
 
 def min_version(schedule: Schedule, *, slot: int) -> int:
-    """The oldest policy version under which a group for this slot may be drawn: max(0, round(slot) - max_lag)."""
+    """Oldest policy version under which a group for this slot may be generated: max(0, round(slot) - max_lag)."""
     return max(0, slot // schedule.round_groups - schedule.max_lag)
 
 
 def may_start(*, min_version: int, loaded_version: int) -> bool:
-    """Whether a rollout worker with these weights may start this prompt; otherwise it waits for newer ones."""
+    """True if a rollout worker with these weights may start this prompt; otherwise it waits for newer ones."""
     return loaded_version >= min_version
 
 
 def version_to_load(schedule: Schedule, *, min_version: int, newest_version: int, loaded_version: int) -> int | None:
-    """Which version to load before a group is started, or None when the loaded one serves.
+    """Version to load before a group is started, or None to keep the loaded one.
 
-    Under `loads_at = "round"` the weights change only when the group needs it; otherwise the newest are taken.
+    Under `loads_at = "round"` weights are loaded only if the group needs newer ones; otherwise the newest are loaded.
     """
     if newest_version <= loaded_version or (schedule.loads_at == "round" and loaded_version >= min_version):
         return None
@@ -101,7 +96,7 @@ def lag(*, learner_version: int, policy_version_min: int) -> int:
 
 
 def lag_summary(lags: npt.ArrayLike) -> dict[str, float]:
-    """`lag_min`, `lag_mean`, `lag_max` and `lag_p95` (the smallest lag that 95 % do not exceed), in versions; empty when there are none.
+    """`lag_min`, `lag_mean`, `lag_max` and `lag_p95` (the smallest lag that 95 % do not exceed), in versions; empty without lags.
 
     Example:
         lag_summary([0, 0, 1, 3])  # -> {"lag_min": 0.0, "lag_mean": 1.0, "lag_max": 3.0, "lag_p95": 3.0}
@@ -118,17 +113,17 @@ def lag_summary(lags: npt.ArrayLike) -> dict[str, float]:
 
 
 def fractions_by_lag(lags: npt.ArrayLike) -> dict[int, float]:
-    """Which share has which lag, for the lags that occur, in rising order.
+    """Lag -> share, for the lags that occur, in ascending order.
 
     Example:
         fractions_by_lag([2, 0, 0, 0])  # -> {0: 0.75, 2: 0.25}
     """
-    found, counts = np.unique(np.asarray(lags, np.int64), return_counts=True)
-    return {int(lag): int(count) / int(counts.sum()) for lag, count in zip(found, counts, strict=True)}
+    distinct, counts = np.unique(np.asarray(lags, np.int64), return_counts=True)
+    return {int(lag): int(count) / int(counts.sum()) for lag, count in zip(distinct, counts, strict=True)}
 
 
 def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> bool:
-    """Whether the trainer may learn from a group: the guarantee. The oldest of a group's versions decides.
+    """True if the trainer may train a group, by the oldest of its policy versions.
 
     Example:
         is_fresh(learner_version=9, policy_version_min=7, max_lag=2)  # -> True
@@ -138,7 +133,7 @@ def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> 
 
 
 def will_be_stale(*, newest_version: int, policy_version_min: int, max_lag: int) -> bool:
-    """Whether a group that is still in hand will be stale whatever happens: the learner is at the newest version at least.
+    """True if a group in flight cannot be fresh when it is trained, because the learner is at `newest_version` or later.
 
     Example:
         will_be_stale(newest_version=9, policy_version_min=6, max_lag=2)  # -> True
@@ -147,9 +142,9 @@ def will_be_stale(*, newest_version: int, policy_version_min: int, max_lag: int)
 
 
 def next_in_line(groups: Sequence[tuple[int, int]], *, loaded_version: int, newest_version: int) -> int | None:
-    """Index of the (group number, min version) pair to start next, or None when all must wait for weights.
+    """Index of the (group number, min version) pair to start next, or None if all have to wait for weights.
 
-    Frontier first: the lowest group number that some available version allows; a priority, never a gate.
+    It is the lowest group number that an available version allows.
     """
     available = max(loaded_version, newest_version)
     ready = [(number, index) for index, (number, oldest) in enumerate(groups) if may_start(min_version=oldest, loaded_version=available)]
@@ -157,10 +152,10 @@ def next_in_line(groups: Sequence[tuple[int, int]], *, loaded_version: int, newe
 
 
 def choose_partition(*, unfinished: Sequence[int], slots: Sequence[int], owners: Sequence[str | None]) -> int | None:
-    """The partition that gets the next group, or None while no owner has room.
+    """Partition of the next group, or None if no owner has room.
 
-    A partition has room while its unfinished groups are fewer than the slots its owner advertises. Of those with room the one
-    whose owner has the smallest share of its slots in use wins, so that a worker that joins is served at once.
+    A partition has room if it has fewer unfinished groups than the slots its owner reports. Of those, the one whose owner has the smallest
+    share of its slots in use is chosen, so that a new worker gets groups at once.
 
     Example:
         choose_partition(unfinished=[1, 0, 2], slots=[2, 2, 2], owners=["a", "b", "a"])  # -> 1

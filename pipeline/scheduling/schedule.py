@@ -1,6 +1,6 @@
-"""The schedule as data: when steps start, when weights are loaded, how old a sample may be; `MODES` has the named ones.
+"""The schedule as data: when steps start, when weights are loaded, and the largest lag; `MODES` has the named schedules.
 
-The rule: what differs between the modes is a field of `Schedule`; the decisions that follow from it are in `rules`.
+All differences between modes are fields of `Schedule`; `rules` has the decisions.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ StaleInHand = Literal["finish", "abort", "continue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When steps start, when weights are loaded and how old a sample may be."""
+    """When steps start, when weights are loaded, and the largest lag of a sample."""
 
     mode: str
     starts_on: Literal["round", "groups"]
     """round: a step waits until its whole round is scored; groups: until its own groups are (complete groups, arXiv 2606.26997)."""
     loads_at: Literal["round", "group", "step"]
-    """round: every group of a round is drawn under that round's version; group: under the newest version when the group starts; step: the
-    newest weights are taken between two decode steps, and samples in flight go on under them (PipelineRL, arXiv 2509.19128)."""
+    """round: every group of a round is generated under that round's version; group: under the newest version when the group starts; step:
+    the newest weights are loaded between two decode steps, and samples in flight continue under them (PipelineRL, arXiv 2509.19128)."""
     max_lag: int
     prompts_per_step: int = 8
     """U"""
@@ -30,15 +30,15 @@ class Schedule:
     """S"""
     order: Order = "submission"
     stale_in_hand: StaleInHand = "finish"
-    """finish: a group in hand that can no longer be fresh is drawn to its end all the same; abort: it is ended early and replaced
-    (RollArt); continue: it goes on, and its tokens of versions that are too old are not trained."""
+    """Handling of a group in flight that can no longer be fresh. finish: it is generated to its end; abort: it is aborted and replaced
+    (RollArt); continue: it continues, and its stale tokens are not trained."""
     oversample: int = 0
-    """r: a group is begun as K + r samples and closed when K of them have ended."""
+    """r: a group is started with K + r samples and closed when K of them have ended."""
     max_drops_per_step: int = 128
 
     @property
     def samples_begun(self) -> int:
-        """Samples that are begun for a group: K + r."""
+        """Samples that are started for a group: K + r."""
         return self.samples_per_prompt + self.oversample
 
     @property
@@ -68,7 +68,7 @@ def preset(
     oversample: int = 0,
     max_drops_per_step: int | None = None,
 ) -> Schedule:
-    """A named mode with this run's sizes; None stands for the mode's own, for `max_drops_per_step` it is max(16 U·S, 64)."""
+    """A named mode with this run's sizes. None keeps the mode's value; `max_drops_per_step` is max(16 U·S, 64) by default."""
     base = MODES[mode]
     return replace(
         base,

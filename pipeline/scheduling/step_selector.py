@@ -1,7 +1,7 @@
-"""Which groups form the next optimizer step.
+"""Selects the groups of the next optimizer step.
 
-The rule: the selector sees outcomes in any order of arrival; under `submission` order what it hands out depends on the group
-numbers and outcomes alone, so two runs that score the same groups train the same steps.
+Outcomes arrive in any order. Under `submission` order the selection depends only on group numbers and outcomes, so that two runs with the
+same outcomes train the same steps.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from penstock.pipeline.scheduling.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A group's outcome, from its headers, and where its payload is."""
+    """A group's outcome, from its headers, and the location of its payload."""
 
     group: int
     outcome: str
     policy_version_min: int
-    """Oldest version of its samples; 0 where there are none."""
+    """Oldest version of its samples; 0 without samples."""
     partition: int
     offset: int
     """Offset of the first part."""
@@ -29,25 +29,25 @@ class Candidate:
 
 @dataclass(slots=True)
 class Selector:
-    """Hands out trainable groups one by one, in the schedule's order.
+    """Selects trainable groups one by one, in the schedule's order.
 
-    `take` gives the next group of the current step, or None while that group's outcome is not known. A group that is too old
-    for `learner_version` goes to `newly_stale` instead; the caller records it in the ledger.
+    `take` returns the next group of the current step, or None until its outcome has arrived. A group that is stale under `learner_version`
+    is appended to `newly_stale`; the caller records it in the ledger.
     """
 
     schedule: Schedule
     next_number: int = 0
-    """Submission order: the lowest number that was neither handed out nor dropped."""
+    """Submission order: the lowest number that was neither selected nor dropped."""
     below: int = 0
-    """Every group with a lower number has ended and is forgotten, its outcome too."""
+    """Every group with a lower number has ended, and its outcome is discarded."""
     drops: int = 0
-    """Distinct groups that were dropped, stale ones included."""
+    """Number of distinct dropped groups, stale ones included."""
     outcomes: dict[int, str] = field(default_factory=dict)
-    """The first outcome of every group that was seen, from `below` on."""
+    """Group -> first outcome, from `below` on."""
     settled: set[int] = field(default_factory=set)
-    """Groups handed out, or stale, from `below` on."""
+    """Selected or stale groups, from `below` on."""
     locations: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Partition and offset of the outcomes."""
+    """Group -> partition and offset of its outcome."""
     newly_stale: list[Candidate] = field(default_factory=list)
     _waiting: dict[int, Candidate] = field(default_factory=dict)
     _arrived: deque[int] = field(default_factory=deque)
@@ -64,37 +64,37 @@ class Selector:
             else:
                 self._waiting[candidate.group] = candidate
                 self._arrived.append(candidate.group)
-        self._forget()
+        self._advance()
         return True
 
     def knows(self, group: int) -> bool:
-        """Whether the outcome of a group was seen."""
+        """True if the group's outcome has arrived."""
         return group < self.below or group in self.outcomes
 
     def is_settled(self, group: int) -> bool:
-        """Whether a group was handed out, or found stale; also true for one that was dropped and is forgotten."""
+        """True if a group was selected or stale, or is below `below`."""
         return group < self.below or group in self.settled
 
     def resume(self, *, below: int, settled: Iterable[int], drops: int) -> None:
-        """Go on where another selector stood: every group below `below` has ended, and these from there on are settled."""
+        """Continue from another selector's state: every group below `below` has ended, and `settled` groups from there on."""
         self.below = self.next_number = below
         self.settled.update(settled)
         self.drops = drops
 
     @property
     def drops_to_resume(self) -> int:
-        """Dropped groups, without those from `below` on of which a selector that resumes here reads the outcome again."""
+        """Number of dropped groups, without those from `below` on whose outcome a resumed selector reads again."""
         return self.drops - sum(outcome in DROPPED and group not in self.settled for group, outcome in self.outcomes.items())
 
     def settle(self, groups: list[int]) -> None:
-        """Mark groups that recorded steps have used already, or that were found stale."""
+        """Mark groups as trained by recorded steps, or as stale."""
         for group in groups:
             self.settled.add(group)
             self._waiting.pop(group, None)
-        self._forget()
+        self._advance()
 
     def refuse(self, candidate: Candidate) -> None:
-        """Set a group aside whose payload nobody can read, like one that is too old."""
+        """Treat a group with an unreadable payload like a stale one."""
         if self.add(candidate) and not self.is_settled(candidate.group):
             self.settle([candidate.group])
             self.drops += 1
@@ -102,11 +102,11 @@ class Selector:
 
     @property
     def finished_groups(self) -> int:
-        """Distinct groups that have ended: all below `below`, and those from there on whose outcome was seen."""
+        """Number of ended groups: all below `below`, and those from there on with an outcome."""
         return self.below + sum(group >= self.below for group in self.outcomes.keys() | self.settled)
 
     def take(self, *, learner_version: int) -> Candidate | None:
-        """The next group to train, or None while it is not known; groups that are too old are set aside in `newly_stale`."""
+        """The next group to train, or None until its outcome has arrived; stale groups are appended to `newly_stale`."""
         while (candidate := self._peek()) is not None:
             self.settle([candidate.group])
             if is_fresh(learner_version=learner_version, policy_version_min=candidate.policy_version_min, max_lag=self.schedule.max_lag):
@@ -116,15 +116,15 @@ class Selector:
         return None
 
     def queued(self) -> list[int]:
-        """The oldest version of each group that is scored and waits."""
+        """Oldest version of each waiting scored group."""
         return [candidate.policy_version_min for candidate in self._waiting.values()]
 
-    def ready(self, wanted: int) -> bool:
-        """Whether `wanted` groups could be handed out now, one after the other; staleness is not looked at."""
+    def ready(self, count: int) -> bool:
+        """True if `count` groups can be selected now, without regard to staleness."""
         if self.schedule.order == "arrival":
-            return len(self._waiting) >= wanted
+            return len(self._waiting) >= count
         number, ready = self.next_number, 0
-        while ready < wanted:
+        while ready < count:
             if self._has_ended(number):
                 number += 1
             elif number in self._waiting:
@@ -146,8 +146,8 @@ class Selector:
     def _has_ended(self, group: int) -> bool:
         return self.is_settled(group) or self.outcomes.get(group) in DROPPED
 
-    def _forget(self) -> None:
-        """Raise `below` over the groups that have ended and whose outcome was seen: a run has millions of them."""
+    def _advance(self) -> None:
+        """Raise `below` over ended groups with an outcome and discard their state, because a run has millions of groups."""
         while self.below in self.outcomes and self._has_ended(self.below):
             del self.outcomes[self.below], self.locations[self.below]
             self.settled.discard(self.below)

@@ -192,7 +192,7 @@ def _manifest(directory: Path) -> object:
 @pytest.mark.parametrize(("recorded", "said"), [
     (replace(recorded_for(10, 20), run="r2"), "it is of run r1"),
     (recorded_for(10, 20, ledger_steps=15), "it is beyond the ledger, which ends at step 15"),
-    (recorded_for(10), "the ledger does not know it"),
+    (recorded_for(10), "the ledger does not record it"),
     (replace(recorded_for(10, 20), versions=range(6)), "version 10 was never published"),
     (replace(recorded_for(10), digests={10: [state_of(10).digest], 20: ["f" * 64]}), "its weights have the digest 0000000000000000…"),
 ])  # fmt: skip

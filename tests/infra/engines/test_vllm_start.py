@@ -18,6 +18,6 @@ def test_processes_of_the_engine_are_spawned_whatever_the_environment_says(monke
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", given or "")
-    monkeypatch.setattr(start, "_made", made)
+    monkeypatch.setattr(start, "_engine", made)
     start.start_vllm({}, threads=1, engine_process=True, on_cpu=False)[1].rmdir()
     assert seen["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
