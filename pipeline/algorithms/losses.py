@@ -174,10 +174,10 @@ def batch_loss(
 
     `logprobs` [B, L-1] are the current policy's, with gradient. `proximal` [B, L-1]: None for the current policy (`current`),
     `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`; `correction` is
-    one of `CORRECTIONS` or "none": it multiplies each token's loss by the bounded ratio proximal / behaviour, which with a separate proximal
-    policy is decoupled PPO (arXiv 2505.24298). `reject_kl` drops sequences with a mean k3 of KL(behaviour || proximal) above it. `kl_coef`
-    adds k3 to `reference` [B, L-1], without the correction; with `kl_weighted` it is weighted by current / behaviour. `entropy_coef`
-    rewards `entropies` [B, L-1] of the sampling distributions up to `entropy_floor` nats.
+    one of `CORRECTIONS` or "none": it multiplies each token's loss by the bounded ratio proximal / behaviour, which with a separate
+    proximal policy is decoupled PPO (arXiv 2505.24298). `reject_kl` drops sequences with a mean k3 of KL(behaviour || proximal) above it.
+    `kl_coef` adds k3 to `reference` [B, L-1], without the correction; with `kl_weighted` it is weighted by current / behaviour.
+    `entropy_coef` rewards `entropies` [B, L-1] of the sampling distributions up to `entropy_floor` nats.
     The trainer divides by the step's count, masked tokens included. `summarise` turns the summed statistics into means.
     """
 
