@@ -20,7 +20,6 @@ from penstock.infra.backends.logprobs.forward import choose_forward
 from penstock.infra.backends.model.files import save_model
 from penstock.infra.backends.model.frozen import FrozenPolicy, host_floats, open_model
 from penstock.infra.backends.model.lora import FOLDER, Adapters
-from penstock.infra.backends.model.saved_on_host import saved_on_host
 from penstock.infra.backends.processor import this_cpu
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError, Diverged
@@ -193,6 +192,24 @@ class LocalModel:
     def close(self) -> None:
         """Release the models."""
         self.module = self.model = self.reference = self.snapshot = None
+
+
+def saved_on_host(model: Any, *, device: torch.device) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context for the forward pass; with gradient checkpointing only the inputs of layers are moved.
+
+    Weights are not moved, except those that ZeRO-3 gathers for a pass.
+    """
+    host = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor if tensor.untyped_storage().data_ptr() in weights else host.pack_hook(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def update_norm(optimizer: torch.optim.Optimizer) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from penstock.infra.errors import LogError
 from penstock.infra.tensors.weight_copy import NONE
 
-ANSWER_S = 20.0
+RESPONSE_TIMEOUT_S = 20.0
 """Timeout for a response of the writer, after which readers load weights themselves."""
 READERS_S = 60.0
 """Timeout of a writer that waits for readers, one of which may be frozen."""
@@ -109,7 +109,7 @@ class MachineMemory:
         Raises `TimeoutError` if the writer does not respond, and `PermissionError` if it belongs to another user.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(ANSWER_S)
+            connection.settimeout(RESPONSE_TIMEOUT_S)
             try:
                 connection.connect(self._address)
                 if not _is_own(connection):

@@ -8,8 +8,9 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import numpy as np
 from blake3 import blake3
 
 Hash = Literal["blake3", "sha256"]
@@ -22,6 +23,15 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Dtype name -> bytes of an element on the wire, little-endian; bfloat16, which numpy lacks, is handled as raw bytes."""
+LARGEST: Final = 1e18
+"""Magnitude above which the square of an element overflows float32; NaN and infinity are above it too."""
+_LIMITS: Final = {
+    "float64": ("8", int(np.float64(LARGEST).view(np.int64))),
+    "float32": ("4", int(np.float32(LARGEST).view(np.int32))),
+    "bfloat16": ("2", int(np.float32(LARGEST).view(np.int32)) >> 16),
+    "float16": ("2", 0x7BFF),
+}
+"""Dtype -> bytes of an element, and the bits of the largest valid one, as integers: the bits of positive floats sort like the floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,21 @@ def hash_of(recorded: str) -> Hash:
         hash_of("e3b0…")         # -> "sha256"
     """
     return "blake3" if recorded.startswith("blake3:") else "sha256"
+
+
+def broken_tensor(tensors: Iterable[TensorBytes]) -> str | None:
+    """Name of the first tensor with an element that is not finite or above `LARGEST`, or None; makes no copy."""
+    return next((tensor.name for tensor in tensors if _is_broken(tensor)), None)
+
+
+def _is_broken(tensor: TensorBytes) -> bool:
+    if tensor.dtype not in _LIMITS or not tensor.nbytes:
+        return False
+    size, limit = _LIMITS[tensor.dtype]
+    sign = 1 << (8 * int(size) - 1)
+    # Negative floats sort below the others as signed integers, and above them as unsigned ones.
+    positive, any_sign = (int(np.frombuffer(tensor.data, f"<{kind}{size}").max()) for kind in "iu")
+    return positive > limit or (any_sign >= sign and any_sign - sign > limit)
 
 
 def _in_name_order(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:

@@ -79,7 +79,7 @@ def pass_at_k_advantages(rewards: Rewards, *, k: int = 4) -> Advantages:
     if count == 1:
         return np.zeros(1, np.float32)
     if not 1 <= k < count:
-        raise ValueError(f"pass_at_k: k = {k} has to be between 1 and {count - 1}, as a group has {count} samples")
+        raise ValueError(f"pass_at_k: k = {k} has to lie between 1 and {count - 1}, as a group has {count} samples")
     failed = comb(failures, k) / comb(count, k)
     std = (failed * (1.0 - failed)) ** 0.5
     if not std:

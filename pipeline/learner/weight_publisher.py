@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from penstock.infra.errors import Diverged, LogError, LogUnreachable
 from penstock.infra.log import Log, Producer
 from penstock.infra.tensors.adapted import Adapted
-from penstock.infra.tensors.finite import LARGEST, broken_tensor
 from penstock.infra.tensors.machine_memory import is_supported
-from penstock.infra.tensors.stream import TensorBytes, hash_of
+from penstock.infra.tensors.stream import LARGEST, TensorBytes, broken_tensor, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.config.schema import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Order = Literal["submission", "arrival"]
-StaleInHand = Literal["finish", "abort", "continue"]
+StaleInFlight = Literal["finish", "abort", "continue"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Schedule:
     steps_per_version: int = 1
     """S"""
     order: Order = "submission"
-    stale_in_hand: StaleInHand = "finish"
+    stale_in_hand: StaleInFlight = "finish"
     """Handling of a group in flight that can no longer be fresh. finish: it is generated to its end; abort: it is aborted and replaced
     (RollArt); continue: it continues, and its stale tokens are not trained."""
     oversample: int = 0
@@ -64,7 +64,7 @@ def preset(
     steps_per_version: int,
     max_lag: int | None = None,
     order: Order | None = None,
-    stale_in_hand: StaleInHand | None = None,
+    stale_in_hand: StaleInFlight | None = None,
     oversample: int = 0,
     max_drops_per_step: int | None = None,
 ) -> Schedule:

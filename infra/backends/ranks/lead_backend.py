@@ -51,7 +51,7 @@ class LeadBackend:
         return self.own.step(denominator=denominator)
 
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] under the current weights; hangs if they are sharded, as the other ranks would have to run the same forward."""
+        """[B, L-1] under the current weights; not for sharded weights, for which the other ranks would have to run the same forward."""
         return self.own.logprobs(batch)
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from penstock.infra.engines.base import Sampling
 
 LEAST_ROOM = 32
-SHAPES_KEPT = 8
+CACHED_TRACES = 8
 """Number of cached traces: lengths are rounded up to powers of two."""
 
 
@@ -94,7 +94,7 @@ class TracedDecoder(PlainDecoder):
         length = max(LEAST_ROOM, 1 << (len(prompt) + room - 1).bit_length())
         step = self._steps.pop((rows, length), None) or _Step(self._model, layers, rows=rows, length=length)
         self._steps[rows, length] = self._step = step
-        if len(self._steps) > SHAPES_KEPT:
+        if len(self._steps) > CACHED_TRACES:
             del self._steps[next(iter(self._steps))]
         step.fill(layers, len(prompt))
         return logits.expand(rows, -1)

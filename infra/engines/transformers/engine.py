@@ -7,7 +7,7 @@ all bits depend only on the request and the weights.
 import heapq
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +18,14 @@ import torch
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupInFlight, GroupRequest, Span, check_tensors, uniforms
 from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
-from penstock.infra.engines.transformers.stop_texts import Ends, Texts
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Ends = Callable[[npt.NDArray[np.int32]], bool]
+"""[T] ids so far -> True if the newest one ends the completion."""
+MARGIN = 8
+"""Decoded tokens before the longest stop text, on which the decoding of its first token depends."""
 
 
 class TransformersEngine:
@@ -225,6 +228,30 @@ class _Group:
             ended_ns=time.time_ns(),
             support=self.support[row, : self.steps].copy() if self.request.sampling.limited else None,
         )
+
+
+class Texts:
+    """The tokenizer of a model directory, for stop texts."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `EngineError` if it cannot be read."""
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        # The library raises plain Exception for a file it cannot read.
+        except Exception as error:
+            raise EngineError(f"sampling.stop: cannot read the tokenizer {directory / 'tokenizer.json'}: {error}") from error
+
+    def ends(self, stop: Sequence[str]) -> Ends:
+        """The test for any of these texts; each token is at least one byte of them."""
+        window = max(len(text.encode()) for text in stop) + MARGIN
+
+        def ended(ids: npt.NDArray[np.int32]) -> bool:
+            text = self._tokenizer.decode(ids[-window:].tolist(), skip_special_tokens=True)
+            return any(stop_text in text for stop_text in stop)
+
+        return ended
 
 
 def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "cpu") -> Any:

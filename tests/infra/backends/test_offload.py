@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.infra.backends.model.saved_on_host import saved_on_host
+from penstock.infra.backends.common import saved_on_host
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest

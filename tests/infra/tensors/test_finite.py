@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.tensors.finite import LARGEST, broken_tensor
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.stream import LARGEST, TensorBytes, broken_tensor
 
 
 def tensor_of(values: list[float], dtype: str) -> TensorBytes:

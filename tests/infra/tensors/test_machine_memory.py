@@ -108,7 +108,7 @@ def test_a_writer_that_is_killed_while_it_changes_a_version_leaves_none(name: st
 
 
 def test_a_frozen_writer_is_found_out(name: str, writer: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_memory, "ANSWER_S", 0.1)
+    monkeypatch.setattr(machine_memory, "RESPONSE_TIMEOUT_S", 0.1)
     process = writer("whole")
     process.send_signal(signal.SIGSTOP)
     while "\nState:\tT" not in Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"):
