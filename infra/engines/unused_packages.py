@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 UNUSED = ("scipy", "sklearn")
-"""MLflow brings them along. What is imported here needs them for detecting objects, for sound and to draw with a second model."""
+"""Dependencies of MLflow. transformers and vLLM need them only for object detection, audio and speculative decoding."""
 MEDIA = ("torchvision", "torchaudio")
 """transformers needs them to preprocess images and sound; a causal language model gets token ids."""
 
