@@ -1,6 +1,6 @@
-"""What a program of yours imports: start a run, open one and read what it wrote as Arrow tables.
+"""Python interface: start a run, open one, and read its records as Arrow tables.
 
-The rule: nothing is imported before it is called, so that `import penstock` costs nothing and needs no torch.
+`import penstock` needs no torch: everything else is imported when it is called.
 
 Example:
     report = penstock.launch("examples/demo.toml", overrides=["run.steps=10"])
@@ -34,8 +34,8 @@ def launch(
 
     Raises:
         ConfigError: a mistake in the configuration, in one line.
-        PenstockError: the run could not start, or a worker died, in one line.
-        KeyboardInterrupt: it was stopped; `penstock run --resume RUN` goes on.
+        PenstockError: the run could not start, or a worker crashed; one line.
+        KeyboardInterrupt: the run was stopped; resume it with `penstock run --resume RUN`.
     """
     from penstock.launched import see_through
 
@@ -43,7 +43,7 @@ def launch(
 
 
 def open(run: str, *, bootstrap: str = "embedded", security: dict[str, str] | None = None) -> "Run":
-    """A run for reading, while it goes on or afterwards; `run` is an id, a unique prefix, `latest`, or an exported run's folder.
+    """Open a run for reading, live or ended; `run` is an id, a unique prefix, `latest`, or an exported run's folder.
 
     Raises:
         ValueError: no such run, or several.

@@ -1,4 +1,4 @@
-"""`penstock.launch`: the launcher called from a program. The rule: it does what `penstock run` does and prints nothing on stdout."""
+"""`penstock.launch`: runs a configuration as `penstock run` does, without output on stdout."""
 
 import hashlib
 import inspect
@@ -45,13 +45,13 @@ def spec_of(function: Callable[..., Any]) -> str:
     """A function as `file.py:function`: by its module's file, or, of a notebook or a prompt, by a file with its source.
 
     Raises:
-        ConfigError: it has no name or no source, or stands inside of another function.
+        ConfigError: it has no name or no source, or is nested in another function.
     """
-    name, place = getattr(function, "__qualname__", ""), inspect.getsourcefile(function) if inspect.isfunction(function) else None
+    name, path = getattr(function, "__qualname__", ""), inspect.getsourcefile(function) if inspect.isfunction(function) else None
     if not name.isidentifier():
         raise ConfigError(f"reward: {name or function!r} is no function at the top of a module or a notebook's cell; define it there")
-    if function.__module__ != "__main__" and place is not None and Path(place).is_file():
-        return f"{Path(place).resolve()}:{name}"
+    if function.__module__ != "__main__" and path is not None and Path(path).is_file():
+        return f"{Path(path).resolve()}:{name}"
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""`penstock.open`: a run as tables. The rule: reading changes nothing, and a record nobody can use is passed over, as the workers do."""
+"""`penstock.open`: a run's records as Arrow tables. Read-only; unusable records are skipped, as workers skip them."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One run of a broker or of an archive; each call reads the log anew, also while the run goes on. Close it, or use it in a `with`."""
+    """One run of a broker or of an archive, live or ended; each call reads the log again. Close it, or use it in a `with`."""
 
     def __init__(self, log: Log, run: str) -> None:
         self._log, self.id = log, run
@@ -57,7 +57,7 @@ class Run:
         return turns.turns(self._log, self.id)
 
     def sql(self, query: str) -> pa.Table:
-        """The answer to a SELECT over the views of `penstock sql`. Raises `ValueError` for a query that fails."""
+        """Result of a SELECT over the views of `penstock sql`. Raises `ValueError` for a query that fails."""
         from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 
         archived = isinstance(self._log, ArchivedLog)

@@ -1,4 +1,4 @@
-"""Pictures of a run for a notebook. The rule: matplotlib, of the extra `notebook`, is imported when a picture is asked for."""
+"""Plots of a run for a notebook; needs matplotlib, from the extra `notebook`."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ SIZE = (4.6, 2.9)
 
 
 def figure(report: Mapping[str, Any], steps: "pa.Table", measures: Sequence[str]) -> "Figure":
-    """Curves side by side: of these columns of the steps, or else reward, evaluation and what became of the groups.
+    """Plot curves next to each other: of these columns of the steps, by default reward, evaluation and group statuses.
 
     Raises `ValueError` for a column that the steps do not have, `PenstockError` without matplotlib.
     """
@@ -52,10 +52,10 @@ def _overview(axes: Sequence[Any], report: Mapping[str, Any], steps: "pa.Table")
     axes[2].invert_yaxis()
 
 
-def _curve(axes: Any, title: str, places: Sequence[float], curves: Mapping[str, Sequence[Any]]) -> None:
-    marker = "." if len(places) < 20 else ""
+def _curve(axes: Any, title: str, positions: Sequence[float], curves: Mapping[str, Sequence[Any]]) -> None:
+    marker = "." if len(positions) < 20 else ""
     for name, values in curves.items():
-        axes.plot(places, [float("nan") if value is None else value for value in values], label=name, marker=marker)
+        axes.plot(positions, [float("nan") if value is None else value for value in values], label=name, marker=marker)
     axes.set_title(title)
     axes.set_xlabel("step" if "version" not in title else "version")
     axes.grid(visible=True, alpha=0.3)

@@ -1,1 +1,1 @@
-"""What a run looks like: run view, report, live view, status, tables, metrics, explanations and the HTML page."""
+"""Inspection of runs: run view, report, live view, status, tables, metrics, explanations, and the HTML page."""

@@ -1,6 +1,6 @@
-"""What the small topics of a run hold: its configuration, ledger, versions and dead letters.
+"""Small topics of a recorded run: configuration, ledger, versions and dead letters.
 
-The rule: read once, up to the ends the topics have then; what is read of the large topics afterwards ends there too.
+They are read once, up to their ends at that time; later reads of the large topics end there as well.
 """
 
 import json
@@ -27,11 +27,11 @@ class Letter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """A run for looking back at."""
+    """Small topics of a run."""
 
     reader: RunReader
     record: RunRecord | None
-    """None where the register of runs has lost it."""
+    """None if the registry has lost it."""
     config: Config
     past: LedgerHistory
     letters: tuple[Letter, ...]
@@ -43,7 +43,7 @@ class RecordedRun:
 
     @property
     def rescored_from(self) -> str | None:
-        """The run whose prompts and samples it holds, if `penstock replay score` wrote it."""
+        """Source run of the prompts and samples, if `penstock replay score` wrote this one."""
         run: str | None = self._info.get("rescored_from", {}).get("run")
         return run
 
@@ -71,16 +71,16 @@ class RecordedRun:
 
     @property
     def ended(self) -> bool:
-        """True once nothing more is to come."""
+        """True if no more records will follow."""
         return self.past.ledger_state.closed is not None or (
             self.record is not None and self.record.status in ("finished", "stopped", "failed")
         )
 
 
 def read_run(log: Log, run: str) -> RecordedRun:
-    """The run's small topics. Raises `ValueError` for an unknown run, `LogError`, also where the ledger has lost its beginning."""
-    if lost := deleted(log, f"{run}.ledger"):  # without it every group would look as if it waited
-        raise LogError(f"{'; '.join(lost)}: what became of the groups of {run} stands there")
+    """The run's small topics. Raises `RunNotFound`; `LogError` also if the first records of the ledger were deleted."""
+    if lost := deleted(log, f"{run}.ledger"):  # without them every group would seem to be waiting
+        raise LogError(f"{'; '.join(lost)}: the first records of the ledger were deleted, so group statuses of {run} cannot be computed")
     record, reader = find(log, run), RunReader(log, run)
     past = ledger_history_of(reader)
     opened = past.ledger_state.opened
@@ -96,11 +96,11 @@ def read_run(log: Log, run: str) -> RecordedRun:
 
 
 def no_prompt(recorded: RecordedRun, group: int) -> Exception:
-    """The error that says why there is no prompt of this group: the broker has deleted it, or it was never admitted."""
+    """The error for a group without a prompt: deleted by the broker, or never admitted."""
     run = recorded.run
     highest = max((read.headers.group or 0 for read in recorded.reader.prompts(decode=False) if read.headers is not None), default=-1)
     if group <= highest and (lost := deleted(recorded.reader.log, f"{run}.prompts")):
-        return LogError(f"the prompt of group {group} is gone: {'; '.join(lost)}")
+        return LogError(f"the prompt of group {group} was deleted: {'; '.join(lost)}")
     if highest < 0:
         return ConfigError(f"group {group} was never admitted: run {run} has no prompt yet")
     return ConfigError(f"group {group} was never admitted: the highest group of run {run} is {highest}")

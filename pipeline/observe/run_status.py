@@ -1,7 +1,4 @@
-"""Where a run stands, from its view: status, configuration, fates of its groups, last reward.
-
-The rule: pure functions of a `RunView`; the ledger is believed before the run's own record.
-"""
+"""Status, configuration, group statuses and last reward of a run view; the ledger takes precedence over the run record."""
 
 import json
 import math
@@ -16,12 +13,12 @@ from penstock.topics.ledger import ALL_DONE
 
 
 def closing(view: RunView) -> dict[str, Any]:
-    """What the ledger says about the run's end: status and reason."""
+    """Status and reason of the run's end in the ledger."""
     return _object(view.closed.details if view.closed else None)
 
 
 def status_of(view: RunView) -> str:
-    """finished, stopped or failed once the ledger or the run's record says so, else created or running."""
+    """finished, stopped or failed by the ledger or the run record, otherwise created or running."""
     if view.closed is not None:
         return str(closing(view).get("status", "finished"))
     status = view.record.status if view.record else "created"
@@ -32,12 +29,12 @@ def status_of(view: RunView) -> str:
 
 
 def has_ended(view: RunView) -> bool:
-    """True once nothing more is to come."""
+    """True if no more records will follow."""
     return status_of(view) in ("finished", "stopped", "failed")
 
 
 def resumptions(view: RunView) -> int:
-    """How often the run was resumed: as often as every worker began again."""
+    """Number of resumptions: of restarts that every worker has made."""
     workers = [worker for worker in view.workers.values() if not worker.ended] or view.workers.values()
     return min((len(worker.incarnations) - 1 for worker in workers), default=0)
 
@@ -67,12 +64,12 @@ def end_reason(reason: str | None) -> str | None:
 
 
 def info_of(view: RunView) -> dict[str, Any]:
-    """What was determined when the run was created: rows, steps, digests; {} before it is known."""
+    """Facts determined at the creation of the run: rows, steps, digests; {} before they are known."""
     return _about(view, "info")
 
 
 def steps_planned(view: RunView) -> int | None:
-    """Optimizer steps of the whole run."""
+    """Planned optimizer steps of the run."""
     return info_of(view).get("steps")
 
 
@@ -92,7 +89,7 @@ def last_reward(view: RunView) -> float | None:
 
 
 def tenth(steps: int) -> int:
-    """How many steps the first and the last reward are means over.
+    """Number of steps over which the first and the last reward are averaged.
 
     Example:
         tenth(41)  # -> 5
@@ -101,8 +98,8 @@ def tenth(steps: int) -> int:
 
 
 def fates(view: RunView) -> dict[int, str]:
-    """Group -> fate, for every admitted or trained group of which the view does not only know the number."""
-    found = groups.fates(
+    """Group -> status, for every admitted or trained group that the view has not forgotten."""
+    statuses = groups.fates(
         view.admitted,
         {group: outcome.outcome for group, outcome in view.groups.items()},
         trained=(group for step in view.steps.values() for group in step.groups),
@@ -110,11 +107,11 @@ def fates(view: RunView) -> dict[int, str]:
         ended=has_ended(view),
         since=view.past.below,
     )
-    return {group: fate for group, fate in found.items() if group not in view.past.settled} if view.past.fates else found
+    return {group: fate for group, fate in statuses.items() if group not in view.past.settled} if view.past.fates else statuses
 
 
 def fate_counts(view: RunView) -> Counter[str]:
-    """How many groups have which fate."""
+    """Status -> number of groups."""
     return Counter(fates(view).values()) + view.past.fates
 
 

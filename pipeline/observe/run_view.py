@@ -1,7 +1,7 @@
-"""What a run's topics say about it, folded record by record: one state for the report, the live view, `status` and the tracker.
+"""The state of a run, folded record by record from its topics; used by report, live view, `status` and tracker.
 
-The rule: `RunView.fold` is a pure function of the records, in any interleaving of topics; it looks at no clock and at nothing but the log.
-A view that is asked to `forget` holds what goes on and the newest of what has ended, and of the rest numbers.
+`RunView.fold` is a pure function of the records, in any interleaving of topics. A view that forgets keeps what is in progress, the
+newest of what has ended, and counts of the rest.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from penstock.topics.wire.record import Record, RecordId
 SCORED = frozenset({"scored", "filtered"})
 """Outcomes of groups that the reward functions scored."""
 DECODED = frozenset({"ledger", "metrics"})
-"""Topics whose payloads are looked at here; of the others the headers say enough."""
+"""Topics whose payloads are decoded here; headers are enough for the others."""
 TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("run", "weights", "dead-letters")))
 KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
-"""How many of the newest a view keeps that forgets; as many again may come before it does."""
+"""Numbers of newest items kept by `forget`, which acts at twice as many."""
 WORK = ("samples", "calls", "groups", "admitted", "step")
-"""Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
+"""Cumulative values of workers that rise with progress; `step` rises during a recovery as well."""
 REWARD_ERRORS = 20
 """Kinds of reward errors that are counted separately."""
 
@@ -52,11 +52,11 @@ class RunView:
     steps: dict[int, StepFacts] = field(default_factory=dict)
     versions: dict[int, Entry] = field(default_factory=dict)
     rebased: list[Entry] = field(default_factory=list)
-    """Where repeated steps gave other bits, or the arithmetic had changed, and the run went on."""
+    """Entries at which repeated steps differed, or the arithmetic had changed, and the run continued."""
     stale: set[int] = field(default_factory=set)
     admitted: IdSet = field(default_factory=IdSet)
     repeated: int = 0
-    """Prompts that were asked once more, as their first group was abandoned."""
+    """Prompts sent again because their first group was abandoned."""
     open: dict[int, Opened] = field(default_factory=dict)
     """Admitted groups without an outcome."""
     groups: dict[int, GroupFacts] = field(default_factory=dict)
@@ -66,34 +66,34 @@ class RunView:
     evals: dict[int, Measurement] = field(default_factory=dict)
     """The first evaluation of each version."""
     dead_letters: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    """Place of the refused record -> kind."""
+    """(topic, partition, offset) of the refused record -> kind."""
     reward_errors: Counter[str] = field(default_factory=Counter)
-    """Why rewards could not be computed -> groups."""
+    """Reward error -> number of groups."""
     duplicates: Counter[str] = field(default_factory=Counter)
-    """Records that were ignored because an earlier one says the same, by topic."""
+    """Ignored duplicates by topic."""
     mlflow: dict[str, str] = field(default_factory=dict)
-    """run_id and uri, once the tracker has said them."""
+    """run_id and uri, once the tracker has reported them."""
     rewards: dict[int, Tally] = field(default_factory=dict)
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     no_reward: int = 0
     """Samples of scored and filtered groups that have no reward."""
     moved_ms: int = 0
-    """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
+    """Time of the last progress: registration, start, step, version, group, sample, prompt or evaluation."""
     worked: WorkingTime = field(default_factory=WorkingTime)
-    """When something was written."""
+    """Times at which something was written."""
     past: Ended = field(default_factory=Ended)
-    """What was forgotten."""
+    """Counts of what was forgotten."""
     killers: set[RecordId] = field(default_factory=set)
-    """Places of records whose readers have died of decoding them."""
+    """Poison records: their readers crashed while decoding them."""
     _made: RunRecord | None = None
-    """What the run's own topic says of it, which counts where the shared register says otherwise."""
+    """The run record in the run's own topic; it takes precedence over the shared registry."""
     last_seq: int = -1
     """Of the ledger's entries."""
     measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
     """Worker and incarnation -> numbers of its measurements."""
 
     def fold(self, record: Record) -> Folded | None:
-        """Take in a record and give what it holds; None for a duplicate and for what is not about this run.
+        """Apply a record and return its content; None for a duplicate and for records of other runs.
 
         Raises `Unusable`, and is unchanged then.
         """
@@ -228,7 +228,7 @@ class RunView:
         return letter
 
     def forget(self) -> None:
-        """Let go of what has ended, but for the newest; costs next to nothing while there is little more than that."""
+        """Drop what has ended, except the newest; cheap if there is little more than that."""
         if all(len(held) < 2 * KEPT[name] for name, held in self._growing().items()):
             return
         past = self.past
@@ -260,7 +260,7 @@ class RunView:
 
     @property
     def progress(self) -> int:
-        """Counts what moves a run on: steps, versions, outcomes of groups; a recovery repeats them and adds none."""
+        """Number of steps, versions and group outcomes so far; a recovery repeats them and adds none."""
         return self.steps_done + len(self.versions) + self.past.versions + len(self.groups) + self.past.outcomes.total()
 
     @property
@@ -270,7 +270,7 @@ class RunView:
 
     @property
     def outcomes(self) -> Counter[str]:
-        """How many groups have which outcome."""
+        """Outcome -> number of groups."""
         return Counter(facts.outcome for facts in self.groups.values()) + self.past.outcomes
 
     @property
@@ -306,7 +306,7 @@ def read_view(
     view: RunView | None = None,
     since: Mapping[Partition, int] | None = None,
 ) -> RunView:
-    """Fold these topics of a run up to their ends; records nobody can use are passed over.
+    """Fold these topics of a run up to their ends; unusable records are skipped.
 
     `also` is called with everything that was folded and its record; `since` says what `view` holds already.
     """

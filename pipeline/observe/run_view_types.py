@@ -1,7 +1,4 @@
-"""The pieces of a run's state: what is kept of a group, of a step and of a worker.
-
-The rule: plain values that add up; none of them knows where its records came from.
-"""
+"""Parts of a run view: groups, steps, workers, tallies and working time."""
 
 import functools
 from bisect import bisect_left, bisect_right, insort

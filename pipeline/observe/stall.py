@@ -1,8 +1,4 @@
-"""Where a run that does not move is stuck: which stage, which group, and why.
-
-The rule: pure functions of what the topics say and of the time; what a run waits for follows from the schedule, so that the culprit
-is named and not whoever waits for it.
-"""
+"""Finds the stage and group at which a stalled run is stuck, from its view, the schedule and the time."""
 
 import re
 from collections.abc import Mapping

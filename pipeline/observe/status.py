@@ -1,7 +1,6 @@
-"""Where a run stands at this moment: progress, pace, silent workers and the bottleneck, as plain data for `penstock status --json`.
+"""Progress, speed, silent workers and bottleneck of a run, as plain data for `penstock status --json`.
 
-The rule: pure functions of what the topics say and of the time. A worker that does not report is called silent, not dead; a bottleneck is
-named only where the shares of busy time show it.
+Pure functions of a run view and the time. A bottleneck is named only if the shares of busy time show one.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from penstock.pipeline.scheduling.schedule import MODES
 from penstock.topics.metrics import Activity, activity_of
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
-"""Topics that `status` and the live view read: not the rollouts, which are most of a run's records."""
+"""Topics read by `status` and the live view; not the rollouts, which are most of a run's records."""
 SPEED_STEPS = 20
 """Steps over which speed and time to go are taken."""
 RECENT_STEPS = 10
@@ -29,7 +28,7 @@ SELDOM, MOSTLY = 0.2, 0.6
 
 
 SLOW_REWARD_S = 0.3
-"""Seconds a group from which on reward functions may be what a run waits for."""
+"""Least seconds per group for which the reward functions can be the bottleneck."""
 
 
 class Bottleneck(NamedTuple):
@@ -44,7 +43,7 @@ ADVICE = {
     "trainer": "give it more accelerators or threads, or larger micro-batches; more rollout workers gain nothing",
     "scorer": "raise scorer.workers or scorer.processes, or make the reward faster",
     "rollout": "start more rollout workers or raise rollout.concurrency",
-    "feeder": "look at what the feeder does with `penstock status`",
+    "feeder": "see the feeder's activity in `penstock status`",
     "turns": "overlap them: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
 }
 """What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
@@ -53,7 +52,7 @@ OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_la
 
 
 def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None:
-    """Share of its time in which the trainer waited, in the last steps or, of the `whole` run, since it was ready; None if unknown."""
+    """Share of time for which the trainer waited, in the last steps or over the `whole` run; None if unknown."""
     if whole:
         lasted_s, waited_s = trainer_time(view)
         return waited_s / lasted_s if lasted_s else None
@@ -72,8 +71,8 @@ def busy(view: RunView, role: str, name: str, *, whole: bool = False) -> float |
         at_work = sum(worker.total("uptime_s") - sum(worker.total(f"time_{use}_s") for use in OUTSIDE) for worker in workers)
         return min(1.0, sum(worker.total(name) for worker in workers) / at_work) if at_work > 0 else None
     rates = [worker.rate(name) for worker in workers if not worker.ended]
-    known = [rate for rate in rates if rate is not None]
-    return min(1.0, sum(known) / len(known)) if known else None
+    reported = [rate for rate in rates if rate is not None]
+    return min(1.0, sum(reported) / len(reported)) if reported else None
 
 
 def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
@@ -97,19 +96,19 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
         return _named("rollout", f"busy {generating:.0%}; the trainer waits {waiting:.0%}")
     if waiting >= MOSTLY and not whole and _lacks_prompts(view):
         return _named("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
-    found = _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
-    return found._replace(advice=OVERLAPPING) if _overlap(view) else found
+    alternating = _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+    return alternating._replace(advice=OVERLAPPING) if _overlap(view) else alternating
 
 
 def _overlap(view: RunView) -> bool:
-    """Whether the schedule lets rollout and training work at the same time."""
-    chosen = config_of(view).get("schedule", {})
-    allowed = chosen.get("max_lag")
-    return bool(MODES[chosen["mode"]].max_lag if allowed is None else allowed) if chosen.get("mode") in MODES else False
+    """True if the schedule lets rollout and training overlap."""
+    schedule = config_of(view).get("schedule", {})
+    allowed = schedule.get("max_lag")
+    return bool(MODES[schedule["mode"]].max_lag if allowed is None else allowed) if schedule.get("mode") in MODES else False
 
 
 def _slow_rewards(view: RunView) -> bool:
-    """Whether reward functions take long by the group: of quick ones most of the measured time is the way to a child process and back."""
+    """True if reward functions are slow; for fast ones most of the measured time is communication with a child process."""
     scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
     groups = sum(worker.total("groups") for worker in scorers)
     return not groups or sum(worker.total("reward_s") for worker in scorers) / groups >= SLOW_REWARD_S
@@ -132,7 +131,7 @@ def bottleneck_as_json(found: Bottleneck | None) -> dict[str, str] | None:
 
 
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:
-    """Seconds of work since the run was created, up to its end, without the pauses between a stop and its resumption."""
+    """Seconds of work since the creation of the run, up to its end; pauses between a stop and its resumption excluded."""
     if view.record is None:
         return None
     if view.closed is not None:  # the tracker writes on
@@ -141,7 +140,7 @@ def elapsed_s(view: RunView, *, now_s: float) -> float | None:
 
 
 def to_go_s(view: RunView) -> float | None:
-    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace.
+    """Estimated seconds of the remaining steps at the speed of the last ones; None before there is a speed.
 
     The longest of three or more times between steps does not count: a run that was stopped and resumed has one that was no step.
     """

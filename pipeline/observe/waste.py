@@ -1,7 +1,4 @@
-"""What is drawn and not trained: the share of groups lost to each cause, and what to change.
-
-The rule: pure functions of the headers; a cause is named only where it costs much, so that a healthy run gets no advice.
-"""
+"""Shares of groups that were sampled and not trained, by cause, and what to change; only costly causes are named."""
 
 import itertools
 from collections import Counter
@@ -15,15 +12,15 @@ from penstock.pipeline.observe.run_view_types import GroupFacts
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 
 LEAST_GROUPS = 8
-"""Groups that must have an outcome before a share means anything."""
+"""Least number of finished groups for which shares are computed."""
 RECENT_GROUPS = 1_000
-"""Outcomes that the live view and `status` look at."""
+"""Newest outcomes used by the live view and `status`."""
 
 
 class Waste(NamedTuple):
-    """One cause: the fate, its share of the groups with an outcome, the cause and what to change, both in words.
+    """One cause: the group status, its share of the finished groups, the explanation, and what to change.
 
-    The fate of groups that are filtered because they are truncated is `truncated`.
+    Groups that are filtered because they are truncated have the status `truncated`.
     """
 
     fate: str
@@ -36,7 +33,7 @@ class Waste(NamedTuple):
 
 
 def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
-    """The causes that cost much, the most expensive first; empty for a run without. `last` looks at that many of the newest outcomes."""
+    """The costly causes, most expensive first; `last` limits them to that many of the newest outcomes."""
     by_fate: dict[str, list[GroupFacts]] = {}
     longest = _longest_masked(view)
     for group in itertools.islice(reversed(view.groups), last):
@@ -58,7 +55,7 @@ def as_json(found: list[Waste]) -> list[dict[str, Any]]:
 
 
 def _longest_masked(view: RunView) -> int | None:
-    """The tokens of a completion that is truncated, where such are not trained."""
+    """Tokens of a truncated completion, if truncated completions are not trained."""
     config = config_of(view)
     masked = config.get("algorithm", {}).get("truncated") == "mask"
     longest: int | None = config.get("sampling", {}).get("max_new_tokens") if masked else None
@@ -76,19 +73,19 @@ def _filtered(share: float, groups: list[GroupFacts], scale: RewardScale) -> tup
         return f"{share:.0%} of the groups are filtered, {why}", "the reward functions return None or fail: see `penstock explain`"
     rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None and not facts.lacks_rewards]
     means = Counter(round(reward, 6) for reward in rewards)
-    start = f"{share:.0%} of the groups are filtered, as nothing is learnt from equal rewards"
+    start = f"{share:.0%} of the groups are filtered, as equal rewards have no gradient"
     if not means:
-        return start, "look at one with `penstock explain`"
+        return start, "inspect one with `penstock explain`"
     mean, count = means.most_common(1)[0]
     return f"{start} ({count:,} of {len(groups):,} have the reward {mean:g})", scale.advice(fmean(rewards))
 
 
 def _failed(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
-    return f"{share:.0%} of the groups failed, as their reward could not be computed", "mend the reward; the dead letters hold its error"
+    return f"{share:.0%} of the groups failed, as their reward could not be computed", "mend the reward; the dead letters have its error"
 
 
 def _stale(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
-    return f"{share:.0%} of the groups were too old for their step", "raise schedule.max_lag, or admit fewer groups at a time"
+    return f"{share:.0%} of the groups were stale", "raise schedule.max_lag, or admit fewer groups at a time"
 
 
 def _abandoned(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
@@ -99,7 +96,7 @@ def _abandoned(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str,
 
 
 LIMITS: Mapping[str, float] = {"filtered": 0.5, "truncated": 0.2, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
-"""Fate -> the share of groups from which on it is reported."""
+"""Group status -> smallest share of groups that is reported."""
 EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts], RewardScale], tuple[str, str]]] = {
     "filtered": _filtered,
     "truncated": _truncated,

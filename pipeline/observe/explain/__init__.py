@@ -1,1 +1,1 @@
-"""The life of one prompt, from a run's topics alone."""
+"""Traces one prompt group through all topics."""

@@ -1,6 +1,6 @@
-"""The life of one prompt as plain data: admitted, drawn, judged, and why it was trained, dropped or is still waited for.
+"""Trace of one prompt group as plain data: prompt, samples, rewards, outcome, training, and the time of each stage.
 
-The rule: every number is one that stands in a record, or follows from records by the run's own functions; an unknown one is None.
+Every figure is in a record or follows from records by the run's own functions; an unknown one is None.
 """
 
 import json
@@ -30,7 +30,7 @@ NS = 1e9
 
 
 def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """Everything the log knows of one group, ready for JSON.
+    """Everything the log holds about one group, ready for JSON.
 
     Raises `ValueError` for a run or group that does not exist, `LogError` for a group whose prompt the broker has deleted.
     """
@@ -77,7 +77,7 @@ def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
 
 
 def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> list[dict[str, Any]]:
-    """Every sample that was drawn, by number; `counts` says whether it is one of the group's K."""
+    """All samples of the group by number; `counts` is True for those among its K."""
     drawn, counted, scored = history.drawn, history.counted, history.scored
     rollouts = {number: rollout for number, (_, rollout) in drawn.items()} | counted
     names, trained = history.group.reward_names if history.group else (), history.step is not None
@@ -85,7 +85,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
     texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest) if rollouts.keys() - scored.keys() else None
     rows = []
     for number, rollout in sorted(rollouts.items()):
-        record, judged, share = drawn.get(number, (None,))[0], scored.get(number), shares_of.get(number)
+        record, result, share = drawn.get(number, (None,))[0], scored.get(number), shares_of.get(number)
         rows.append(
             {
                 "sample": number,
@@ -101,12 +101,12 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "turns": _turns(rollout),
                 "turn_times": [asdict(time) for time in played.get(number, [])] or None,
                 "time_spent": summed(played[number], rollout) if number in played else None,
-                "completion": judged.completion if judged else texts and texts.completion(generated(rollout)),
-                "reward": judged and judged.reward,
-                "components": judged and dict(zip(names, judged.components, strict=False)),
-                "reward_error": judged and judged.reward_error,
-                "logged": json.loads(judged.logged) if judged and judged.logged else None,
-                "trained": _trained(rollout, share, judged) if trained else None,
+                "completion": result.completion if result else texts and texts.completion(generated(rollout)),
+                "reward": result and result.reward,
+                "components": result and dict(zip(names, result.components, strict=False)),
+                "reward_error": result and result.reward_error,
+                "logged": json.loads(result.logged) if result and result.logged else None,
+                "trained": _trained(rollout, share, result) if trained else None,
                 "advantage": share and share.advantage,
                 "trained_tokens": share and share.tokens,
                 "micro_batch": share and share.micro_batch,
@@ -203,7 +203,7 @@ def _shares(history: GroupHistory, entry: Entry, *, trust_code: bool) -> tuple[S
     try:
         plan = read_planned(run.reader.log, run.run, entry.plan)
         return shares(plan, config=run.config, boundaries=entry.boundaries, trust_code=trust_code), None
-    except (PenstockError, ValueError) as error:  # gone, or an own advantage that is not here: the rest of the story stands
+    except (PenstockError, ValueError) as error:  # deleted, or an own advantage that is not here: the rest of the trace is complete
         return None, f"advantages and gradient weights cannot be computed: {error}"
 
 
@@ -221,7 +221,7 @@ def _version(entry: Entry | None) -> dict[str, Any] | None:
 
 
 def _records(history: GroupHistory) -> list[dict[str, Any]]:
-    """Every record about the group, and whether it counts, says the same again, or cannot be used."""
+    """Every record about the group: it counts, is a duplicate, or is unusable."""
 
     def row(record: Record, text: str, *, counts: bool) -> dict[str, Any]:
         return {"place": shown_place(record), "time_s": record.timestamp_ms / 1000, "is": text, "counts": counts}

@@ -1,7 +1,6 @@
-"""What each sample of a step did to its gradient, as far as the log can tell: advantage, place in the micro-batches, gradient weight.
+"""Share of each sample in its step's gradient: advantage, micro-batch and weight.
 
-The rule: the run's own functions over the recorded groups of the step's plan; what needs logprobs that are recorded
-nowhere is said in words.
+Computed by the run's own functions from the recorded groups of the step. Text says what would need logprobs that are not recorded.
 """
 
 from bisect import bisect_right
@@ -84,38 +83,38 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
 
 def left_out(config: Config) -> list[str]:
     """What the gradient weights leave out because the log does not hold it, a sentence each."""
-    algorithm, said = config.algorithm, []
+    algorithm, lines = config.algorithm, []
     if algorithm.loss not in LOSSES:
-        said.append(f"the loss is the run's own, {algorithm.loss}: what it makes of advantage and denominator is its business")
+        lines.append(f"the loss is the run's own, {algorithm.loss}: what it makes of advantage and denominator is its business")
     if config.proximal != "current":
         ratio = "current / behaviour" if config.proximal == "behaviour" else "current / snapshot"
-        said.append(
+        lines.append(
             f"the ratio {ratio} of each token, clipped at -{config.clip_low:g}/+{config.clip_high:g}, is not in the log: it "
             "needs the learner's logprobs at that step; `penstock replay train` computes them again"
         )
     if config.correction != "none":
-        said.append(
+        lines.append(
             f"the correction weight {config.correction} (proximal / behaviour, bounded) is not in the log: it needs the learner's "
             "logprobs; the step's mean is its metric correction_weight"
         )
     if algorithm.reject_kl is not None:
-        said.append(
+        lines.append(
             f"sequences with a mean KL above reject_kl {algorithm.reject_kl:g} have no gradient; which ones needs the learner's logprobs"
         )
     if algorithm.entropy_coef:
-        said.append(
+        lines.append(
             f"the pull of the entropy bonus (entropy_coef {algorithm.entropy_coef:g}) comes on top; it needs the learner's entropies"
         )
     if algorithm.kl_coef and algorithm.kl_in == "reward":
-        said.append(
+        lines.append(
             f"advantages are of the rewards as they were scored: the step took kl_coef {algorithm.kl_coef:g} times each sample's KL to the "
             "reference off them, whose logprobs are not in the log"
         )
     elif algorithm.kl_coef:
-        said.append(
+        lines.append(
             f"the pull towards the reference policy (kl_coef {algorithm.kl_coef:g}) comes on top; it needs the reference's logprobs"
         )
-    return said
+    return lines
 
 
 def clipped(entry: Entry, config: Config) -> float | None:

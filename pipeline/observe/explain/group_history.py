@@ -1,7 +1,4 @@
-"""All that a run's topics say of one group: the records that count, how the group ended, and why.
-
-The rule: fates are those of the report; the reason is what the scorer, the ledger or the schedule's integers say.
-"""
+"""All records of one group: which of them count, its final status, and the reason."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +69,7 @@ class GroupHistory:
 
     @property
     def policy_version_min(self) -> int | None:
-        """The oldest version that one of its trained tokens was drawn from."""
+        """Oldest policy version of its trained tokens."""
         return self.outcome.headers.policy_version_min if self.outcome and self.outcome.headers else None
 
     @property
@@ -93,12 +90,12 @@ class GroupHistory:
 
     @property
     def wanted(self) -> int:
-        """Samples that the prompt asks for."""
+        """Number of samples that the prompt requests."""
         return self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt
 
     @property
     def counted(self) -> dict[int, Rollout]:
-        """Sample -> the draw that counts: those of the outcome, else the first ones in the log."""
+        """Sample -> the rollout that counts: those of the outcome, otherwise the first ones in the log."""
         if scored := self.scored:
             return {number: sample.rollout for number, sample in sorted(scored.items())}
         firsts = sorted(self.drawn.values(), key=lambda drawn: drawn[0].offset)[: self.wanted]
@@ -106,7 +103,7 @@ class GroupHistory:
 
     @property
     def complete(self) -> bool:
-        """True if as many samples are there as the prompt asks for."""
+        """True if the group has all requested samples."""
         return self.prompt is not None and len(self.counted) >= self.wanted
 
     @property
@@ -118,8 +115,8 @@ class GroupHistory:
     @property
     def letters(self) -> list[Letter]:
         """Dead letters about this group's records, or about records that claim to be."""
-        places = {record.id for read in self.reads for record in read.records}
-        return [kept for kept in self.run.letters if kept.letter.record_id in places or claimed_group(kept.letter) == self.number]
+        record_ids = {record.id for read in self.reads for record in read.records}
+        return [kept for kept in self.run.letters if kept.letter.record_id in record_ids or claimed_group(kept.letter) == self.number]
 
     @property
     def timestamps(self) -> GroupTimestamps:
@@ -195,7 +192,7 @@ def _why(history: GroupHistory) -> str:
 
 
 def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
-    """What the ledger and the schedule say of a group that was too old; None for any other."""
+    """Facts of the ledger and the schedule about a stale group; None for any other."""
     entry, schedule, oldest = history.stale, history.run.config.rules, history.policy_version_min
     if entry is None:
         return None

@@ -1,7 +1,6 @@
-"""Where a group's time went, stage by stage, and what it waits for while it is under way.
+"""Times of a group by stage, and what an unfinished group waits for.
 
-The rule: pure; moments are seconds since 1970 by the clocks of the workers that noted them; a stage whose ends are not both known is
-left out.
+Timestamps are seconds since 1970 by the clocks of the workers. A stage with an unknown end is left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ class GroupTimestamps:
     """When its reward functions were called."""
     scored: float | None = None
     taken: float | None = None
-    """When the step it was trained in began its first backward pass, or the group was scored, whichever came later."""
+    """First backward pass of its step, or the time when the group was scored if that is later."""
     committed: float | None = None
     published: float | None = None
     """When the version came out that its step led to."""
@@ -53,7 +52,7 @@ STAGES: Sequence[tuple[str, str, str]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stretch of a group's life."""
+    """Time a group spent in one stage."""
 
     name: str
     begins_s: float
@@ -62,7 +61,7 @@ class Stage:
 
 
 def timestamps_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | None) -> GroupTimestamps:
-    """The moments of a group from its samples that count and from what else is known."""
+    """Timestamps of a group from its counted samples and its other records."""
     samples = list(drawn)
     return GroupTimestamps(
         begun=min(sample.started_ns for sample in samples) / NS if samples else None,
@@ -73,19 +72,19 @@ def timestamps_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | 
 
 
 def stages(timestamps: GroupTimestamps) -> list[Stage]:
-    """The stages whose ends are both known, in order; a negative one is a difference between two machines' clocks."""
+    """The stages with two known ends, in order; a negative duration is a difference between two machines' clocks."""
     zero, rows = timestamps.admitted, []
-    known = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.judged is None]
-    for name, first, last in known:
-        begins, ends = getattr(timestamps, first), getattr(timestamps, last)
-        if zero is not None and begins is not None and ends is not None:
-            rows.append(Stage(name=name, begins_s=begins - zero, seconds=ends - begins))
+    shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.judged is None]
+    for name, first, last in shown:
+        start, end = getattr(timestamps, first), getattr(timestamps, last)
+        if zero is not None and start is not None and end is not None:
+            rows.append(Stage(name=name, begins_s=start - zero, seconds=end - start))
     return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """How far a group has come that has no fate yet, and how far its run."""
+    """How far an unfinished group has come, and how far its run."""
 
     samples: int
     wanted: int
@@ -100,7 +99,7 @@ class GroupProgress:
 
 
 def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
-    """What a group without a fate waits for, in one clause."""
+    """What an unfinished group waits for, in one clause."""
     if not progress.readable:
         return "its prompt cannot be read: the scorer ends the group, or its deadline does"
     if progress.scored:

@@ -1,7 +1,4 @@
-"""The life of a prompt, or of a refused record, as a page for a person.
-
-The rule: it says nothing that is not in the plain data; times are seconds after the group was admitted.
-"""
+"""Text of a group's trace or of a refused record; times are seconds after the group was admitted."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

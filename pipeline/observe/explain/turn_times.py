@@ -1,7 +1,6 @@
-"""Where a trajectory's time went whose turns travelled through the log: waiting for an engine, drawing, and the environment.
+"""Time of a trajectory whose turns went through the log: waiting for an engine, generation, and the environment.
 
-The rule: a turn waits from when it was asked until its drawing begins; what is neither waiting nor drawing is the environment's, with the
-way of a reply.
+A turn waits from its request until its generation starts. The environment's time is the rest, transport of replies included.
 """
 
 import contextlib
@@ -22,12 +21,12 @@ NS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTime:
-    """One turn that was asked for."""
+    """One requested turn."""
 
     turn: int
     attempt: int
     worker: str
-    """The rollout worker that drew it."""
+    """The rollout worker that generated it."""
     asked_s: float
     started_s: float
     ended_s: float
@@ -42,30 +41,30 @@ def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int
         with contextlib.suppress(Unusable):
             call = calls.read(record, run=run)[1]
             asked.setdefault(call.key, call.asked_ns)
-    found: dict[int, list[TurnTime]] = {}
+    times: dict[int, list[TurnTime]] = {}
     for record in _about(log, topic_name(run, "replies"), group, partition):
         with contextlib.suppress(Unusable):
             reply = replies.read(record, run=run)[1]
             if (asked_ns := asked.pop(reply.key, None)) is not None:
-                found.setdefault(reply.sample, []).append(
+                times.setdefault(reply.sample, []).append(
                     TurnTime(
                         turn=reply.turn, attempt=reply.attempt, worker=reply.worker, asked_s=asked_ns / NS,
                         started_s=reply.started_ns / NS, ended_s=reply.ended_ns / NS,
                     )
                 )  # fmt: skip
-    return found
+    return times
 
 
 def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
-    """Seconds of a trajectory: waiting for an engine, drawing, and all else, which is the environment's.
+    """Seconds of a trajectory: waiting for an engine, generation, and the rest, which is the environment's.
 
     After a loss turns are taken from the log that were drawn before the trajectory was begun again: then the rest is unknown, and left out.
     """
     waited = sum(time.started_s - time.asked_s for time in times)
-    drew = sum(time.ended_s - time.started_s for time in times)
+    generated = sum(time.ended_s - time.started_s for time in times)
     whole = (rollout.ended_ns - rollout.started_ns) / NS
-    rest = {"environment_s": whole - waited - drew} if whole >= waited + drew else {}
-    return {"waited_s": waited, "drawing_s": drew, **rest}
+    rest = {"environment_s": whole - waited - generated} if whole >= waited + generated else {}
+    return {"waited_s": waited, "drawing_s": generated, **rest}
 
 
 def _about(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:

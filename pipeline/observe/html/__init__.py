@@ -1,5 +1,4 @@
-"""The page of a run: one HTML file with its timeline, curves and samples, which opens without any network.
+"""The page of a run: one HTML file with timeline, curves and samples that needs no network.
 
-The rule: the page is made from the log alone, in bounded memory, and what does not fit into its size is left out with a note that
-says where it is.
+It is made from the log alone, in bounded memory. A note says where to find what did not fit.
 """

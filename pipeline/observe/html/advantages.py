@@ -1,7 +1,4 @@
-"""The advantages of a group's samples as its run's trainer takes them.
-
-The rule: what the trainer would leave out has none (NaN), and a run whose advantage is not known has none at all, with the reason.
-"""
+"""Advantages of a group's samples as the trainer computes them: NaN for samples that are not trained, none with a reason if unknown."""
 
 import json
 from collections.abc import Callable

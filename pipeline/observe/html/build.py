@@ -1,7 +1,4 @@
-"""A run's page, put together: read once for what there is, once more for the details that fit, then packed.
-
-The rule: the page has a size it never exceeds; what is dropped for it are the oldest details, and the page itself says so.
-"""
+"""Builds a run's page of limited size in two passes over the log: an index, then the newest details that fit."""
 
 import json
 import time

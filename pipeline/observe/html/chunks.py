@@ -1,7 +1,4 @@
-"""Texts and tokens of groups in pieces that a browser unpacks one at a time.
-
-The rule: a piece is closed as soon as it is large enough, and the oldest pieces go first when all of them are too large together.
-"""
+"""Texts and tokens of groups in chunks that a browser inflates one at a time; the oldest chunks are dropped first."""
 
 import json
 from collections.abc import Sequence

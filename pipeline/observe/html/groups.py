@@ -1,7 +1,6 @@
-"""A run's groups as columns for a page, read record by record: numbers of the newest ones, texts and tokens of the newest of those.
+"""Groups of a run as columns for the page: numbers of the newest ones, texts and tokens of the newest of those.
 
-The rule: which groups are listed follows from headers alone, before a payload is read; no more than one piece of details is unpacked
-in memory at any time.
+Headers alone decide which groups are listed. At most one chunk of details is in memory uncompressed.
 """
 
 from collections.abc import Mapping, Sequence

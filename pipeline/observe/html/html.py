@@ -1,7 +1,7 @@
-"""The page as bytes: template, style, code and packed data in one file.
+"""Bytes of the page: template, style, code and packed data in one file.
 
-The rule: nothing of a run becomes markup: its texts travel as base64 and reach the document as text nodes, and a content security
-policy allows this page's own code and style, by their digests, and no network at all.
+No text of a run becomes markup: texts are base64 and reach the document as text nodes. The content security policy allows only the
+page's own code and style, by digest, and no network.
 """
 
 import base64

@@ -1,7 +1,4 @@
-"""What a page needs before anything is opened: the report, the curves, and a line of numbers for every group and sample.
-
-The rule: a number a page computes with is a column; a text of the run is a JSON string, and never markup.
-"""
+"""Index of the page: the report, the curves, and one row of numbers per group and sample."""
 
 import math
 import time

@@ -1,7 +1,4 @@
-"""Columns of numbers in few bytes: behind one another, byte plane by byte plane, deflated, as base64 that stands in a page.
-
-The rule: what is rounded is rounded here, by a stated step; everything else comes out of a browser as it went in.
-"""
+"""Packs columns of numbers: byte planes, deflate, base64. Only columns with a stated step are rounded."""
 
 import base64
 import json

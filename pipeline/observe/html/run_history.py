@@ -1,7 +1,4 @@
-"""What a page shows that a `RunView` does not keep: what every worker did when, steps and versions in time, dead letters.
-
-The rule: records are applied one by one and let go; what stays is bounded, or a few numbers for each step and group.
-"""
+"""History of a run that a `RunView` does not hold: activities of workers, steps and versions over time, dead letters; bounded."""
 
 import re
 from collections import deque

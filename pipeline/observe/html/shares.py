@@ -1,7 +1,4 @@
-"""Curves that no step has among its measures: what became of the groups, and what each reward function gave.
-
-The rule: a point stands for enough groups that it says something; nothing is read here.
-"""
+"""Curves from groups: final status, and mean of each reward function; a point covers at least a minimum number of groups."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The timeline of a run as columns for a page: `penstock.pipeline.observe.tables.timeline`'s intervals, and what each worker said it did.
-
-The rule: a moment is counted in ticks from when the run was created, as whole numbers, in the finest tick that its length allows.
-"""
+"""Timeline of a run as columns for the page; times are whole ticks since the run was created."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""The texts of token ids, one by one, by the light `tokenizers` library.
-
-The rule: a tokenizer that is not the one the run was created with says nothing: no text is better than another model's.
-"""
+"""Texts of single token ids by the library `tokenizers`; none if the tokenizer is not the run's own."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""What the model writes, for the live view: the best completion of the newest groups, and the newest one.
-
-The rule: a payload is decoded only when its text is shown, however fast groups come.
-"""
+"""Completions for the live view: the best of the newest groups, and the newest; only shown payloads are decoded."""
 
 import math
 from collections import deque

@@ -1,7 +1,4 @@
-"""One picture of a running run: a header and a line per worker, as a rich renderable, or as one plain line.
-
-The rule: pure functions of a `RunView` and of the time; nothing here reads or prints.
-"""
+"""One frame of the live view as a rich renderable, or as one plain line; pure functions of a `RunView` and the time."""
 
 from collections.abc import Mapping, Sequence
 

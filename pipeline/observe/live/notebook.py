@@ -1,7 +1,4 @@
-"""The live view in a cell of a notebook: one output that is replaced, as a terminal's picture is.
-
-The rule: it is a screen like rich's, with the same three methods; outside of a notebook there is none.
-"""
+"""The live view in a notebook cell: a screen with the methods of rich's, whose output is replaced; None outside of notebooks."""
 
 import io
 import sys

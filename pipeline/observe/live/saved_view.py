@@ -1,7 +1,6 @@
-"""The view of a run as a record of `state`: the tracker writes it now and then, and whoever looks at a run goes on from the newest one.
+"""The run view as a record of the topic `state`: written by the tracker, the starting point of readers.
 
-The rule: a view that is read back and given the records after it equals one that has read everything and forgets. Without a usable one
-everything is read.
+A saved view plus the later records equals a view of all records that forgets. Without a usable saved view, all records are read.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""The console on which tables and pictures of a run are printed.
-
-The rule: the only control characters that it writes are its own."""
+"""Console for tables and views of a run; it writes no control characters but its own."""
 
 from collections.abc import Iterable
 

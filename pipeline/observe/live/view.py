@@ -1,7 +1,4 @@
-"""The live view: follows a run's topics while it runs and shows what everybody does.
-
-The rule: it only reads; a run does the same whether anybody watches or not.
-"""
+"""The live view: follows a run's topics and shows its progress and workers. Read-only."""
 
 import time
 from collections import Counter

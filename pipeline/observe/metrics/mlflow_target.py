@@ -1,7 +1,4 @@
-"""Where a run is tracked in MLflow, as its configuration says it.
-
-The rule: whoever writes to a run's experiment asks here, so that tracker, what-if and fork stand side by side.
-"""
+"""MLflow experiment and tags of a run, from its configuration; used by tracker, what-if replays and forks."""
 
 import json
 from collections.abc import Mapping, Sequence

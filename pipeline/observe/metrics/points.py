@@ -1,7 +1,4 @@
-"""What a run's records say as numbers over time: which points a record makes, under which names.
-
-The rule: pure, and the same whenever it is asked again; a point carries the time of its record and the place it came from.
-"""
+"""Metric points of a run's records: name, value, and the record's time and offset."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""What flows, as plain data: the runs of a broker, a run's topics, and their records.
-
-The rule: looking changes nothing, and a record nobody can decode is shown with its reason, never hidden.
-"""
+"""Runs of a broker, a run's topics and their records as plain data; undecodable records are included with the reason."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping

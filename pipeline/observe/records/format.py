@@ -1,7 +1,4 @@
-"""A record as text for a person: a line, a page, or a line of JSON.
-
-The rule: long things are cut short and say how long they are; `inspect.view` has all of it.
-"""
+"""Text of a record: a line, a page, or a line of JSON; long values are cut and their length is given."""
 
 import json
 import time

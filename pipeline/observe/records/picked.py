@@ -1,7 +1,4 @@
-"""The best, the median and the worst sample among the newest scored groups: what a model writes, at a glance.
-
-The rule: only the ends of the topic are read, however long a run is.
-"""
+"""The best, the median and the worst sample of the newest scored groups; only the ends of the topic are read."""
 
 import json
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""All runs of a broker at a glance, with what each takes on this machine.
-
-The rule: the ledgers' headers and the runs' own records are read, and no group: a list is there within a second.
-"""
+"""List of a broker's runs, with their disk space on this machine; reads the registry and the headers of the ledgers."""
 
 import contextlib
 import json

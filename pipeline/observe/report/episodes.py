@@ -1,4 +1,4 @@
-"""What a run's environments did, from the figures of the workers that ran them."""
+"""Figures of a run's environments, from the workers that ran them."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""What the evaluator measured, and what the model answered before training and after it.
-
-The rule: before and after are answers to the same held-out prompts, those of the first and of the newest evaluated version.
-"""
+"""Evaluations of a run, and completions of the same held-out prompts under the first and the newest evaluated version."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""How old what was trained was, how far the behaviour policy lay from the learner, and what the engines did.
+"""Staleness of trained samples, effective sample size, and figures of the engines.
 
-The rule: means over steps are weighted by what they count, samples or tokens; a figure that no worker reported is None.
+Means over steps are weighted by samples or tokens; a figure that no worker reported is None.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

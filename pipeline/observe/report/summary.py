@@ -1,7 +1,4 @@
-"""What a run has come to, from its log alone: the same figures whoever asks, at any time.
-
-The rule: headers and the small topics are read, a sample's payload never; a figure that the log cannot give is None.
-"""
+"""The report of a run as plain data, from headers and small topics; an unknown figure is None."""
 
 import math
 import statistics

@@ -1,7 +1,4 @@
-"""How every role spent its time, and each round of training: sums that add up to the workers' time.
-
-The rule: a worker's seconds are those it counted itself, each for one use; a round's follow from its steps' ledger entries.
-"""
+"""Time of every role by use, and of every round of training, from the workers' own sums and the ledger's entries."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,4 @@
-"""A run's records as Arrow tables, typed whether they have rows or not.
-
-The rule: of records that say the same thing twice the first counts, as for the workers; what is not known yet is null.
-"""
+"""Samples, groups and steps of a run as Arrow tables; of duplicate records the first counts, and unknown values are null."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""What every worker was doing when: one row per interval of work or waiting, from the log alone.
+"""Timeline of the workers as a table: one row per interval of work or waiting, from the log alone.
 
-The rule: an interval begins and ends where a record says so; `load`, of which workers report only how long they took, ends with the
-first sample of the version or with the status that reports it, and a worker waits where none of its work is under way.
+Workers report only how long a load took: it ends at the first sample of the version, or at the status that reports it. A rollout
+worker or scorer waits whenever none of its work is in progress.
 """
 
 import contextlib

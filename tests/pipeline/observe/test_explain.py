@@ -254,7 +254,7 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
     first, second = teller.group([0.0, 1.0], version=0), teller.group([0.0, 1.0], version=0)
     log = written([teller.record(), teller.opened(), first[0], second[0]])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
-    with pytest.raises(LogError, match=r"the prompt of group 0 is gone: .*prompts/0: the records at offsets 0 to 0 were deleted"):
+    with pytest.raises(LogError, match=r"the prompt of group 0 was deleted: .*prompts/0: the records at offsets 0 to 0 were deleted"):
         as_json.explain(log, RUN, 0, notify=quiet)
     with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
         as_json.explain(log, RUN, 9, notify=quiet)

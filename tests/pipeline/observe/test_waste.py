@@ -23,7 +23,7 @@ def test_groups_whose_rewards_are_all_zero_call_for_easier_prompts() -> None:
     (waste,) = wastes(view_of(*[("filtered", 0.0)] * 8, ("filtered", 1.0), ("scored", 0.5)))
     assert waste.fate == "filtered"
     assert str(waste) == (
-        "90% of the groups are filtered, as nothing is learnt from equal rewards (8 of 9 have the reward 0): "
+        "90% of the groups are filtered, as equal rewards have no gradient (8 of 9 have the reward 0): "
         "the task is too hard: take easier prompts, more samples a group or a denser reward"
     )
 
