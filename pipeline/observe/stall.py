@@ -19,12 +19,12 @@ SILENT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """What holds a run up."""
+    """Diagnosis of a stalled run."""
 
     stage: str
     """A role, or `broker`."""
     group: int | None
-    """The lowest group that the next step waits for, where it is one."""
+    """Lowest group that the next step waits for, if it waits for a group."""
     reason: str
 
     def same_as(self, other: "Stuck | None") -> bool:
@@ -38,26 +38,26 @@ class Drawn:
 
     samples: int
     newest_s: float | None
-    """When the last one came."""
+    """Time of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What is known of a run at one moment."""
+    """State of a run at one time."""
 
     view: RunView
     now_s: float
     silent: Mapping[str, float]
-    """Worker -> seconds since anything was heard of it."""
+    """Worker -> seconds since its last report."""
     outage_s: float = 0.0
     drawn: Drawn | None = None
     """Samples of the group that `waiting_for` names; None if they were not read."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What the launcher knows of its processes beyond their reports."""
+    """Worker -> what the launcher knows beyond its reports."""
 
 
 def waiting_for(view: RunView) -> int | None:
-    """The lowest group without an outcome that the next step waits for; None when it waits for something else."""
+    """Lowest group without an outcome that the next step waits for; None if it waits for something else."""
     rules = _rules(view)
     if rules is None or _missing_version(view, rules) is not None:
         return None

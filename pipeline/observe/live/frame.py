@@ -32,11 +32,11 @@ from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
 from penstock.topics.metrics import Activity, activity_of
 
 SILENT_S = 5.0
-"""A worker reports each second; one that has not for so long is marked."""
+"""A worker without a report for this long is marked as silent; workers report each second."""
 GONE_S, PATIENCE_S = 60.0, 20.0
-"""A worker that was not heard of for so long is gone; one that comes may be so much later than the others."""
+"""A worker without a report for `GONE_S` has left; one may start up to `PATIENCE_S` later than the others."""
 HEADER_LINES = 12
-"""Lines beside the workers', with one that is folded."""
+"""Lines in addition to those of the workers, one of them folded."""
 FAILURES = 2
 """Failed workers whose errors are shown in whole."""
 BORDER = 4
@@ -57,9 +57,9 @@ def frame(
     completions: Sequence[Completion] = (),
     status: str | None = None,
 ) -> RenderableType:
-    """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker.
+    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report.
 
-    `status` is what a launcher knows of a run that it has stopped before the log says so.
+    `status`: set by a launcher that stops the run, before the log has it.
     """
     status = status or status_of(view)
     ended = end_reason(closing(view).get("reason"))
@@ -129,7 +129,7 @@ def waiting_for(view: RunView, *, now_s: float) -> str:
 
 
 def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
-    """What a worker says it does, with the time that it takes so far where it may be long.
+    """Activity text of a worker, with the elapsed time if it does not report meanwhile.
 
     Example:
         doing(worker, now_s=131.0)  # -> "training step 3, micro-batch 2 of 5, 31 s"
@@ -140,9 +140,9 @@ def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
 
 
 def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
-    """The roles that a run cannot do without and of which nobody is there, while others have been for `PATIENCE_S`.
+    """Required roles without a worker, once other workers have reported for `PATIENCE_S`.
 
-    Whoever has finished is not missing, and while workers are stopping nobody is.
+    Roles whose workers have finished are not missing; while workers are stopping, no role is.
     """
     workers = list(view.workers.values())
     there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
@@ -156,7 +156,7 @@ def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list
 
 
 def _computing(view: RunView, *, now_s: float) -> str | None:
-    """What the trainer computes, where that takes long."""
+    """The trainer's computation, if it takes long."""
     trainer = next((worker for worker in view.workers.values() if worker.role == "trainer" and not worker.ended), None)
     if trainer is None or activity_of(trainer.labels) != Activity.COMPUTE:
         return None

@@ -17,23 +17,23 @@ class NotebookScreen:
         self._display, self._handle = display, None
 
     def start(self) -> None:
-        """Take a place in the cell's output."""
+        """Reserve an output of the cell."""
         self._handle = self._display({"text/plain": "starting"}, raw=True, display_id=True)
 
-    def update(self, picture: RenderableType, *, refresh: bool) -> None:
-        """Replace the picture."""
+    def update(self, frame: RenderableType, *, refresh: bool) -> None:
+        """Replace the frame."""
         assert refresh
         if self._handle is not None:
-            self._handle.update({"text/html": as_html(picture), "text/plain": "a picture of the run"}, raw=True)
+            self._handle.update({"text/html": as_html(frame), "text/plain": "a view of the run"}, raw=True)
 
     def stop(self) -> None:
-        """Leave the last picture where it is."""
+        """Keep the last frame."""
 
 
-def as_html(picture: RenderableType) -> str:
-    """A picture as HTML with its colours."""
+def as_html(frame: RenderableType) -> str:
+    """A frame as HTML with its colours."""
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
-    console.print(picture)
+    console.print(frame)
     return console.export_html(inline_styles=True, code_format=FORMAT)
 
 

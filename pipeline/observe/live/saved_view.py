@@ -28,7 +28,7 @@ FORMAT = 1
 EVERY_S = 15.0
 """What is written in this time is read by everybody who looks."""
 MOST_BYTES = 8 << 20
-"""A larger view is not written: so many records were set aside, or so many workers have come and gone."""
+"""A larger view is not written: it has too many dead letters or too many incarnations of workers."""
 REWARDS = 256
 """Versions of which a saved view knows the rewards one by one; of more it knows them by as many stretches."""
 
@@ -37,7 +37,7 @@ Saved = tuple[RunView, dict[Partition, int]]
 
 @dataclass(slots=True)
 class ViewWriter:
-    """Writes one view, of which its owner says how far it goes."""
+    """Writes the run view with the offsets up to which it was folded."""
 
     log: Log
     producer: Producer
@@ -61,21 +61,21 @@ class ViewWriter:
 
 
 def newest(log: Log, run: str) -> Saved:
-    """The newest saved view and the offsets to go on from; an empty one and none where there is no usable one. Raises `LogError`."""
+    """The newest saved view and the offsets after it; an empty view and no offsets if none is usable. Raises `LogError`."""
     at = (f"{run}.{STATE}", 0)
     if log.partitions(at[0]) is None:
         return RunView(run=run), {}
     end = log.end_offsets([at])[at]
     for record in reversed(list(scan(log, at[0], since={at: max(0, end - 2)}))):
         try:
-            found = state.read(record, run=run)[1]
-            positions = {_partition(run, name): int(offset) for name, offset in json.loads(found.positions).items()}
+            saved = state.read(record, run=run)[1]
+            positions = {_partition(run, name): int(offset) for name, offset in json.loads(saved.positions).items()}
             if not all(number < (log.partitions(topic) or 0) for topic, number in positions):
                 continue
             ends = log.end_offsets(positions)
-            if all(ends[place] >= offset for place, offset in positions.items()):  # else records were lost that it has seen
-                begins = log.beginning_offsets(positions)
-                return from_json(run, found.view), {place: max(begins[place], offset) for place, offset in positions.items()}
+            if all(ends[tp] >= offset for tp, offset in positions.items()):  # otherwise records that it has folded were lost
+                starts = log.beginning_offsets(positions)
+                return from_json(run, saved.view), {tp: max(starts[tp], offset) for tp, offset in positions.items()}
         except (Unusable, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return RunView(run=run), {}

@@ -23,7 +23,7 @@ from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-REDRAW_S = 0.25
+REFRESH_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
 """Plain lines while no step is finished."""
@@ -33,7 +33,7 @@ LETTERS_SHOWN = 3
 
 
 class LiveView:
-    """A picture that is redrawn in place, or plain lines where there is no terminal; driven by its owner's loop."""
+    """A frame that is replaced in place, or plain lines without a terminal; the owner's loop polls it."""
 
     def __init__(self, log: Log, run: str, *, console: Console, plain: bool, screen: NotebookScreen | None = None) -> None:
         self.view = RunView(run=run)
@@ -43,12 +43,12 @@ class LiveView:
         self._letters: Counter[str] = Counter()
         self._completions = Completions(run)
         self.status: str | None = None
-        """Shown instead of what the log says, by a launcher that knows more."""
-        drawn = console.is_terminal and not plain
-        terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
+        """Set by the launcher; shown instead of the status in the log."""
+        in_place = console.is_terminal and not plain
+        terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if in_place else None
         self._live: Live | NotebookScreen | None = screen or terminal
-        self._drawn = self._said = 0.0
-        self._said_step = 0
+        self._refreshed_s = self._printed_s = 0.0
+        self._printed_step = 0
         self._opened = time.time()
         if self._live is not None:
             self._live.start()
@@ -70,7 +70,7 @@ class LiveView:
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which no broker has answered; 0.0 in normal times."""
+        """Seconds for which the broker has been unreachable; 0.0 if it responds."""
         return self._tail.outage_s if self._tail else 0.0
 
     @property
@@ -80,19 +80,19 @@ class LiveView:
         return {worker: now - heard for worker, heard in self._heard.items()}
 
     def tell(self, text: str, *, style: str = "") -> None:
-        """Print a line above the picture, or among the plain lines; a terminal would break it within words, a file does not break it."""
+        """Print a line above the frame, or among the plain lines; wrapped at words on a terminal, not wrapped in a file."""
         self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
 
     def close(self, *, status: str | None = None) -> None:
         """Show the last state, leave it on the screen, and stop reading; `status` is shown where the log does not have it yet."""
         self.status = status
         if self._live is not None:
-            self._draw()
+            self._refresh()
             self._live.stop()
-            if isinstance(self._live, Live):  # what it drew is gone
+            if isinstance(self._live, Live):  # its frame is removed
                 self._console.print(self._frame())
             self._live = None
-        elif self._said_step != self.view.steps_done:
+        elif self._printed_step != self.view.steps_done:
             self.tell(line(self.view, now_s=time.time()))
         if self._tail is not None:
             self._tail.close()
@@ -126,14 +126,14 @@ class LiveView:
     def _show(self) -> None:
         now = time.monotonic()
         if self._live is not None:
-            if now - self._drawn >= REDRAW_S:
-                self._drawn = now
-                self._draw()
+            if now - self._refreshed_s >= REFRESH_S:
+                self._refreshed_s = now
+                self._refresh()
             return
-        pause = LINE_EVERY_S if self.view.steps_done != self._said_step else QUIET_LINE_EVERY_S
-        if now - self._said >= pause and self.view.record is not None:
-            stepped = self.view.steps_done != self._said_step
-            self._said, self._said_step = now, self.view.steps_done
+        pause = LINE_EVERY_S if self.view.steps_done != self._printed_step else QUIET_LINE_EVERY_S
+        if now - self._printed_s >= pause and self.view.record is not None:
+            stepped = self.view.steps_done != self._printed_step
+            self._printed_s, self._printed_step = now, self.view.steps_done
             self.tell(line(self.view, now_s=time.time()))
             for one in self._completions.shown()[:1] if stepped else ():
                 self.tell(f"  {one.line(PLAIN_WIDTH)}")
@@ -159,12 +159,12 @@ class LiveView:
             status=self.status,
         )
 
-    def _draw(self) -> None:
+    def _refresh(self) -> None:
         assert self._live is not None
-        picture = self._frame()
-        if isinstance(self._live, Live):  # the ^C that a terminal echoes must not begin a line, or the picture's first one stays behind
-            picture = Constrain(picture, self._console.width - len("^C"))
-        self._live.update(picture, refresh=True)
+        shown = self._frame()
+        if isinstance(self._live, Live):  # the echoed ^C must not start a new line, or the frame's first line stays on the screen
+            shown = Constrain(shown, self._console.width - len("^C"))
+        self._live.update(shown, refresh=True)
 
     def _tell_letter(self, letter: DeadLetter) -> None:
         """The first dead letters of a kind, then only how many they are, ever more seldom."""

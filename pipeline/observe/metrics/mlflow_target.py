@@ -22,7 +22,7 @@ def target_of(
     changed: Config | None = None,
     data: Sequence[Mapping[str, Any]] = (),
 ) -> Target:
-    """The run's place in MLflow; its configuration, or a `changed` one, as parameters, and `data` as its data sets."""
+    """The run's MLflow target; its configuration, or a `changed` one, as parameters, and `data` as its data sets."""
     state = state_directory()
     chosen = config.mlflow
     uri = chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
@@ -30,7 +30,7 @@ def target_of(
         run=record.run,
         uri=uri,
         experiment=chosen.experiment,
-        # A database has no place for files of its own: MLflow would take the working directory, whichever that is.
+        # A database stores no files: MLflow would put them into the working directory.
         artifacts=(state / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None,
         params=flatten(settled(changed or config)),
         tags=tags,

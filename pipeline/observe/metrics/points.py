@@ -12,7 +12,7 @@ from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Record
 
 CONSTANT = ("n", "samples")
-"""How many prompts and samples an evaluation has: its configuration says so."""
+"""Numbers of prompts and samples of an evaluation, which its configuration has."""
 STATUS_EVERY_MS = 10_000
 """One status of each worker in so long becomes a point: the second ones are for the live view."""
 
@@ -43,7 +43,7 @@ class Points:
         self._rewarded = -1
 
     def of(self, found: Folded, record: Record, *, source: str) -> Iterator[Line]:
-        """The lines that a record makes, given what the view made of it."""
+        """Lines of a record, from what the view folded of it."""
         if isinstance(found, Entry) and found.kind == "step":
             # Names ending in _at are moments, not measures.
             values = {f"train/{name}": value for name, value in found.metrics.items() if not name.endswith("_at")}
