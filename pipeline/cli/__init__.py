@@ -1,4 +1,4 @@
-"""The command line `penstock`. The rule: a command imports what it needs inside itself, so that `penstock --help` answers at once."""
+"""The command line `penstock`. Each command imports what it needs inside itself, so that `penstock --help` is fast."""
 
 from penstock.pipeline.cli.app import console, main
 

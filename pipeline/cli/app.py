@@ -1,6 +1,6 @@
-"""The command-line application, and the one function that turns an error into a line and an exit status.
+"""The command-line application: its commands, and the message and exit status of every error.
 
-The rule: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; one line that says what to do, a traceback only with --debug.
+Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. An error is one line; --debug adds a traceback.
 """
 
 import gc
@@ -35,7 +35,7 @@ from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.launch.shutdown import silence
 from penstock.pipeline.runtime.reporting.visible_output import visible_errors
 
-MEANT = {
+SYNONYMS = {
     "resume": "run --resume RUN",
     "train": "run CONFIG",
     "start": "run CONFIG",
@@ -46,11 +46,11 @@ MEANT = {
     "kill": "stop RUN",
     "compare": "ui",
 }
-"""What others call a command -> what it is here."""
+"""Name of a command elsewhere -> the command here."""
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 GC_OBJECTS = 20_000
-"""New objects between two collections: what the imports of a command make stays, and looking through it again and again takes 0.1 s."""
+"""New objects between two garbage collections; at Python's 700, collections during the imports take 0.1 s."""
 
 
 class Grouped(typer.core.TyperGroup):
@@ -75,34 +75,34 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-TRAIN, LOOK, REPLAY, MACHINE = "Train", "Look at a run", "Replay", "This machine"
+TRAIN, INSPECT, REPLAY, MACHINE = "Train", "Inspect a run", "Replay", "This machine"
 app.command(rich_help_panel=TRAIN, short_help="Write a configuration for a model, data and reward.")(init)
-app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw the samples of a step.")(check)
-app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
-app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
+app.command(rich_help_panel=TRAIN, short_help="Validate a configuration; generate the samples of a step.")(check)
+app.command(rich_help_panel=TRAIN, short_help="Run everything on this machine: broker, workers, live view, report.")(run)
+app.command(rich_help_panel=TRAIN, short_help="Register a run and create its topics; start nothing.")(create)
 _ARGPARSE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.", context_settings=_ARGPARSE)(worker)
 app.command(rich_help_panel=TRAIN, short_help="Stop a run of this machine; it can be resumed.")(stop)
-app.command(rich_help_panel=TRAIN, short_help="Split machines between rollout and training, simulated.")(plan)
-app.add_typer(runs_app, name="runs", rich_help_panel=LOOK, short_help="List the runs; `runs rm` removes some.")
-app.command(rich_help_panel=LOOK, short_help="Where a run stands, and what each worker does.")(status)
-app.command(rich_help_panel=LOOK, short_help="Runs in a browser: live, compared, in SQL.")(ui)
-app.command(rich_help_panel=LOOK, short_help="What a run's workers have written; -f follows.")(logs)
-app.command(rich_help_panel=LOOK, short_help="What a run did: reward, fates, times, lag; as a page.")(report)
-app.command(rich_help_panel=LOOK, short_help="Prove from the log that nothing was lost or trained twice.")(audit)
-app.command("explain", rich_help_panel=LOOK, short_help="The life of one group: samples, rewards, fate.")(explain_group)
-app.command(rich_help_panel=LOOK, short_help="Ask a run in SQL.")(sql)
-app.add_typer(topics_app, name="topics", rich_help_panel=LOOK, short_help="The records: list, show, export, import, delete.")
-app.command(rich_help_panel=LOOK, short_help="The roles, and the topics each reads and writes.")(graph)
-app.command(rich_help_panel=REPLAY, short_help="A new run from another one's weights.")(fork)
-app.add_typer(replay_app, name="replay", rich_help_panel=REPLAY, short_help="Do a stage again, the same or with a change.")
-app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="This machine's Kafka broker: start, stop, status.")
-app.add_typer(model_app, name="model", rich_help_panel=MACHINE, short_help="Make a model to begin with.")
+app.command(rich_help_panel=TRAIN, short_help="Simulate splits of machines between rollout and training.")(plan)
+app.add_typer(runs_app, name="runs", rich_help_panel=INSPECT, short_help="List the runs; `runs rm` removes some.")
+app.command(rich_help_panel=INSPECT, short_help="Progress of a run and activity of each worker.")(status)
+app.command(rich_help_panel=INSPECT, short_help="Show runs in a browser: live, compared, in SQL.")(ui)
+app.command(rich_help_panel=INSPECT, short_help="Print the logs of a run's workers; -f follows.")(logs)
+app.command(rich_help_panel=INSPECT, short_help="Report on a run: reward, groups, staleness, time; as a page.")(report)
+app.command(rich_help_panel=INSPECT, short_help="Verify from the log that nothing was lost or trained twice.")(audit)
+app.command("explain", rich_help_panel=INSPECT, short_help="Trace one group: samples, rewards, status.")(explain_group)
+app.command(rich_help_panel=INSPECT, short_help="Query a run in SQL.")(sql)
+app.add_typer(topics_app, name="topics", rich_help_panel=INSPECT, short_help="List, show, export, import and delete records.")
+app.command(rich_help_panel=INSPECT, short_help="List the roles and the topics each reads and writes.")(graph)
+app.command(rich_help_panel=REPLAY, short_help="Start a new run from another run's weights.")(fork)
+app.add_typer(replay_app, name="replay", rich_help_panel=REPLAY, short_help="Repeat a stage, unchanged or with a change.")
+app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="Start, stop and check this machine's Kafka broker.")
+app.add_typer(model_app, name="model", rich_help_panel=MACHINE, short_help="Make a small model.")
 app.command(rich_help_panel=MACHINE, short_help="Check packages, Java, broker, disk, memory, GPUs.")(doctor)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(f"penstock {version('penstock-rl')}")
@@ -111,10 +111,10 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; anywhere on the line.")] = False,
 ) -> None:
-    """Options that go with every command."""
+    """Options of every command."""
 
 
 def console() -> int:
@@ -123,7 +123,7 @@ def console() -> int:
     hide_secrets()
     gc.set_threshold(GC_OBJECTS)
     status = main()
-    if "duckdb" not in sys.modules:  # which lists on stderr whatever of its own is not collected at the end
+    if "duckdb" not in sys.modules:  # which lists its uncollected objects on stderr at exit
         gc.freeze()  # otherwise the interpreter's end goes through every object of the libraries
     return status
 
@@ -168,10 +168,10 @@ def _invoke(words: list[str]) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """The line for a person and the exit status of an error.
+    """Message and exit status of an error.
 
     Example:
-        explain(ValueError("no run 'x' on this broker; see `penstock runs`"))  # -> ("no run 'x' on this broker; see `penstock runs`", 1)
+        explain(ValueError("--plot needs --accelerators"))  # -> ("--plot needs --accelerators", 1)
     """
     from penstock.infra.errors import PenstockError
 
@@ -179,9 +179,9 @@ def explain(error: Exception) -> tuple[str, int]:
         return "aborted", FAILED
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
-        where = context.command_path if context is not None else "penstock"
-        said = _line(error.format_message())
-        return f"{_meant(said)} (see `{where} --help`)" if said else "", error.exit_code
+        command = context.command_path if context is not None else "penstock"
+        message = _line(error.format_message())
+        return f"{_with_synonym(message)} (see `{command} --help`)" if message else "", error.exit_code
     from penstock.infra.errors import ConfigError
 
     if isinstance(error, ConfigError):
@@ -195,10 +195,10 @@ def explain(error: Exception) -> tuple[str, int]:
     return f"unexpected {type(error).__name__}: {_line(error)}; --debug shows where it happened", FAILED
 
 
-def _meant(said: str) -> str:
-    """The message, for a command that others have under another name with its name here instead of one that is spelled alike."""
-    found = re.match(r"No such command '(.+?)'\.", said)
-    return f"{found[0]} That is `penstock {MEANT[found[1]]}`." if found and found[1] in MEANT else said
+def _with_synonym(message: str) -> str:
+    """The message; for an unknown command in `SYNONYMS`, with the command of that meaning instead of one that is spelled alike."""
+    match = re.match(r"No such command '(.+?)'\.", message)
+    return f"{match[0]} That is `penstock {SYNONYMS[match[1]]}`." if match and match[1] in SYNONYMS else message
 
 
 def _line(error: object) -> str:

@@ -1,7 +1,4 @@
-"""`penstock audit`: check that a run kept its promises.
-
-The rule: the audit's own client reads the log of a run on a broker; only the broker and the run's id are resolved here.
-"""
+"""`penstock audit`: verifies a run's guarantees from its log, with a Kafka client of its own."""
 
 from typing import TYPE_CHECKING
 
@@ -15,21 +12,21 @@ if TYPE_CHECKING:
 
 
 def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
-    """Check from the log alone that nothing was lost, trained twice or trained too old; status 1 on any violation."""
+    """Verify from the log alone that nothing was lost, trained twice or trained stale; exit status 1 on any violation."""
     from penstock.pipeline.audit import report
 
     anchors, source = _source(run, bootstrap, security)
-    judged = report.audit(source, anchors)
+    findings = report.audit(source, anchors)
     if json:
-        emit(report.as_table(judged))
+        emit(report.as_table(findings))
     else:
-        print(report.as_text(judged))
-    if not judged.clean:
+        print(report.as_text(findings))
+    if not findings.clean:
         raise typer.Exit(1)
 
 
 def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
-    """What this machine knows of the run's end, and the log: in this order, because the run may be at work."""
+    """The figures in the run's folder on this machine, and the log; the folder first, because the run may be live."""
     from penstock.infra.kafka.settings import librdkafka
     from penstock.infra.paths import run_directory
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive

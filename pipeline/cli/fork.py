@@ -1,4 +1,4 @@
-"""`penstock fork`: a new run from a recorded point of another. The rule: the parent is only read."""
+"""`penstock fork`: a new run from a recorded step of another one, whose topics are only read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ def fork(
     *,
     from_step: Annotated[
         int | None,
-        typer.Option("--from-step", min=0, metavar="S", help="Go on from where the run stood after S steps; if absent, after its last."),
+        typer.Option("--from-step", min=0, metavar="S", help="Start from the state after S steps; after the last step if absent."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
@@ -24,14 +24,14 @@ def fork(
     start: Annotated[bool, typer.Option("--start", help="Start it at once, as `penstock run --resume` does.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A directory with the parent's config.json and tokenizer, if not where it says.")
+        Path | None, typer.Option(metavar="DIR", help="Directory with the parent's config.json and tokenizer, if it is not its model.path.")
     ] = None,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> int:
-    """Register a new run that begins with another one's weights, optimizer and place in the data after some of its steps."""
+    """Register a new run that starts with another run's weights, optimizer and position in the data after some of its steps."""
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
     from penstock.pipeline.runtime.registration.run_registry import resolve
@@ -47,20 +47,19 @@ def fork(
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 
-            made = make(recording, from_step, overrides or [], run_id=run_id, notify=notify)
+            created = make(recording, from_step, overrides or [], run_id=run_id, notify=notify)
         finally:
             recording.close()
-        new, origin = made.record.run, made.origin
-        where = f"{origin['run']} after {origin['step']} steps"
-        notify(f"{new} goes on from {where}, with the weights {origin['digest'][:16]}… in {made.directory}")
+        new, origin = created.record.run, created.origin
+        state = f"{origin['run']} after {origin['step']} steps"
+        notify(f"{new} starts from {state}, with the weights {origin['digest'][:16]}… in {created.directory}")
         if start:
             from penstock.pipeline.launch.launcher import resume
 
             return resume(new, log=log, notify=notify, live=not plain and not json, json_out=json)
     if json:
-        emit(
-            {"run": new, "status": made.record.status, "forked_from": origin, "directory": str(made.directory), "bootstrap": log.bootstrap}
-        )
+        result = {"run": new, "status": created.record.status, "forked_from": origin}
+        emit({**result, "directory": str(created.directory), "bootstrap": log.bootstrap})
     else:
         print(new)
         notify(f"start it: penstock run --resume {new}")

@@ -1,7 +1,4 @@
-"""`penstock init` and `check`: from a model, data and a reward to a configuration, and from that to the samples of a step.
-
-The rule: neither needs a broker nor leaves anything running.
-"""
+"""`penstock init` and `check`: write a configuration for a model, data and reward; validate one. Neither needs a broker."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +13,9 @@ def init(
     model: Annotated[str, typer.Option("--model", metavar="DIR", help="A Hugging Face model's directory, or hf:ORG/NAME.")],
     data: Annotated[str, typer.Option("--data", metavar="SOURCE", help="A JSONL or Parquet file, hf:NAME, file.py:function, …")],
     reward: Annotated[list[str], typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Or a built-in one: exact_match; repeatable.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of printing it.")] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="The column of the prompt, where its name does not show it.")] = None,
-    answer_field: Annotated[str | None, typer.Option(help="The column of the answer, likewise.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to FILE instead of printing.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Column with the prompt, if its name is not a usual one.")] = None,
+    answer_field: Annotated[str | None, typer.Option(help="Column with the reference answer, if its name is not a usual one.")] = None,
     json: Json = False,
 ) -> None:
     """Print a commented configuration for this model, data, reward and machine."""
@@ -26,7 +23,7 @@ def init(
     from penstock.pipeline.launch.check.propose import propose
 
     if output is not None and output.exists():
-        raise ConfigError(f"--output {output}: there is such a file already; name another one, or remove it")
+        raise ConfigError(f"--output {output}: the file exists already; give another path, or remove it")
     text = propose(
         model,
         data,
@@ -46,7 +43,7 @@ def init(
 
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
-    """Try all that can fail later: data, model, reward, disk, GPUs; draw the samples of a step and judge them."""
+    """Validate data, model, reward, disk and GPUs; generate and score the samples of one step."""
     from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.placement import visible_gpus
@@ -57,14 +54,14 @@ def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False
 
 
 def report(config: object, *, samples: bool, json: bool) -> None:
-    """Print what `preflight.check` finds, as it is found; with `json`, all at once."""
+    """Print the results of `preflight.check` one by one; with `json`, together at the end."""
     from penstock.pipeline.config.load import Config
     from penstock.pipeline.launch.check import preflight
 
     assert isinstance(config, Config)
-    found = preflight.check(config, tell=_nothing if json else _print, samples=samples, notify=notify)
+    results = preflight.check(config, tell=_nothing if json else _print, samples=samples, notify=notify)
     if json:
-        emit({**found.lines, "samples": list(found.samples)})
+        emit({**results.lines, "samples": list(results.samples)})
 
 
 def _print(name: str, text: str) -> None:

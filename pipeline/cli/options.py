@@ -1,6 +1,6 @@
-"""Shared by all commands: the options for a broker and for JSON, and connecting by them.
+"""Options of all commands, and connections to the broker they name.
 
-The rule: results go to stdout and messages to stderr, so that `--json` prints JSON and nothing else.
+Results go to stdout and messages to stderr, so that `--json` prints only JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.log import Log
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
 RunOrFolder = Annotated[
     str, typer.Argument(metavar="RUN|DIR", help="A run id, a unique prefix of one, `latest`, or a folder that `topics export` wrote.")
@@ -37,18 +37,19 @@ Security = Annotated[
     ),
 ]
 TrustCode = Annotated[
-    bool, typer.Option("--trust-code", help="Load the run's own advantage function, which is named by the log and may be anybody's.")
+    bool,
+    typer.Option("--trust-code", help="Load the run's own advantage function, code that the log names and anybody may have written."),
 ]
 TrustRun = Annotated[
-    bool, typer.Option("--trust-code", help="Run the code that the run names, although no key on this machine has signed it.")
+    bool, typer.Option("--trust-code", help="Run the code that the run names although no key on this machine has signed it.")
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable."),
 ]
-AWAY_S = 60.0
-"""A command waits this long for a broker that goes away meanwhile; workers wait `kafka.give_up_s`."""
+OUTAGE_TIMEOUT_S = 60.0
+"""How long a command waits for an unreachable broker; workers wait `kafka.give_up_s`."""
 
 
 def notify(text: str) -> None:
@@ -58,13 +59,13 @@ def notify(text: str) -> None:
 
 def emit(value: object) -> None:
     """Print a result as JSON; a dataclass becomes an object of its fields."""
-    text = json.dumps(value, indent=2, default=lambda held: asdict(held) if is_dataclass(held) else str(held))  # type: ignore[arg-type]
+    text = json.dumps(value, indent=2, default=lambda item: asdict(item) if is_dataclass(item) else str(item))  # type: ignore[arg-type]
     print_json(text)
 
 
 @contextmanager
 def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = False, start: bool = True) -> Iterator["KafkaLog"]:
-    """A log at the given broker, closed at the end; with `attends` it stays silent on outages, which the run's view reports.
+    """A log at this broker, closed at the end. `attends`: the run's view reports outages, not the log.
 
     Without `start`, this machine's own broker is not started.
     """
@@ -72,7 +73,7 @@ def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = Fa
 
     log = connect(bootstrap, security, notify=notify, start=start)
     if not attends:
-        log.wait_out(AWAY_S, notify=notify)
+        log.wait_out(OUTAGE_TIMEOUT_S, notify=notify)
     try:
         yield log
     finally:
@@ -80,7 +81,7 @@ def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = Fa
 
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
-    """A log at the broker given on the command line, closed at the end; only what works on a run starts this machine's own."""
+    """A log at the broker of the command line, closed at the end; only with `attends` or `start` is this machine's own started."""
     from penstock.pipeline.config.security import security_settings
 
     return connected(bootstrap, security_settings(security), attends=attends, start=start or attends)
@@ -105,9 +106,9 @@ def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: b
 
 
 def refuse_folder(log: "Log", what: str) -> None:
-    """Raise `ConfigError` for an archive, where `what` needs a broker."""
+    """Raise `ConfigError` if the log is an archive: `what` needs a broker."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.archived_log import ArchivedLog
 
     if isinstance(log, ArchivedLog):
-        raise ConfigError(f"{what} needs a broker: `penstock topics import {log.archive.path}` brings the run to one")
+        raise ConfigError(f"{what} needs a broker; import the run first: penstock topics import {log.archive.path}")

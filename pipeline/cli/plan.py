@@ -1,4 +1,4 @@
-"""`penstock plan`: how to split machines between rollout and training, before they are rented. The rule: it starts nothing."""
+"""`penstock plan`: simulates splits of accelerators between rollout and training."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,37 +10,40 @@ from penstock.pipeline.cli.options import Bootstrap, Json, Security, emit, notif
 
 def plan(
     *,
-    accelerators: Annotated[int | None, typer.Option(min=2, help="How many there are for rollouts and training together.")] = None,
+    accelerators: Annotated[int | None, typer.Option(min=2, help="Number of accelerators for rollout and training together.")] = None,
     speed: Annotated[
         str | None,
-        typer.Option(metavar="N:TOKENS_PER_S,…", help="An engine's speed in all by samples side by side: 1:60,32:1400,128:3200."),
+        typer.Option(metavar="N:TOKENS_PER_S,…", help="Speed of an engine by number of concurrent samples: 1:60,32:1400,128:3200."),
     ] = None,
-    train_speed: Annotated[float | None, typer.Option(metavar="TOKENS_PER_S", help="Tokens that one accelerator trains a second.")] = None,
+    train_speed: Annotated[
+        float | None, typer.Option(metavar="TOKENS_PER_S", help="Tokens per second of one training accelerator.")
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="LENGTHS", help="uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST], constant:N, or a file with a length a line."
+            metavar="LENGTHS", help="uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST], constant:N, or a file with one length per line."
         ),
     ] = None,
-    max_lag: Annotated[int, typer.Option(min=0, help="Versions that a trained sample may be behind.")] = 4,
+    max_lag: Annotated[int, typer.Option(min=0, help="Largest staleness of a trained sample, in versions.")] = 4,
     samples_per_prompt: Annotated[int, typer.Option(min=1, help="K.")] = 8,
     prompts_per_step: Annotated[int | None, typer.Option(min=1, help="U; the best of 8 to 128 if absent.")] = None,
     steps_per_version: Annotated[int, typer.Option(min=1, help="S.")] = 1,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Samples side by side in an engine; the most in --speed if absent.")
+        int | None, typer.Option(min=1, help="Concurrent samples in an engine; the largest number in --speed if absent.")
     ] = None,
     engine_size: Annotated[int, typer.Option(min=1, help="Accelerators of one engine (tensor parallel).")] = 1,
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
     from_run: Annotated[
-        str | None, typer.Option(metavar="RUN|DIR", help="Take all times from a run, and say what other workers or schedules would give.")
+        str | None,
+        typer.Option(metavar="RUN|DIR", help="Take all times from a run; compare other worker numbers and schedules."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw speed by split into a .png or .svg file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot speed by split to a .png or .svg file.")] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """The best split of accelerators between rollout and training with its schedule, from a simulation under the rules of live runs."""
+    """Find the best split of accelerators between rollout and training, by simulation under the schedule rules of live runs."""
     from penstock.infra.errors import ConfigError
 
     try:
@@ -51,8 +54,8 @@ def plan(
         if from_run is not None:
             _from_run(from_run, accelerators=accelerators, max_lag=max_lag, bootstrap=bootstrap, security=security, plot=plot, json=json)
             return
-        wanted = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
-        if missing := [name for name, value in wanted.items() if value is None]:
+        required = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
+        if missing := [name for name, value in required.items() if value is None]:
             raise ValueError(f"give {', '.join(missing)} as well, or --from-run RUN")
         assert accelerators is not None
         assert speed is not None
@@ -80,19 +83,19 @@ def plan(
 def _from_run(
     run: str, *, accelerators: int | None, max_lag: int, bootstrap: str, security: list[str] | None, plot: Path | None, json: bool
 ) -> None:
-    """What a recorded run says of its own times: its variants, or with `accelerators` their best split."""
+    """Compare variants of a recorded run; with `accelerators`, find their best split."""
     from penstock.pipeline.planning import recorded, what_if
 
     if plot is not None and accelerators is None:
-        raise ValueError("--plot draws speed by split: give --accelerators as well")
+        raise ValueError("--plot shows speed by split: add --accelerators")
     with reading(run, bootstrap, security) as (log, run_id):
         record = recorded.read(log, run_id)
     if accelerators is None:
-        found = what_if.compare(record, run=run_id)
+        variants = what_if.compare(record, run=run_id)
         if json:
-            emit(what_if.as_json(found))
+            emit(what_if.as_json(variants))
         else:
-            print(what_if.as_text(found), end="")
+            print(what_if.as_text(variants), end="")
         return
     from penstock.pipeline.planning.search import Cluster
 
@@ -168,13 +171,13 @@ def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
     from penstock.pipeline.planning.search import search
     from penstock.pipeline.planning.text import plan_as_json, plan_as_text
 
-    found = search(cluster)
+    result = search(cluster)
     if plot is not None:
         from penstock.pipeline.planning.picture import draw
 
-        draw(found, plot)
-        notify(f"drew {plot}")
+        draw(result, plot)
+        notify(f"wrote {plot}")
     if json:
-        emit(plan_as_json(found))
+        emit(plan_as_json(result))
     else:
-        print(plan_as_text(found), end="")
+        print(plan_as_text(result), end="")

@@ -1,4 +1,4 @@
-"""`penstock run`, `create` and `worker`: start runs and workers. The rule: `run` starts nothing that `create` and `worker` could not."""
+"""`penstock run`, `create` and `worker`: start runs and workers. `run` starts nothing that `create` and `worker` cannot."""
 
 import os
 import sys
@@ -29,18 +29,16 @@ RunId = Annotated[
 def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")] = None,
     *,
-    resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run that was stopped, instead of CONFIG.")
-    ] = None,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Resume a stopped run instead of starting CONFIG.")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
             "--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, a key that may change."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all that `penstock check` does, and draw nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate as `penstock check` does, without generating samples.")] = False,
     run_id: RunId = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view, as without a terminal.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of the live view.")] = False,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
@@ -56,10 +54,10 @@ def run(
 
     make_files_private()
     if trust_code and resume is None:
-        raise ConfigError("--trust-code is for --resume RUN: the code that your CONFIG names is yours")
+        raise ConfigError("--trust-code needs --resume RUN: the code that your CONFIG names is trusted")
     if resume is not None:
         if config is not None or dry_run or run_id is not None:
-            raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --run-id or --dry-run")
+            raise ConfigError("--resume takes no CONFIG, --run-id or --dry-run: a run is resumed as it was created")
         from penstock.pipeline.launch import launcher
         from penstock.pipeline.runtime.registration.run_registry import resolve
 
@@ -79,7 +77,7 @@ def run(
     if run_id is not None:
         usable(run_id)
     if dry_run:
-        # Only looking downloads nothing: a data set that is not here is reported as such.
+        # A dry run downloads nothing: a missing data set is reported.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
         report(loaded, samples=False, json=json)
         return 0
@@ -89,7 +87,7 @@ def run(
 
 
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
-    """Check a configuration, register its run and make its topics; start no worker."""
+    """Validate a configuration, register its run and create its topics; start no worker."""
     from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight

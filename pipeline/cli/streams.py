@@ -15,7 +15,7 @@ from penstock.pipeline.runtime.reporting.visible_output import VisibleStream
 ONLY_PRINT = frozenset(
     {"runs", "status", "logs", "report", "explain", "sql", "graph", "plan", "topics list", "topics tail", "topics show", "topics acls"}
 )
-"""Commands that do nothing but print."""
+"""Commands whose only effect is output."""
 WRITES = ("--html", "--plot", "-h", "--help")
 """Options with which such a command writes a file or shows its usage."""
 

@@ -1,7 +1,4 @@
-"""`penstock topics`: lists, shows, exports, imports and deletes a run's records.
-
-The rule: a record that cannot be decoded is shown and kept, never hidden.
-"""
+"""`penstock topics`: lists, shows, exports, imports and deletes a run's records, those that cannot be decoded included."""
 
 import sys
 from pathlib import Path
@@ -15,14 +12,14 @@ from penstock.pipeline.runtime.reporting.visible_output import print_json
 if TYPE_CHECKING:
     from penstock.pipeline.archive.export import Exported
 
-app = typer.Typer(help="Look at what flows: list, tail, show; export, import, delete.")
+app = typer.Typer(help="List, show, export, import and delete a run's records.")
 
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="prompts, rollouts, groups, weights, ledger, metrics or dead-letters.")]
 
 
 @app.command("list")
 def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
-    """A run's topics with their partitions and records."""
+    """List a run's topics with their partitions and records."""
     from penstock.pipeline.observe.records.browse import list_topics as rows_of
     from penstock.pipeline.observe.records.runs import own_sizes, size
 
@@ -33,9 +30,9 @@ def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security
         return
     width = max((len(row.topic) for row in rows), default=0)
     for row in rows:
-        held = f"{row.partitions:>3} partition{'s' if row.partitions > 1 else ' '}  {row.offsets:>9,} offsets"
+        counts = f"{row.partitions:>3} partition{'s' if row.partitions > 1 else ' '}  {row.offsets:>9,} offsets"
         records = f"  {'-' if row.records is None else format(row.records, ','):>9} records"
-        print(f"{row.topic:<{width}}  {held}{records}" + ("" if row.bytes is None else f"  {size(row.bytes):>9}"))
+        print(f"{row.topic:<{width}}  {counts}{records}" + ("" if row.bytes is None else f"  {size(row.bytes):>9}"))
 
 
 @app.command()
@@ -43,13 +40,13 @@ def tail(
     run: RunOrFolder,
     topic: Topic,
     *,
-    count: Annotated[int, typer.Option("-n", min=0, help="Newest records to begin with.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")] = False,
+    count: Annotated[int, typer.Option("-n", min=0, help="Newest records to print first.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new records until Ctrl-C.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """The newest records of a topic, one line each; with --json one object a line."""
+    """Print the newest records of a topic, one per line; with --json, one object per line."""
     from penstock.pipeline.observe.html.token_texts import texts_of
     from penstock.pipeline.observe.records import browse, format
 
@@ -75,7 +72,7 @@ def show(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """One record: its headers and its decoded payload."""
+    """Print the headers and the decoded payload of one record."""
     from penstock.infra.errors import ConfigError, RecordMissing
     from penstock.pipeline.observe.records import browse, format
 
@@ -94,29 +91,29 @@ def show(
 @app.command("export")
 def export_topics(
     run: Run,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Gets a folder RUN, or goes on with it.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory in which the folder RUN is created or continued.")],
     *,
     topics: Annotated[
-        list[str] | None, typer.Option("--topics", metavar="TOPIC", help="Only this one; repeatable, or with commas.")
+        list[str] | None, typer.Option("--topics", metavar="TOPIC", help="Export only this topic; repeatable, or separated by commas.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the run goes on, until it is closed or Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Export new records until the run is closed or Ctrl-C.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Write a run's topics as Parquet, byte for byte restorable; again, and it adds what is new."""
+    """Export a run's topics as Parquet, restorable byte for byte; a second export adds the new records."""
     from penstock.pipeline.archive import export
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
-    chosen = [name.strip() for given in topics or () for name in given.split(",") if name.strip()]
+    names = [name.strip() for option in topics or () for name in option.split(",") if name.strip()]
     with at(bootstrap, security) as log:
         run_id = resolve(log, run)
         if not follow:
-            _print_export(export.export(log, run_id, directory, topics=chosen, notify=notify), json=json)
+            _print_export(export.export(log, run_id, directory, topics=names, notify=notify), json=json)
             return
         total = export.Exported(run=run_id, directory=str(directory / run_id))
         try:
-            for done in export.follow(log, run_id, directory, topics=chosen, notify=notify):
+            for done in export.follow(log, run_id, directory, topics=names, notify=notify):
                 total.add(done)
                 if done.rows:
                     notify(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
@@ -136,17 +133,17 @@ def _print_export(done: "Exported", *, json: bool) -> None:
 
 @app.command("import")
 def import_topics(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `topics export` wrote: its directory, or a run's folder in it.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `topics export`, or a run's folder in it.")],
     *,
-    run_id: Annotated[str | None, typer.Option("--run-id", metavar="NEW", help="Under another id than its own.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="NEW", help="Import under another id.")] = None,
     trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Sign it with a new key of this machine, whose workers then run the code that it names.")
+        bool, typer.Option("--trust-code", help="Sign it with a new key of this machine: its workers then run the code that the run names.")
     ] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Bring an exported run to a broker: the same records at new offsets."""
+    """Import an exported run: the same records at new offsets."""
     from penstock.pipeline.archive.files import find_archive
     from penstock.pipeline.archive.import_run import import_run
     from penstock.pipeline.runtime.registration.adopt import adopt_run
@@ -160,19 +157,19 @@ def import_topics(
         emit(done)
     else:
         rows = ", ".join(f"{count:,} {name}" for name, count in done.records.items() if count)
-        print(f"run {done.run}: {rows} in {done.seconds:.1f} s; `penstock report {done.run}` looks at it")
+        print(f"run {done.run}: {rows} in {done.seconds:.1f} s; inspect it: penstock report {done.run}")
 
 
 @app.command()
 def adopt(
     run: Run,
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Sign a run with a new key of this machine, after showing what it is: one of an earlier release, or an imported one."""
+    """Show an imported run, or one of an earlier release, and sign it with a new key of this machine."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
     from penstock.pipeline.runtime.registration.run_registry import resolve
@@ -184,7 +181,7 @@ def adopt(
         if text is not None and not yes:
             notify(text)
             if json or not sys.stdin.isatty():
-                raise ConfigError(f"nothing is signed: `penstock topics adopt {run_id} --yes` signs what is shown")
+                raise ConfigError(f"run {run_id} was not signed; to sign it: penstock topics adopt {run_id} --yes")
             typer.confirm(f"sign {run_id}?", abort=True, err=True)
         if text is None:
             log.create_topics(control_topics_of(run_id))
@@ -194,7 +191,7 @@ def adopt(
         emit({"run": run_id, "signed": text is not None})
     else:
         print(
-            f"run {run_id} is signed; `penstock run --resume {run_id}` goes on with it"
+            f"run {run_id} is signed; resume it: penstock run --resume {run_id}"
             if text
             else f"run {run_id} is signed already and has its topics"
         )
@@ -202,12 +199,12 @@ def adopt(
 
 @app.command()
 def acls(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's id; it need not exist yet.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, which need not exist.")],
     *,
-    user: Annotated[str, typer.Option(metavar="PATTERN", help="The Kafka user of a role.")] = "{run}-{role}",
+    user: Annotated[str, typer.Option(metavar="PATTERN", help="Name of the Kafka user of a role.")] = "{run}-{role}",
     json: Json = False,
 ) -> None:
-    """The least a Kafka user may do for each role of a run, as `kafka-acls.sh` takes it; asks no broker."""
+    """Print the least rights of each role's Kafka user, as commands of `kafka-acls.sh`; needs no broker."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.acls import all_rules, as_command
     from penstock.topics.catalogue import check_run_id
@@ -218,11 +215,11 @@ def acls(
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{error}; --user takes {{run}} and {{role}}") from error
     if json:
-        emit({role: {"user": users[role], "rules": held} for role, held in rules.items()})
+        emit({role: {"user": users[role], "rules": rights} for role, rights in rules.items()})
         return
-    for role, held in rules.items():
+    for role, rights in rules.items():
         print(f"# {role}")
-        for rule in held:
+        for rule in rights:
             print(as_command(rule, user=users[role]))
 
 
@@ -230,30 +227,32 @@ def acls(
 def unblock(
     run: Run,
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="End them; without, they are only shown.")] = False,
-    commit: Annotated[bool | None, typer.Option("--commit/--abort", help="How to end those of which that is no longer known.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="End them; without --yes they are only listed.")] = False,
+    commit: Annotated[bool | None, typer.Option("--commit/--abort", help="How to end those whose outcome is unknown.")] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Transactions whose end the cluster has lost, behind which readers wait for ever; with --yes, writes the missing ends."""
+    """List transactions whose end the cluster has lost, so that readers wait for them; --yes writes the missing ends."""
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
         run_id = resolve(log, run, executes=True)
         hanging = log.hanging(log.topics(f"{run_id}."))
-        ended = [(found, commit if found.committed is None else found.committed) for found in hanging] if yes else []
-        for found, decided in ended:
+        ended = (
+            [(transaction, commit if transaction.committed is None else transaction.committed) for transaction in hanging] if yes else []
+        )
+        for transaction, decided in ended:
             if decided is not None:
-                log.end_hanging(found, commit=decided)
+                log.end_hanging(transaction, commit=decided)
     if json:
         emit({"hanging": hanging, "ended": sum(decided is not None for _, decided in ended)})
         return
-    for found in hanging:
-        print(found)
-    left = len(hanging) - sum(decided is not None for _, decided in ended)
-    does = f"`penstock topics unblock {run_id} --yes{'' if not yes else ' --commit, or --abort,'}` ends {'it' if left == 1 else 'them'}"
-    print(f"{left} held up; {does}" if left else "nothing is held up")
+    for transaction in hanging:
+        print(transaction)
+    remaining = len(hanging) - sum(decided is not None for _, decided in ended)
+    fix = f"penstock topics unblock {run_id} --yes{' --commit, or --abort' if yes else ''}"
+    print(f"{remaining} without an end; to end: {fix}" if remaining else "no transaction lacks its end")
 
 
 @app.command()
@@ -261,35 +260,35 @@ def skip(
     run: Run,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="rollouts, calls, replies or metrics.")],
     partition: Annotated[int, typer.Argument(min=0)],
-    offset: Annotated[int, typer.Argument(min=0, help="Where readers say that they cannot go on.")],
+    offset: Annotated[int, typer.Argument(min=0, help="Offset at which readers report that they cannot continue.")],
     *,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Have every reader pass over a batch that is damaged on the broker's disk; written down as a dead letter."""
-    from penstock.pipeline.archive.skip import skip as pass_over
+    """Make every reader skip a batch that is damaged on the broker's disk; recorded as a dead letter."""
+    from penstock.pipeline.archive.skip import skip as skip_batch
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
         run_id = resolve(log, run, executes=True)
-        stretch, follows = pass_over(log, run_id, topic, partition, offset)
+        skipped, follows = skip_batch(log, run_id, topic, partition, offset)
     if json:
-        emit({"run": run_id, "topic": topic, "partition": partition, "first": stretch.start, "last": stretch.stop - 1})
+        emit({"run": run_id, "topic": topic, "partition": partition, "first": skipped.start, "last": skipped.stop - 1})
     else:
-        print(f"readers pass over {topic}/{partition} from {stretch.start} to {stretch.stop - 1}; {follows}")
+        print(f"readers skip {topic}/{partition} from {skipped.start} to {skipped.stop - 1}; {follows}")
 
 
 @app.command("delete")
 def delete_topics(
     run: Run,
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, it is only said what would be deleted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without --yes, only list what would be deleted.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Delete a run's topics, its record and its folder on this machine, for ever."""
+    """Delete a run's topics, its record and its folder on this machine, permanently."""
     from dataclasses import asdict
 
     from penstock.pipeline.archive.delete import delete, plan_deletion
@@ -308,5 +307,5 @@ def delete_topics(
     if json:
         emit({**asdict(deletion), "deleted": yes})
     else:
-        end = f"run {deletion.run} is deleted" if yes else f"nothing was deleted; `penstock topics delete {deletion.run} --yes` does it"
+        end = f"run {deletion.run} is deleted" if yes else f"nothing was deleted; to delete: penstock topics delete {deletion.run} --yes"
         print(end)

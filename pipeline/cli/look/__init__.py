@@ -1,1 +1,1 @@
-"""Commands that look at a run: none writes to a topic."""
+"""Commands that inspect a run. They write to no topic."""

@@ -1,4 +1,4 @@
-"""`penstock explain`: the life of one prompt. The rule: it reads the topics and writes to none."""
+"""`penstock explain`: traces one prompt group through the topics. Read-only."""
 
 from typing import Annotated
 
@@ -9,19 +9,19 @@ from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security
 
 def explain(
     run: RunOrFolder,
-    group: Annotated[int, typer.Argument(min=0, metavar="GROUP", help="The number of a prompt group.")],
+    group: Annotated[int, typer.Argument(min=0, metavar="GROUP", help="Number of a prompt group.")],
     *,
     trust_code: TrustCode = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """The life of one prompt: who drew it, its rewards, why it was trained or dropped, its gradient weight, and the times between."""
+    """Trace one prompt group: its workers, rewards, final status with its cause, gradient weight, and the time of each stage."""
     from penstock.pipeline.observe.explain import as_json, text
 
     with reading(run, bootstrap, security) as (log, run_id):
-        life = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code)
+        history = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code)
     if json:
-        emit(life)
+        emit(history)
     else:
-        print(text.as_page(life))
+        print(text.as_page(history))

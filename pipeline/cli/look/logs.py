@@ -1,4 +1,4 @@
-"""`penstock logs` and `stop`: a run's workers on this machine. The rule: neither asks a broker."""
+"""`penstock logs` and `stop`: a run's workers on this machine. Neither needs a broker."""
 
 import time
 from pathlib import Path
@@ -17,10 +17,10 @@ def logs(
     run: Run,
     role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="A role, or one worker: rollout, rollout-0, …")] = None,
     *,
-    count: Annotated[int, typer.Option("-n", min=0, help="Last lines of each worker to begin with.")] = SHOWN,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    count: Annotated[int, typer.Option("-n", min=0, help="Last lines of each worker to print first.")] = SHOWN,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
-    """What the workers of a run on this machine have written."""
+    """Print the logs of a run's workers on this machine."""
     from penstock.pipeline.launch.run_lock import folder_of, log_files
 
     directory = folder_of(run)
@@ -37,9 +37,9 @@ def logs(
             with file.open("rb") as opened:
                 opened.seek(read.get(file, 0))
                 new = opened.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            read[file] = read.get(file, 0) + len(whole)
-            _print(file, whole.decode("utf-8", "replace").splitlines(), width)
+            lines = new[: new.rfind(b"\n") + 1]
+            read[file] = read.get(file, 0) + len(lines)
+            _print(file, lines.decode("utf-8", "replace").splitlines(), width)
 
 
 def _print(file: Path, lines: list[str], width: int) -> None:
@@ -48,13 +48,13 @@ def _print(file: Path, lines: list[str], width: int) -> None:
 
 
 def stop(run: Run) -> int:
-    """Stop a run whose launcher is on this machine, as Ctrl-C there does; it can be resumed."""
+    """Stop a run whose launcher is on this machine, as Ctrl-C does; it can be resumed."""
     from penstock.pipeline.launch.run_lock import folder_of, request_stop
 
     directory = folder_of(run)
-    asking = f"stopping {directory.name}; its workers finish what they have in hand"
-    if not request_stop(directory, wait_s=STOP_LIMIT_S, requested=lambda: notify(asking)):
-        notify(f"it has not stopped after {STOP_LIMIT_S:.0f} s; `penstock logs {directory.name}` shows what it does")
+    stopping = f"stopping {directory.name}; its workers finish their work in flight"
+    if not request_stop(directory, wait_s=STOP_LIMIT_S, requested=lambda: notify(stopping)):
+        notify(f"{directory.name} did not stop within {STOP_LIMIT_S:.0f} s; see `penstock logs {directory.name}`")
         return 1
-    print(f"stopped; `penstock run --resume {directory.name}` goes on with it")
+    print(f"stopped; resume it: penstock run --resume {directory.name}")
     return 0

@@ -14,7 +14,7 @@ def report(
     *,
     full: Annotated[bool, typer.Option("--full", help="Print all figures.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: how many completion tokens it shows one by one.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: number of completion tokens that are shown one by one.")] = None,
     trust_code: TrustCode = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
@@ -48,29 +48,29 @@ def report(
 def _page(
     run: str, html: Path | None, tokens: int | None, *, trust_code: bool, bootstrap: str, security: list[str] | None, json: bool
 ) -> None:
-    """Write the page of a run; a user-given number of tokens is not limited."""
+    """Write the page of a run; --tokens is not limited."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.observe.html.build import Limits, build, write
     from penstock.pipeline.observe.report.progress import Progress
 
     if html is None:
-        raise ConfigError("--tokens is for the page of a run: add --html PATH")
+        raise ConfigError("--tokens needs --html PATH")
     if html.is_dir() or not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: {'that is a folder' if html.is_dir() else 'there is no such folder'}; give the path of a file")
+        raise ConfigError(f"--html {html}: {'is a folder' if html.is_dir() else 'the folder does not exist'}; give the path of a file")
     if html.exists() and not html.is_file():  # writing would replace a device or a pipe by a file
-        raise ConfigError(f"--html {html}: that is no file; give the path of one")
+        raise ConfigError(f"--html {html}: that is no file; give the path of a file")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
     with reading(run, bootstrap, security) as (log, run_id):
-        made = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(notify))
+        page = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(notify))
     try:
-        write(made, html.resolve())
+        write(page, html.resolve())
     except OSError as error:
         raise ConfigError(f"--html {html}: {error.strerror}") from error
     if json:
-        emit({"path": str(html), **made.facts})
+        emit({"path": str(html), **page.facts})
         return
     print(
-        f"{html}: {made.facts['bytes'] / 1e6:.1f} MB; {made.facts['samples'][0]:,} samples, {made.facts['tokens'][0]:,} tokens one by one"
+        f"{html}: {page.facts['bytes'] / 1e6:.1f} MB; {page.facts['samples'][0]:,} samples, {page.facts['tokens'][0]:,} tokens one by one"
     )
-    for note in made.facts["left_out"]:
+    for note in page.facts["left_out"]:
         notify(note)

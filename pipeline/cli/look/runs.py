@@ -1,4 +1,4 @@
-"""`penstock runs`: the list of runs, and `runs rm`, which frees what they take. The rule: nothing is deleted without `--yes`."""
+"""`penstock runs`: lists runs; `runs rm` deletes some, only with `--yes`."""
 
 import time
 from typing import Annotated, Any
@@ -7,10 +7,10 @@ import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, notify
 
-app = typer.Typer(help="List the runs, or remove some.", invoke_without_command=True)
+app = typer.Typer(help="List runs, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
 SHOWN_REASON = 80
-"""Characters of the reason for which a run has ended early."""
+"""Characters of the reason of an early end."""
 COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent", "reason")
 
 
@@ -25,7 +25,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
         refused: list[str] = []
         rows = list_runs(log, refused=refused.append)
     if refused:
-        notify(f"{len(refused)} records of the register of runs cannot be used and are left out, the last one is {refused[-1]}")
+        notify(f"{len(refused)} unusable records of the register of runs were skipped; the last one: {refused[-1]}")
     if json:
         emit(rows)
     elif not rows:
@@ -52,23 +52,23 @@ def _table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    kept = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
-    widths = {number: max(len(COLUMNS[number]), *(len(row[number]) for row in cells)) for number in kept}
-    return "\n".join("  ".join(f"{row[number]:<{widths[number]}}" for number in kept).rstrip() for row in (COLUMNS, *cells))
+    shown = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
+    widths = {number: max(len(COLUMNS[number]), *(len(row[number]) for row in cells)) for number in shown}
+    return "\n".join("  ".join(f"{row[number]:<{widths[number]}}" for number in shown).rstrip() for row in (COLUMNS, *cells))
 
 
 @app.command()
 def rm(
     run: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Ids, unique prefixes, or `latest`.")] = None,
     *,
-    older_than: Annotated[str | None, typer.Option(metavar="7d", help="All that ended so long ago: 7d, 12h, 30m.")] = None,
-    keep_model: Annotated[bool, typer.Option("--keep-model", help="Leave the exported models.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, it is only said what would be freed.")] = False,
+    older_than: Annotated[str | None, typer.Option(metavar="7d", help="Runs that ended at least this long ago: 7d, 12h, 30m.")] = None,
+    keep_model: Annotated[bool, typer.Option("--keep-model", help="Keep the exported models.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without --yes, only print what would be freed.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Remove runs: their topics, record and folder on this machine; says what is freed."""
+    """Remove runs: their topics, record and folder on this machine."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.delete import delete, ended_before, plan_deletion
     from penstock.pipeline.launch.run_lock import attended_runs
@@ -96,11 +96,11 @@ def rm(
     elif not plans:
         print("no run is that old")
     else:
-        print(f"{size(total)} {'freed' if yes else 'would be freed; --yes does it'}")
+        print(f"{size(total)} {'freed' if yes else 'would be freed; add --yes'}")
 
 
 def seconds(text: str) -> float:
-    """A length of time in words as seconds. Raises `ConfigError`.
+    """Seconds of a duration such as 7d. Raises `ConfigError`.
 
     Example:
         seconds("7d")  # -> 604800.0

@@ -1,4 +1,4 @@
-"""`penstock sql`: queries a run in SQL. The rule: a query changes nothing and opens no file but the named export."""
+"""`penstock sql`: queries a run in SQL. A query changes nothing and opens no file but the export it reads."""
 
 import shutil
 import sys
@@ -31,7 +31,7 @@ def sql(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Ask a run in SQL: samples, groups, steps, lag, rewards, timeline."""
+    """Query a run in SQL: samples, groups, steps, lag, rewards, timeline."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
@@ -46,20 +46,20 @@ def sql(
     try:
         with reading(run, bootstrap, security) as (log, run_id):
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
-            answer = ask(tables, text)
+            result = ask(tables, text)
             if gone := some_of(gone_from(tables, text)):
-                notify("\n".join(["the answer is of what is kept:", *gone]))
+                notify("\n".join(["some records were deleted; the result covers the others:", *gone]))
     except ValueError as error:  # a query that fails
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
-        notify("interrupted, there is no answer")
+        notify("interrupted, there is no result")
         raise
     if csv:
-        _print_csv(answer)
+        _print_csv(result)
     elif json:
-        emit([{name: plain(value) for name, value in row.items()} for row in answer.to_pylist()])
+        emit([{name: plain(value) for name, value in row.items()} for row in result.to_pylist()])
     else:
-        _print_table(answer)
+        _print_table(result)
 
 
 def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
@@ -98,7 +98,7 @@ def _print_table(result: "pa.Table") -> None:
 
 
 def _cells(values: list[Any]) -> list[str]:
-    """The values of a column, those that are too long without what all of these begin and end with, as a chat template's."""
+    """Cells of a column; long values without their common prefix and suffix, such as those of a chat template."""
     from penstock.pipeline.observe.live.completions import without_template
 
     texts = ["" if value is None else str(plain(value)).replace("\n", "⏎") for value in values]
@@ -108,9 +108,9 @@ def _cells(values: list[Any]) -> list[str]:
 
 
 def _cut(text: str, part: str) -> str:
-    """The part of a text that is shown, with an ellipsis where something is left out."""
-    at = text.index(part)
-    cut = ("…" if at else "") + part + ("…" if at + len(part) < len(text) else "")
+    """Part of a text, with an ellipsis on each side that was cut."""
+    start = text.index(part)
+    cut = ("…" if start else "") + part + ("…" if start + len(part) < len(text) else "")
     return cut if len(cut) <= SHOWN else cut[: SHOWN - 1] + "…"
 
 

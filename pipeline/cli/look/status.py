@@ -1,4 +1,4 @@
-"""`penstock status` and `graph`: show the state of a run. The rule: nothing here writes to a topic."""
+"""`penstock status` and `penstock graph`. Read-only."""
 
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -20,12 +20,12 @@ FOLLOW_S = 0.25
 def status(
     run: Run,
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep the picture up to date until the run ends, or Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Refresh the view until the run ends or Ctrl-C.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Where a run stands now, and what each worker does."""
+    """Show a run's progress and the activity of each worker."""
     from dataclasses import asdict
 
     from penstock.pipeline.observe.live.completions import RECENT, Completions
@@ -42,8 +42,8 @@ def status(
         reader = RunReader(log, resolve(log, run))
         completions = Completions(reader.run)
         saved, since = newest(log, reader.run)
-        # The newest groups once more, for their texts: they may all be in the saved view.
-        since = {at: max(0, offset - RECENT) if at[0].endswith(".groups") else offset for at, offset in since.items()}
+        # Read the newest groups again for their texts: the saved view may include all of them, without texts.
+        since = {tp: max(0, offset - RECENT) if tp[0].endswith(".groups") else offset for tp, offset in since.items()}
         view = read_view(reader, topics=WATCHED, also=completions.add, view=saved, since=since)
         now_s = time.time()
         silent = silences(view, now_s=now_s)
@@ -96,7 +96,7 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
 
 
 def graph(
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="As a Mermaid flow chart.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False,
     json: Json = False,
 ) -> None:
     """Print the DAG: roles and the topics each reads and writes."""

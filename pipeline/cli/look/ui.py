@@ -1,4 +1,4 @@
-"""`penstock ui`: runs in a browser. The rule: it changes nothing, and only this machine reaches it."""
+"""`penstock ui`: serves pages about runs on loopback. Read-only."""
 
 import secrets
 from typing import Annotated
@@ -16,7 +16,7 @@ def ui(
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
 ) -> None:
-    """Runs in a browser: live pages, comparison, groups, SQL, logs; read-only, until Ctrl-C."""
+    """Show runs in a browser: live pages, comparison, groups, SQL, logs; read-only, until Ctrl-C."""
     from penstock.infra.errors import PenstockError
     from penstock.infra.paths import make_files_private, state_directory
     from penstock.pipeline.cli.ui.server import Server
@@ -27,13 +27,13 @@ def ui(
         try:
             server = Server(log, port=port, token=secrets.token_urlsafe(16))
         except OSError as error:
-            raise PenstockError(f"port {port} cannot be listened on ({error.strerror}): give another --port, or 0") from error
-        note = state_directory() / UI_ADDRESS
-        note.write_text(server.address, encoding="utf-8")
+            raise PenstockError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from error
+        address_file = state_directory() / UI_ADDRESS
+        address_file.write_text(server.address, encoding="utf-8")
         print(server.address, flush=True)
-        notify("open it in a browser of this machine; Ctrl-C ends it")
+        notify("open it in a browser on this machine; Ctrl-C ends the server")
         try:
             server.serve_forever()
         finally:
-            note.unlink(missing_ok=True)
+            address_file.unlink(missing_ok=True)
             server.server_close()

@@ -1,4 +1,4 @@
-"""`penstock broker`: this machine's own Apache Kafka. The rule: stopping it keeps its data."""
+"""`penstock broker`: starts, stops and checks this machine's Apache Kafka broker."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ import typer
 
 from penstock.pipeline.cli.options import Json, emit, notify
 
-app = typer.Typer(help="This machine's own Apache Kafka broker: start, stop, status.")
+app = typer.Typer(help="Start, stop and check this machine's Apache Kafka broker.")
 
 
 @app.command()
@@ -17,7 +17,7 @@ def start(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Start it, or find it running."""
+    """Start the broker if it is not running."""
     from penstock.infra.broker import embedded
 
     _show(embedded.start(port=port, progress=notify), json=json)
@@ -25,25 +25,25 @@ def start(
 
 @app.command()
 def stop(
-    *, yes: Annotated[bool, typer.Option("--yes", help="Also while runs are at work; they wait for it.")] = False, json: Json = False
+    *, yes: Annotated[bool, typer.Option("--yes", help="Stop it although runs are active; they wait for it.")] = False, json: Json = False
 ) -> None:
-    """Stop it; its data stays. Refused while runs of this machine are at work, unless --yes is given."""
+    """Stop the broker and keep its data. Refused while runs of this machine are active, unless --yes is given."""
     from penstock.infra.broker import embedded
     from penstock.infra.errors import PenstockError
     from penstock.pipeline.launch.run_lock import attended_runs
 
     if not yes and (busy := attended_runs()):
-        raise PenstockError(f"at work: {', '.join(busy)}; `penstock stop RUN` stops one, and --yes stops the broker all the same")
+        raise PenstockError(f"the broker was not stopped: {', '.join(busy)} at work; stop them with `penstock stop RUN`, or add --yes")
     ran = embedded.stop()
     if json:
         _show(embedded.status(), json=True)
     else:
-        print("stopped; its data stays" if ran else "it was not running")
+        print("stopped; its data is kept" if ran else "it was not running")
 
 
 @app.command()
 def status(*, json: Json = False) -> None:
-    """Show whether it runs, and where."""
+    """Show if the broker is running, and its address."""
     from penstock.infra.broker import embedded
 
     _show(embedded.status(), json=json)

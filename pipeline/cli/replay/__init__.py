@@ -1,4 +1,4 @@
-"""`penstock replay`: repeats a stage of a run from its log. The rule: the run's own topics are only read."""
+"""`penstock replay`: repeats a stage of a run from its log. The run's topics are only read."""
 
 import typer
 
@@ -6,7 +6,7 @@ from penstock.pipeline.cli.replay.rollout import rollout
 from penstock.pipeline.cli.replay.score import score
 from penstock.pipeline.cli.replay.train import train
 
-app = typer.Typer(help="Do a stage of a run again, from its log: unchanged, to see that it is the same, or changed, to see what if.")
+app = typer.Typer(help="Repeat a stage of a run from its log: unchanged, to verify it, or with a change.")
 app.command()(rollout)
 app.command()(score)
 app.command()(train)

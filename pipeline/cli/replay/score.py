@@ -1,7 +1,4 @@
-"""`penstock replay score`: another reward over recorded rollouts.
-
-The rule: the recorded run is only read; a new one is written on request.
-"""
+"""`penstock replay score`: scores recorded rollouts with another reward; `--write` writes the result as a new run."""
 
 from typing import Annotated
 
@@ -26,7 +23,8 @@ def score(
     threshold: Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")] = 0.5,
     new_run: Annotated[str | None, typer.Option("--write", metavar="NEWRUN", help="Write a new run with the new groups.")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR", help="The run's tokenizer, for groups without text, if it is elsewhere.")
+        str | None,
+        typer.Option("--model", metavar="DIR", help="Directory of the run's tokenizer, if it is not model.path."),
     ] = None,
     processes: Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")] = None,
     trust_code: TrustRun = False,
@@ -34,21 +32,21 @@ def score(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Judge recorded rollouts with another or a repaired reward: changed rewards, flips, groups that end otherwise."""
+    """Score recorded rollouts with another reward: changed rewards, flips, groups with another outcome."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
     from penstock.pipeline.replay.rescore.text import as_page
     from penstock.pipeline.runtime.registration.trust import Trust
 
     try:
-        chosen = [float(word) for word in weights.split(",")] if weights else []
+        factors = [float(word) for word in weights.split(",")] if weights else []
     except ValueError as error:
         raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
     if new_run == "":
         raise ConfigError("--write: give the id of the new run")
     request = RescoreRequest(
         functions=reward or [],
-        weights=chosen,
+        weights=factors,
         overrides=overrides or [],
         threshold=threshold,
         write=new_run,

@@ -1,4 +1,4 @@
-"""`penstock replay train`: recorded steps trained again. The rule: the run's own topics are only read."""
+"""`penstock replay train`: trains recorded steps again. The run's topics are only read."""
 
 import sys
 from pathlib import Path
@@ -13,30 +13,31 @@ if TYPE_CHECKING:
     from penstock.pipeline.replay.train.overrides import WhatIf
     from penstock.pipeline.replay.train.steps import Asked
 
-MODEL = "A directory with the model's config.json, if not where the configuration says; the weights are in the log."
+MODEL = "Directory with the model's config.json, if it is not model.path; the weights are in the log."
 
 
 def train(
     run: RunOrFolder,
     *,
-    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="A", help="The first step that is compared.")] = 0,
-    to_step: Annotated[int | None, typer.Option("--to-step", min=0, metavar="B", help="The last one; all there are if absent.")] = None,
+    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="A", help="First step that is compared.")] = 0,
+    to_step: Annotated[int | None, typer.Option("--to-step", min=0, metavar="B", help="Last step; the newest one if absent.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="A what-if: train the same groups under another setting; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Train the same groups with another setting; repeatable.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes until the run is closed.")] = False,
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a difference and show how the weights drift.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Train new steps as well, until the run is closed.")] = False,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a difference and print how the weights drift.")] = False,
     model: Annotated[Path | None, typer.Option(metavar="DIR", help=MODEL)] = None,
-    export: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the model that a what-if ends in.")] = None,
+    export: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the final model of a replay with --set.")] = None,
     mlflow: Annotated[
-        bool | None, typer.Option("--mlflow/--no-mlflow", help="Whether a what-if becomes a child run in MLflow; as the run if absent.")
+        bool | None,
+        typer.Option("--mlflow/--no-mlflow", help="Log a replay with --set as a child run in MLflow; as the run if absent."),
     ] = None,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> int:
-    """Train a run's recorded plans again, without any other worker, and compare every bit; with --set, see what if."""
+    """Train a run's recorded steps again, without other workers, and compare every bit; with --set, train them with a change."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
     from penstock.pipeline.replay.train.overrides import what_if
@@ -67,8 +68,8 @@ def train(
 
             asked = Asked(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
             if is_what_if:
-                wanted = recording.config.mlflow.enabled if mlflow is None else mlflow
-                return _what_if(recording, chosen, asked, export=export, mlflow=wanted, json=json)
+                logged = recording.config.mlflow.enabled if mlflow is None else mlflow
+                return _what_if(recording, chosen, asked, export=export, mlflow=logged, json=json)
             return _exact(recording, asked, json=json)
         finally:
             recording.close()

@@ -1,1 +1,1 @@
-"""What a worker says of itself: in the log, on its output, over HTTP."""
+"""Worker telemetry: status records, log lines, health endpoint."""

@@ -1,7 +1,7 @@
-"""What the Kafka client warns of, as lines of the worker's own log.
+"""Passes warnings of the Kafka client to the worker's log.
 
-The rule: of lines that differ only in numbers one is printed a minute, with the number of those in between: a client whose broker is away
-repeats itself several times a second.
+A client whose broker is unreachable repeats its warnings several times a second: of those that differ only in numbers, one is printed
+per `EVERY_S`, with the count of the others.
 """
 
 import logging
@@ -20,24 +20,24 @@ class ClientLog(logging.Handler):
     def __init__(self, notify: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)
         self._notify = notify
-        self._said: dict[tuple[str, str], tuple[float, int]] = {}
-        """Logger and sort of line -> when one was printed, and how many came since."""
+        self._printed: dict[tuple[str, str], tuple[float, int]] = {}
+        """(logger, text without numbers) -> time of the last printed warning, and number of those since."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning, or count it."""
         cause = record.exc_info[1] if record.exc_info else None
         text = " ".join(f"{record.getMessage()}{f': {type(cause).__name__}: {cause}' if cause else ''}".split())
-        sort, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()
-        said_s, more = self._said.get(sort, (-EVERY_S, 0))
-        if now - said_s < EVERY_S:
-            self._said[sort] = said_s, more + 1
+        key, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()
+        printed_s, more = self._printed.get(key, (-EVERY_S, 0))
+        if now - printed_s < EVERY_S:
+            self._printed[key] = printed_s, more + 1
             return
-        self._said[sort] = now, 0
-        self._notify(f"{record.name}: {text}" + (f" ({more} more like it meanwhile)" if more else ""), record.levelname.lower())
+        self._printed[key] = now, 0
+        self._notify(f"{record.name}: {text}" + (f" ({more} more like it since the last one)" if more else ""), record.levelname.lower())
 
 
 def pass_on_warnings(notify: Callable[[str, str], None]) -> Callable[[], None]:
-    """Give what the client and our own log warn of to `notify(text, level)`, until the returned function is called."""
+    """Pass warnings of the client and of our log to `notify(text, level)` until the returned function is called."""
     handler = ClientLog(notify)
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)

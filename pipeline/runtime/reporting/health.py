@@ -1,7 +1,4 @@
-"""What a worker says of itself over HTTP: whether it lives, whether it is ready, and its numbers for Prometheus.
-
-The rule: it answers from what the worker reports anyway, on a thread of its own, and only where a port is given; nobody waits for it.
-"""
+"""HTTP endpoint of a worker: `/livez`, `/readyz` and `/metrics` for Prometheus, on a thread of its own, if a port is configured."""
 
 import os
 import re
@@ -21,10 +18,10 @@ from penstock.pipeline.runtime.reporting.reporter import Reporter
 HEALTH = "PENSTOCK_HEALTH"
 """The environment variable with [HOST:]PORT; the host is loopback if absent."""
 TURN_S = 120.0
-"""A main loop that has not turned for so long, in a process that computes nothing meanwhile, hangs: loads and steps keep a core busy."""
+"""A main loop without an iteration for this long hangs if its process uses no CPU; loading and training keep a core busy."""
 BUSY_SHARE = 0.05
 
-Answer = tuple[str, str, bytes]
+Response = tuple[str, str, bytes]
 """Status, content type, body."""
 
 
@@ -42,25 +39,25 @@ def address_of(text: str) -> tuple[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Health:
-    """Answers of one worker."""
+    """Responses of one worker."""
 
     reporter: Reporter
     stopping: threading.Event
     _seen: tuple[float, float, float] = (-1.0, 0.0, 0.0)
-    """A turn of the loop, and the time and the CPU seconds when a probe first found it the newest."""
+    """Last iteration of the loop, and time and CPU seconds at the first probe after it."""
 
-    def answer(self, path: str) -> Answer:
-        """The answer to a request."""
+    def response(self, path: str) -> Response:
+        """The response to a request."""
         if path == "/livez":
-            return _answer(self.hangs())
+            return _response(self.hangs())
         if path == "/readyz":
-            return _answer(self.unready())
+            return _response(self.unready())
         if path == "/metrics":
             return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics()
         return "404 Not Found", "text/plain", b"there are /livez, /readyz and /metrics\n"
 
     def hangs(self) -> str | None:
-        """Why the process should be killed; None if it lives."""
+        """Reason to kill the process; None if it works."""
         now_s, spent_s, turned_s = time.monotonic(), cpu_s(), self.reporter.turned_s
         if turned_s != self._seen[0]:
             self._seen = turned_s, now_s, spent_s
@@ -71,7 +68,7 @@ class Health:
         return f"the main loop has not turned for {silent_s:.0f} s, and the process computes nothing"
 
     def unready(self) -> str | None:
-        """Why nothing should be expected of the worker; None if it works."""
+        """Reason why the worker cannot work now; None if it can."""
         if self.stopping.is_set():
             return "it was asked to stop"
         return None if "startup_s" in self.reporter.values else self.reporter.labels.get("doing", "starting")
@@ -84,7 +81,7 @@ class Health:
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Any]:
-        """The worker's numbers under the names of its reports, and those of its log's clients, as `penstock_NAME`."""
+        """The values of the worker's status and of its Kafka clients, as `penstock_NAME`."""
         from prometheus_client.core import GaugeMetricFamily
 
         labels = {"run": self.reporter.run, "role": self.reporter.role, "worker": self.reporter.worker}
@@ -108,18 +105,18 @@ def cpu_s() -> float:
 
 
 def serve(health: Health, text: str | None = None) -> Callable[[], None]:
-    """Answer at `text`, or else where the environment says, until the returned function is called.
+    """Serve at `text`, or at the address in the environment, until the returned function is called.
 
-    Raises `ConfigError` for what is no address, and for a port that is taken.
+    Raises `ConfigError` for a malformed address and for a port in use.
     """
-    chosen = text or os.environ.get(HEALTH)
-    if not chosen:
+    address = text or os.environ.get(HEALTH)
+    if not address:
         return lambda: None
-    host, port = address_of(chosen)
+    host, port = address_of(address)
     try:
         server = make_server(host, port, _application(health), server_class=_Server, handler_class=_Silent)
     except OSError as error:
-        raise ConfigError(f"--health {chosen}: {error.strerror or error}; take another port") from error
+        raise ConfigError(f"--health {address}: {error.strerror or error}; take another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
     health.reporter.notify(f"health and metrics at http://{host}:{server.server_port}")
 
@@ -131,15 +128,15 @@ def serve(health: Health, text: str | None = None) -> Callable[[], None]:
 
 
 def _application(health: Health) -> Callable[..., Iterable[bytes]]:
-    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        status, kind, body = health.answer(environ["PATH_INFO"])
+    def respond(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        status, kind, body = health.response(environ["PATH_INFO"])
         start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
         return [body]
 
-    return answer
+    return respond
 
 
-def _answer(problem: str | None) -> Answer:
+def _response(problem: str | None) -> Response:
     status = "200 OK" if problem is None else "503 Service Unavailable"
     return status, "text/plain; charset=utf-8", f"{problem or 'ok'}\n".encode()
 

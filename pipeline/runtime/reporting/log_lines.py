@@ -1,7 +1,4 @@
-"""The lines that a worker prints: with date, level, run and worker, as text or as one JSON object each.
-
-The rule: one event is one line, so that a log collector needs to know nothing of ours.
-"""
+"""Lines of a worker's log: time, level, run, worker and text of one event, as text or as a JSON object."""
 
 import json
 import os
@@ -11,7 +8,7 @@ from datetime import UTC, datetime
 from penstock.topics.wire.visible import visible
 
 LOG_JSON = "PENSTOCK_LOG_JSON"
-"""The environment variable under which lines are JSON; `--log-json` sets it."""
+"""Environment variable that makes lines JSON; `--log-json` sets it."""
 
 
 def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: float | None = None, as_json: bool = False) -> str:

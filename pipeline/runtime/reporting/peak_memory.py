@@ -1,4 +1,4 @@
-"""The most memory that this process has had resident."""
+"""Peak resident memory of this process."""
 
 import re
 import resource
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def peak_rss() -> float:
-    """Bytes. Linux's `ru_maxrss` is not that: it begins with the peak of the process that has forked this one."""
+    """Bytes. Linux's `ru_maxrss` starts with the peak of the parent process, so it is only the fallback."""
     try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return 1024.0 * (float(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        match = None
+    return 1024.0 * (float(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

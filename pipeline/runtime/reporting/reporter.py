@@ -1,6 +1,6 @@
-"""What a worker says of itself: its status once a second and its results in `metrics`, and lines on its own output.
+"""Sends a worker's status once a second and its results to `metrics`, and prints its log lines.
 
-The rule: nobody waits for a measurement; one that was lost ends the worker at its next status.
+Sending does not wait for the broker; a lost measurement raises at the next status.
 """
 
 import gc
@@ -24,18 +24,18 @@ from penstock.topics.wire.record import Outgoing
 
 STATUS_EVERY_S = 1.0
 """How often a worker reports its status; the feeder and the live view rely on it."""
-SAY_EVERY_S = 30.0
-"""How often, at most, a worker prints what it does."""
-SAID_AT_FIRST = 5
-"""Lines of one sort that are printed one by one."""
-COLLECTING = gc.get_threshold()
-"""When garbage is collected from a worker's start on."""
+PRINT_EVERY_S = 30.0
+"""Shortest time between two printed activities."""
+PRINTED_AT_FIRST = 5
+"""Lines of one kind that are printed; the others are counted."""
+GC_THRESHOLD = gc.get_threshold()
+"""Thresholds of the garbage collector once a worker is ready."""
 SUM_EVERY_S = 10.0
-"""How often the lines that were only counted are summed up."""
+"""Shortest time between two lines with the number of counted lines."""
 
 
 class CodecTimer:
-    """Adds up the CPU seconds of the calling thread in the blocks it is used for; not to be nested. Waiting never counts."""
+    """Context manager that adds up the CPU seconds of the calling thread; not nestable."""
 
     __slots__ = ("_started", "seconds")
 
@@ -52,28 +52,28 @@ class CodecTimer:
 
 @dataclass(slots=True)
 class ThrottledLog:
-    """Prints the first few lines of each sort, counts the others and prints their number now and then."""
+    """Prints the first few lines of each kind, counts the others and prints their number periodically."""
 
     write: Callable[[str], None]
     _seen: Counter[str] = field(default_factory=Counter)
     _counted: Counter[str] = field(default_factory=Counter)
     _summed: float = field(default_factory=time.monotonic)
 
-    def notify(self, sort: str, text: str) -> None:
-        """Print a line, or only count it among those of its sort."""
-        self._seen[sort] += 1
-        if self._seen[sort] <= SAID_AT_FIRST:
+    def notify(self, kind: str, text: str) -> None:
+        """Print a line, or count it."""
+        self._seen[kind] += 1
+        if self._seen[kind] <= PRINTED_AT_FIRST:
             self.write(text)
         else:
-            self._counted[sort] += 1
+            self._counted[kind] += 1
 
     def sum_up(self, *, now: bool = False) -> None:
-        """Print how many lines of each sort were only counted, at most every `SUM_EVERY_S` seconds."""
+        """Print how many lines of each kind were counted, at most every `SUM_EVERY_S` seconds."""
         if not self._counted or (not now and time.monotonic() - self._summed < SUM_EVERY_S):
             return
         self._summed = time.monotonic()
-        for sort, count in sorted(self._counted.items()):
-            self.write(f"{count} more: {sort}")
+        for kind, count in sorted(self._counted.items()):
+            self.write(f"{count} more: {kind}")
         self._counted.clear()
 
 
@@ -87,28 +87,28 @@ class Reporter:
     log: Log
     producer: Producer
     incarnation: str = field(default_factory=new_token)
-    """The process's token, of which other processes know it."""
+    """Token of the process."""
     encoding: CodecTimer = field(default_factory=CodecTimer)
     decoding: CodecTimer = field(default_factory=CodecTimer)
     values: dict[str, float] = field(default_factory=dict)
     """Cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
     turned_s: float = field(default_factory=time.monotonic)
-    """When the worker's loop last turned, on the monotonic clock."""
+    """Time of the main loop's last iteration, on the monotonic clock."""
     throttled: ThrottledLog = field(init=False)
-    """For lines that may be needed once or ten thousand times."""
+    """Log for lines that may repeat many times."""
     outage: Callable[[], float] = lambda: 0.0
-    """For how many seconds the broker has not answered the worker; set by workers that follow topics."""
+    """Seconds for which the broker has been unreachable; set by workers that follow topics."""
     _activity: Activity = Activity.START
     _sequence: int = 0
     _sending: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
+    """Guards the sequence number: a request to stop is reported from another thread."""
     _last_status: float = 0.0
-    _said: str = ""
-    _said_s: float = field(default_factory=time.monotonic)
+    _printed: str = ""
+    _printed_s: float = field(default_factory=time.monotonic)
     _started: float = field(default_factory=time.monotonic)
     _counted: float = field(init=False)
-    """Up to when the time is counted."""
+    """End of the counted time, on the monotonic clock."""
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Reporter:
         print_line(self.run, self.worker, text, level=level)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """Raise one of the cumulative numbers."""
+        """Increase a cumulative number."""
         self.values[name] = self.values.get(name, 0.0) + amount
 
     def doing(self, activity: Activity, text: str, *, now: bool = False) -> None:
@@ -143,27 +143,27 @@ class Reporter:
             self._counted = now
 
     def waited_s(self) -> float:
-        """Seconds that a trainer has waited so far."""
+        """Seconds for which a trainer has waited so far."""
         self._count_time()
         return sum(self.values.get(f"time_{use}_s", 0.0) for use in TRAINER_WAITS)
 
     def ready(self) -> None:
-        """Report that everything is loaded: `startup_s` counts from the process's creation."""
-        gc.set_threshold(*COLLECTING)  # a process may have collected garbage more seldom while it imported
+        """Report that everything is loaded; `startup_s` counts from the creation of the process."""
+        gc.set_threshold(*GC_THRESHOLD)  # raised during the imports
         self.values["startup_s"] = time.time() - psutil.Process().create_time()
         self.status(force=True)
 
-    def duplicate(self, what: str) -> None:
-        """Count a record that repeats what is known already."""
+    def duplicate(self, name: str) -> None:
+        """Count a duplicate record."""
         self.add("duplicates")
-        self.throttled.notify("ignored duplicates", f"ignored a duplicate: {what}")
+        self.throttled.notify("ignored duplicates", f"ignored a duplicate: {name}")
 
     def numbers(self) -> dict[str, float]:
-        """The worker's numbers, its process's included."""
+        """Values of the worker and of its process."""
         return {**self.values, **self._process_values()}
 
     def status(self, *, force: bool = False) -> None:
-        """Report the worker's state once in each second of the clock: reports that are sent together are read together."""
+        """Send the worker's state once in each second of the wall clock, so that readers get the reports of all workers together."""
         self.turned_s = time.monotonic()
         second = time.time() // STATUS_EVERY_S
         if not force and second == self._last_status:
@@ -172,14 +172,14 @@ class Reporter:
         self.throttled.sum_up()
         self.producer.check()
         self._count_time()
-        self._say_activity()
+        self._print_activity()
         self.send(kind="status", values=self.numbers(), labels=self.labels)
 
-    def _say_activity(self) -> None:
-        """Print what the worker does, if it is something else than was printed last: a shell of its own is not silent for hours."""
+    def _print_activity(self) -> None:
+        """Print the activity if it has changed since the last printed one."""
         now, doing = time.monotonic(), self.labels.get("doing", "")
-        if doing != self._said and now - self._said_s >= SAY_EVERY_S:
-            self._said, self._said_s = doing, now
+        if doing != self._printed and now - self._printed_s >= PRINT_EVERY_S:
+            self._printed, self._printed_s = doing, now
             self.notify(doing)
 
     def send(
@@ -192,9 +192,9 @@ class Reporter:
         step: int | None = None,
         control: bool = False,
     ) -> None:
-        """Send one measurement; a worker numbers its measurements, so that readers recognise a repeated one.
+        """Send one measurement; its sequence number lets readers recognise duplicates.
 
-        With `control` it is first sent to the control topic of the worker's role: the trainer does not read `metrics`.
+        `control` sends it to the control topic of the worker's role first: the trainer does not read `metrics`.
         """
         with self._sending:
             measurement = metrics.Measurement(

@@ -1,4 +1,4 @@
-"""Standard streams whose text is visible: what a record says cannot drive the terminal that shows it."""
+"""Standard streams that escape hidden characters, so that the text of a record cannot control the terminal."""
 
 import contextlib
 import sys
@@ -32,7 +32,7 @@ class VisibleStream:
 
 @contextlib.contextmanager
 def visible_errors() -> Iterator[None]:
-    """Let messages show the hidden characters of what they quote."""
+    """Escape hidden characters on standard error."""
     before = sys.stderr
     sys.stderr = VisibleStream(before)  # type: ignore[assignment]
     try:
@@ -42,11 +42,11 @@ def visible_errors() -> Iterator[None]:
 
 
 def exact_output() -> TextIO:
-    """The standard output for data, which is not changed."""
+    """Standard output that does not escape anything, for data."""
     output: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     return output
 
 
 def print_json(text: str, *, flush: bool = False) -> None:
-    """Print JSON made by `json.dumps`: the one hidden character that it does not escape is escaped."""
+    """Print JSON made by `json.dumps`, with the hidden character escaped that it leaves as it is."""
     print(text.replace(DEL, "\\u007f"), file=exact_output(), flush=flush)

@@ -76,8 +76,8 @@ def test_its_steps_are_trained_again_bit_for_bit_where_the_processor_multiplies_
     [
         (["topics", "show", str(DIR), "groups", "5", "0"], "old.groups has no partition 5: 0 to 1"),
         (["topics", "show", str(DIR), "groups", "0", "9999"], "has no record at offset 9999"),
-        (["topics", "tail", str(DIR), "groups", "--follow"], "--follow needs a broker: `penstock topics import"),
-        (["replay", "score", str(DIR), "--write", "new"], "--write needs a broker: `penstock topics import"),
+        (["topics", "tail", str(DIR), "groups", "--follow"], "--follow needs a broker; import the run first: penstock topics import"),
+        (["replay", "score", str(DIR), "--write", "new"], "--write needs a broker; import the run first: penstock topics import"),
         (["report", str(DIR / "model")], "holds no export"),
     ],
 )

@@ -73,7 +73,7 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
     with pytest.raises(SystemExit) as ended:
         app(["topics", "skip", run_id, "rollouts", "0", str(first), "--bootstrap", broker])
     assert ended.value.code == 0
-    assert f"readers pass over rollouts/0 from {first} to {first + EACH - 1}; a group whose samples" in capsys.readouterr().out
+    assert f"readers skip rollouts/0 from {first} to {first + EACH - 1}; a group whose samples" in capsys.readouterr().out
     assert values(damaged, run_id) == GOOD
     assert [bytes(record.value) for record in KafkaSource(broker, run_id, settings=c_client(broker)).read("rollouts")] == GOOD
     assert exported(damaged, run_id) == GOOD
@@ -138,7 +138,7 @@ def test_where_nothing_is_held_up_unblocking_says_so_in_a_line(damaged: KafkaLog
     for options in ([], ["--yes", "--abort"]):
         with pytest.raises(SystemExit) as ended:
             app(["topics", "unblock", run_id, "--bootstrap", damaged.bootstrap, *options])
-        assert (ended.value.code, capsys.readouterr().out) == (0, "nothing is held up\n")
+        assert (ended.value.code, capsys.readouterr().out) == (0, "no transaction lacks its end\n")
 
 
 def test_what_can_be_read_and_what_a_run_cannot_do_without_is_not_passed_over(damaged: KafkaLog, run_id: str) -> None:

@@ -241,7 +241,7 @@ def test_a_command_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) 
     assert "That is `penstock run --resume RUN`." in last_line(capsys)
     assert cli.main(["ls"]) == USAGE
     assert last_line(capsys) == "penstock: No such command 'ls'. That is `penstock runs`. (see `penstock --help`)"
-    for meant in app.MEANT.values():
+    for meant in app.SYNONYMS.values():
         assert cli.main([*meant.split()[:1], "--help"]) == OK
 
 

@@ -44,7 +44,7 @@ def test_a_run_with_a_launcher_is_named_by_broker_stop_and_ended_by_stop(home: P
         assert launcher.stdout.readline() == "at work\n"
         assert attended_runs() == ["one"]
         assert cli.main(["broker", "stop"]) == FAILED
-        assert "at work: one; `penstock stop RUN`" in capsys.readouterr().err
+        assert "the broker was not stopped: one at work; stop them with `penstock stop RUN`" in capsys.readouterr().err
         assert cli.main(["stop", "one"]) == OK
         said = capsys.readouterr()
         assert "penstock run --resume one" in said.out

@@ -89,7 +89,7 @@ def test_prometheus_reads_what_has_happened_to_the_clients_of_the_log(broker: st
     health = Health(Reporter(run="r", role="scorer", worker="scorer-0", log=log, producer=log.producer()), threading.Event())
 
     def counted(name: str) -> float:
-        families = text_string_to_metric_families(health.answer("/metrics")[2].decode())
+        families = text_string_to_metric_families(health.response("/metrics")[2].decode())
         return next(one.value for family in families for one in family.samples if one.name == f"penstock_{name}")
 
     first = log.transactions(f"{run_id}.writer")

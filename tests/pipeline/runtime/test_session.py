@@ -34,7 +34,7 @@ def test_measurements_are_numbered_and_carry_the_newest_values_and_labels() -> N
 def test_what_a_worker_does_is_printed_now_and_then_where_it_has_changed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporter, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(reporter, "PRINT_EVERY_S", 0.0)
     session = session_of(log_with(), config_of(), role="scorer")
     for doing in ("waiting for samples", "waiting for samples", "scoring"):
         session.reporter.doing(Activity.BUSY, doing)
@@ -85,7 +85,7 @@ def test_a_worker_that_is_assigned_a_partition_does_not_set_aside_once_more_what
 
 
 def test_the_first_lines_of_a_sort_are_printed_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "SAID_AT_FIRST", 2)
+    monkeypatch.setattr(reporter, "PRINTED_AT_FIRST", 2)
     lines: list[str] = []
     throttled = ThrottledLog(lines.append)
     for number in range(5):
