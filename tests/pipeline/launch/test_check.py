@@ -128,7 +128,7 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
         ({"data": {"prompt_field": "prompt"}}, "no field 'prompt'"),
         ({"reward": {"functions": ["rew.py:wrong"]}}, "there is no file"),
         ({"trainer": {"device": "cuda"}}, "no GPU is visible here"),
-        ({"trainer": {"gpus": 1}}, "1 GPUs are wanted"),
+        ({"trainer": {"gpus": 1}}, "1 GPUs are required"),
         ({"sampling": {"max_new_tokens": 4000}}, "the model's context is 512 tokens"),
         ({"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}}, "is hf:HuggingFaceTB/SmolLM2-135M-Instruct;"),
     ],

@@ -32,7 +32,7 @@ def test_the_map_names_every_worker_that_has_gpus() -> None:
 def test_an_evaluator_without_an_engine_of_its_own_has_no_gpu_and_two_do_for_the_example() -> None:
     assert str(place(load(EXAMPLE, gpus=2), ["0", "1"])) == "trainer: GPU 0; rollout-0: GPU 1; the others: none"
     for here in ([], ["0"]):
-        with pytest.raises(ConfigError, match=rf"2 GPUs are wanted \(trainer 1 \+ rollout-0 1\), {len(here)} are visible here; lower"):
+        with pytest.raises(ConfigError, match=rf"2 GPUs are required \(trainer 1 \+ rollout-0 1\), {len(here)} are visible here; lower"):
             place(load(EXAMPLE, gpus=len(here)), here)
     shared = load(EXAMPLE, ["trainer.gpus=0", "rollout.gpus_per_worker=0"], gpus=1)
     assert place(shared, ["0"]).environment("rollout-0") == {} and ROLES["evaluator"].workers(shared) == 0
@@ -42,7 +42,7 @@ def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_
     with pytest.raises(ConfigError, match=r"or set launch.placement = 'colocated' and trainer.backend = 'torch': .* by turns") as caught:
         place(load(EXAMPLE, gpus=1), ["4"])
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"'deepspeed' keeps it; set trainer\.backend = 'torch'"):
+    with pytest.raises(ConfigError, match=r"'deepspeed' does not free it; set trainer\.backend = 'torch'"):
         load(EXAMPLE, ["launch.placement=colocated"], gpus=1)
     shared = place(load(EXAMPLE, ["launch.placement=colocated", "trainer.backend=torch"], gpus=1), ["4"])
     assert str(shared) == "trainer, rollout-0: GPU 4 by turns; the others: none"
@@ -78,7 +78,7 @@ def test_no_gpu_is_given_twice_and_too_few_are_refused(workers: int, each: int, 
     config = config_of(trainer={"gpus": trainer}, rollout=rollout, evaluated=evaluated)
     needed = trainer + each * (workers + evaluated)
     if needed > available:
-        with pytest.raises(ConfigError, match=f"{needed} GPUs are wanted .* {available} are visible"):
+        with pytest.raises(ConfigError, match=f"{needed} GPUs are required .* {available} are visible"):
             place(config, [str(number) for number in range(available)])
         return
     gpus = place(config, [str(number) for number in range(available)]).gpus

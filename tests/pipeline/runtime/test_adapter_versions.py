@@ -144,7 +144,7 @@ def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_ver
         bring(copy, trainer.log, trainer.manifests, 2, run=RUN, below=below)
     assert copy.holds(1, trainer.manifests[1].digest)
     listed = trainer.manifests | {2: replace(sound, chunk_sha256=(hashlib.sha256(wrong.data).hexdigest(),))}
-    with pytest.raises(LogError, match=r"weights of version 2: (block of adapters|adapters|their digest)"):
+    with pytest.raises(LogError, match=r"weights of version 2: (block of adapters|adapters|digest)"):
         bring(copy, trainer.log, listed, 2, run=RUN, below=below)
     assert copy.version in (1, NONE)
     bring(copy, trainer.log, trainer.manifests, 3, run=RUN, below=below)
@@ -156,7 +156,7 @@ def test_what_is_kept_of_version_0_is_read_again_where_it_was_damaged_in_memory(
     bring(copy, trainer.log, trainer.manifests, 1, run=RUN, reader=reader, below=below)
     assert below._data is not None
     below._data[3] ^= 64
-    with pytest.raises(LogError, match="their digest is"):
+    with pytest.raises(LogError, match=r"digest .*, expected "):
         bring(copy, trainer.log, trainer.manifests, 2, run=RUN, reader=reader, below=below)
     assert copy.version == NONE
     bring(copy, trainer.log, trainer.manifests, 2, run=RUN, below=below)

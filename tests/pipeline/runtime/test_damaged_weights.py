@@ -184,7 +184,7 @@ def test_a_record_that_is_no_chunk_in_the_place_of_one_is_found_out(published: P
 def test_a_version_that_does_not_fit_its_digest_leaves_the_one_before_it_where_that_was_reached(published: Published) -> None:
     wrong = replace(published.manifests[DELTA], digest="d" * 64)
     copy = published.held(ANCHOR)
-    with pytest.raises(LogError, match="their digest is"):
+    with pytest.raises(LogError, match=r"digest .*, expected "):
         bring(copy, published.log, published.manifests | {DELTA: wrong}, DELTA, run=RUN)
     assert copy.version == NONE
     gone = replace(published.manifests[DELTA], chunk_offsets=tuple(offset + 1000 for offset in wrong.chunk_offsets))
