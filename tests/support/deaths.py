@@ -27,8 +27,8 @@ def dying_at(fault: str) -> Iterator[threading.Event]:
         assert name in faults.POINTS, f"{name} is not among the fault points"
         if name != chosen.name or dead.is_set():
             return
-        chosen.left -= 1
-        if not chosen.left:
+        chosen.passes -= 1
+        if not chosen.passes:
             dead.set()
             _never_go_on()
 
