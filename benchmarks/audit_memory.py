@@ -58,7 +58,7 @@ class MadeRun:
         """One for the topics of single writers."""
         return range(PARTITIONS if topic in ("prompts", "rollouts", "groups") else 2 if topic == "weights" else 1)
 
-    def begin(self, topic: str, partition: int) -> int:
+    def start_offset(self, topic: str, partition: int) -> int:
         """Everything is kept."""
         return 0
 

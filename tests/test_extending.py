@@ -15,9 +15,9 @@ from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms import registry as algorithms
+from penstock.pipeline.audit import report as audit_checks
 from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.checks import prompts as prompt_checks
-from penstock.pipeline.audit.checks import registry as audit_checks
 from penstock.pipeline.cli import app as cli
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.config.schema import RunSection

@@ -1,1 +1,1 @@
-"""A run outside of Kafka: its topics as Parquet, byte for byte restorable, and questions to both in SQL."""
+"""Runs outside of Kafka: topics as Parquet files, restorable byte for byte, and SQL over topics and files."""

@@ -1,13 +1,12 @@
-"""An archive as a log to read from: what reads a run's topics can read an archived run's.
-
-The rule: the records that were exported, at their offsets, up to the ends that the last whole export reached; nothing can be written.
-"""
+"""An archive as a read-only log: restores records from rows, at their offsets, up to the ends of the last complete export."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,17 +14,140 @@ import pyarrow.compute as pc
 from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Partition, Start
 from penstock.pipeline.archive.files import NOTE, Archive, find_archive
-from penstock.pipeline.archive.layout import Kind, kind_of
-from penstock.pipeline.archive.restore import to_records, typed, whole_groups
+from penstock.pipeline.archive.layout import WORKER, Kind, kind_of
+from penstock.pipeline.archive.relocation import signed
+from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_TOPIC
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import RawHeaders, Record
 
-ROW_GROUPS_KEPT = 8
-"""As many as partitions by default: a replay reads a step's groups from each of them in turn."""
+_RECORD_COLUMNS = ("partition", "offset", "key", "worker", "headers", "raw", "problem")
+
+
+def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
+    """The records of some rows, in their order, with the digests of single parts. Raises `ValueError` with partition and offset."""
+    table = typed(kind, table)
+    names = [name for name in _RECORD_COLUMNS if name in kind.schema.names and name not in kind.payload]
+    rows = table.select(names).to_pylist()
+    times = table["timestamp"].cast(pa.int64()).to_pylist()
+    payloads = _payloads(kind, table, [row["raw"] is not None for row in rows])
+    for _, numbers in groupby(range(len(rows)), key=lambda number: (rows[number]["partition"], rows[number]["offset"])):
+        first, *more = numbers
+        row, payload = rows[first], payloads[first]
+        try:
+            value, headers = _content(kind, row, payload and payload.slice(0, 1 + len(more)), run=run)
+        except (Unusable, pa.ArrowException, ValueError) as error:
+            raise ValueError(f"{kind.name} partition {row['partition']} offset {row['offset']} cannot be a record: {error}") from error
+        yield Record(
+            topic=kind.kafka_name(run),
+            partition=row["partition"],
+            offset=row["offset"],
+            timestamp_ms=times[first],
+            key=row["key"],
+            headers=headers,
+            value=value,
+        )
+
+
+def typed(kind: Kind, table: pa.Table) -> pa.Table:
+    """The kind's columns with its types, cast from those of another writer. Raises `ValueError` with the column."""
+    table, columns = _with_later_columns(kind, table), []
+    for field in kind.schema:
+        if (count := table.column_names.count(field.name)) != 1:
+            raise ValueError(f"{kind.name}: column {field.name!r} is {'duplicated' if count else 'missing'}")
+        column = table[field.name]
+        if column.type != field.type and "dictionary" in str(column.type):  # a cast could expand a value without bounds
+            raise ValueError(f"{kind.name}: column {field.name!r} is {str(column.type)[:100]}, expected {field.type}")
+        try:
+            columns.append(column if column.type == field.type else column.cast(field.type))
+            columns[-1].validate(full=True)
+        except pa.ArrowException as error:
+            raise ValueError(f"{kind.name}: column {field.name!r}: {' '.join(str(error).split())[:300]}") from error
+        if field.name in ("partition", "offset", "timestamp") and column.null_count:
+            raise ValueError(f"{kind.name}: column {field.name!r} has a null")
+    return pa.Table.from_arrays(columns, names=kind.schema.names)
+
+
+def _with_later_columns(kind: Kind, table: pa.Table) -> pa.Table:
+    """The table with null columns in place of nullable ones that an earlier release did not have."""
+    for name, theirs in kind.payload.items():
+        field = kind.codec.schema.field(theirs)
+        if field.nullable and name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), field.type))
+    for fact in kind.facts:  # they follow from the payload
+        if fact.name not in table.column_names and fact.name != WORKER.name:
+            table = table.append_column(fact.name, pa.nulls(len(table), fact.type))
+    return table
+
+
+def whole_groups(records: Iterable[Record], *, run: str) -> Iterator[Record]:
+    """The records of one partition of `groups`; digests of multi-part groups are those of their restored parts."""
+    parts: list[Record] = []
+    for record in records:
+        part = _part(record, run=run)
+        if part is None or part[0] != len(parts):
+            yield from parts
+            parts = []
+        if part is None or part[0] != len(parts):
+            yield record
+            continue
+        parts.append(record)
+        if len(parts) == part[1]:
+            yield from _digested(parts)
+            parts = []
+    yield from parts
+
+
+def _part(record: Record, *, run: str) -> tuple[int, int] | None:
+    """(part, number of parts) of a multi-part group; None for another record."""
+    try:
+        headers = groups.check(record, run=run)
+    except Unusable:
+        return None
+    return (headers.part, headers.parts) if headers.part is not None and headers.parts is not None and headers.parts > 1 else None
+
+
+def _digested(parts: list[Record]) -> list[Record]:
+    digest = groups.digest([part.value for part in parts]).encode()
+    if all(("sha256", digest) in part.headers for part in parts):
+        return parts
+    changed = [tuple((name, digest if name == "sha256" else text) for name, text in part.headers) for part in parts]
+    return [replace(part, headers=signed(headers, part.value)) for part, headers in zip(parts, changed, strict=True)]
+
+
+def _payloads(kind: Kind, table: pa.Table, original: Sequence[bool]) -> list[pa.RecordBatch | None]:
+    """For each row the payload columns from it on, with their original types; None if the row has the original bytes."""
+    if all(original):
+        return [None] * len(original)
+    schema = kind.codec.schema
+    # A row with the original bytes may have nulls in columns that are not nullable.
+    ours = table.filter(table["raw"].is_null())
+    columns = [ours[name].cast(schema.field(theirs).type).combine_chunks() for name, theirs in kind.payload.items()]
+    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+    numbers = iter(range(len(batch)))
+    return [None if has_raw else batch.slice(next(numbers)) for has_raw in original]
+
+
+def _content(kind: Kind, row: dict[str, Any], payload: pa.RecordBatch | None, *, run: str) -> tuple[bytes, RawHeaders]:
+    """A record's payload and headers."""
+    stored: RawHeaders | None = None if row["headers"] is None else tuple((header["name"], header["value"]) for header in row["headers"])
+    if payload is None:
+        if stored is None:
+            raise ValueError("a row with `raw` needs its `headers`")
+        return row["raw"], stored
+    content = kind.decode(kind.codec.schema.serialize().to_pybytes() + payload.serialize().to_pybytes())
+    value = kind.encode(content)
+    if stored is None:
+        return value, kind.headers(content, run=run, worker=row.get("worker"), value=value).encode(value)
+    return value, stored if row["problem"] is not None else signed(stored, value)
+
+
+CACHED_ROW_GROUPS = 8
+"""The default number of partitions: a replay reads a step's groups from each of them."""
 
 
 def open_archive(path: str) -> "ArchivedLog | None":
-    """The archive in a folder; None for what can only be a run's id. Raises `ConfigError`."""
+    """The archive in a folder; None if `path` can only be a run id. Raises `ConfigError`."""
     directory = Path(path)
     if "/" not in path and not (directory / NOTE).exists() and not any(directory.glob(f"*/{NOTE}")):
         return None
@@ -36,44 +158,44 @@ def open_archive(path: str) -> "ArchivedLog | None":
 
 
 class ArchivedLog:
-    """The reading half of `penstock.infra.log.Log` over one archive."""
+    """The read methods of `penstock.infra.log.Log` over one archive."""
 
     def __init__(self, archive: Archive) -> None:
         note = archive.note()
         if note is None:
             raise ValueError(f"{archive.path} holds no export")
         self.archive, self._note = archive, note
-        self._row_group = lru_cache(ROW_GROUPS_KEPT)(self._typed_row_group)
+        self._row_group = lru_cache(CACHED_ROW_GROUPS)(self._typed_row_group)
 
     @property
     def run(self) -> str:
-        """The run that is archived."""
+        """Id of the archived run."""
         return self._note.run
 
     def topics(self, prefix: str = "") -> list[str]:
-        """The run's topics, and the register."""
+        """The run's topics and the register of runs."""
         names = [topic if topic == RUNS_TOPIC else f"{self.run}.{topic}" for topic in self._note.partitions]
         return sorted(name for name in names if name.startswith(prefix))
 
     def partitions(self, topic: str) -> int | None:
-        """How many partitions a topic has; None for another run's."""
+        """Number of partitions of a topic; None for another run's."""
         return self._note.partitions.get(self._plain(topic))
 
     def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """The first offsets that were kept when the archive was begun."""
+        """The first retained offsets when the archive was created."""
         return {(topic, number): self._note.begins[self._plain(topic)][number] for topic, number in partitions}
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """The offset after what is archived."""
+        """The offset after the last archived record."""
         return {(topic, number): self._end(kind_of(self._plain(topic), number), number) for topic, number in partitions}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The records at exactly these offsets, in the order asked. Raises `RecordMissing` naming those that are not there."""
-        kind, wanted = kind_of(self._plain(topic), partition), sorted(set(offsets))
+        """The records at these offsets, in their order. Raises `RecordMissing` with the missing ones."""
+        kind, ordered = kind_of(self._plain(topic), partition), sorted(set(offsets))
         records: dict[int, Record] = {}
         for row_group in self.archive.row_groups(kind, partition):
-            if bisect_left(wanted, row_group.first) < bisect_left(wanted, row_group.last + 1):
-                rows = _rows_at(kind, self._row_group(topic, partition, row_group.path, row_group.number), wanted)
+            if bisect_left(ordered, row_group.first) < bisect_left(ordered, row_group.last + 1):
+                rows = _rows_at(kind, self._row_group(topic, partition, row_group.path, row_group.number), ordered)
                 records |= {record.offset: record for record in self._restored(kind, partition, [rows])}
         if missing := [offset for offset in offsets if offset not in records]:
             raise RecordMissing(f"{topic}/{partition} has no record at offset {', '.join(map(str, missing[:10]))} in {self.archive.path}")
@@ -84,7 +206,7 @@ class ArchivedLog:
         return ArchivedTail(self, starts)
 
     def records(self, kind: Kind, partition: int, *, first: int = 0) -> Iterator[Record]:
-        """A partition's records from an offset on, a row group in memory."""
+        """A partition's records from offset `first`, with one row group in memory."""
         end = self._end(kind, partition)
         tables = (
             self.archive.row_group(row_group.path, row_group.number)
@@ -94,7 +216,7 @@ class ArchivedLog:
         return (record for record in self._restored(kind, partition, tables) if first <= record.offset < end)
 
     def close(self) -> None:
-        """Nothing is open between two calls."""
+        """Nothing to close: no file is open between calls."""
 
     def _typed_row_group(self, topic: str, partition: int, path: Path, number: int) -> pa.Table:
         return typed(kind_of(self._plain(topic), partition), self.archive.row_group(path, number))
@@ -104,7 +226,7 @@ class ArchivedLog:
         return whole_groups(records, run=self.run) if kind.name == "groups" else records
 
     def _in_order(self, kind: Kind, partition: int, tables: Iterable[pa.Table]) -> Iterator[Record]:
-        """The records of rows. Raises `ValueError` for a row of another partition, and for offsets that do not rise."""
+        """The records of rows. Raises `ValueError` for a row of another partition, and for offsets that do not ascend."""
         last = -1
         for record in (record for table in tables for record in to_records(kind, table, run=self.run)):
             if record.partition != partition or record.offset <= last:
@@ -125,31 +247,31 @@ class ArchivedLog:
 
 def _rows_at(kind: Kind, table: pa.Table, offsets: Sequence[int]) -> pa.Table:
     """The rows at some offsets, and the other parts of the groups among them."""
-    chosen = pc.is_in(table["offset"], value_set=pa.array(offsets, pa.int64()))
+    selected = pc.is_in(table["offset"], value_set=pa.array(offsets, pa.int64()))
     if kind.name == "groups":
-        numbers = table["group"].filter(chosen).drop_null()
-        chosen = pc.or_(chosen, pc.is_in(table["group"], value_set=numbers.combine_chunks()))
-    return table.filter(chosen)
+        numbers = table["group"].filter(selected).drop_null()
+        selected = pc.or_(selected, pc.is_in(table["group"], value_set=numbers.combine_chunks()))
+    return table.filter(selected)
 
 
 class ArchivedTail:
-    """Gives out the records of some partitions in order."""
+    """Reads the records of some partitions in order."""
 
     outage_s = 0.0
 
     def __init__(self, log: ArchivedLog, starts: Mapping[Partition, Start]) -> None:
         self._ends = log.end_offsets(starts)
-        begins = {place: 0 if start == "earliest" else self._ends[place] if start == "latest" else start for place, start in starts.items()}
-        self._positions = dict(begins)
-        self._rest = (
+        firsts = {tp: 0 if start == "earliest" else self._ends[tp] if start == "latest" else start for tp, start in starts.items()}
+        self._positions = dict(firsts)
+        self._records = (
             record
-            for (topic, number), first in begins.items()
+            for (topic, number), first in firsts.items()
             for record in log.records(kind_of(topic.removeprefix(f"{log.run}."), number), number, first=first)
         )
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
         """The next records; none at the end."""
-        records = list(islice(self._rest, max_records))
+        records = list(islice(self._records, max_records))
         for record in records:
             self._positions[record.topic, record.partition] = record.offset + 1
         if not records:
@@ -157,8 +279,8 @@ class ArchivedTail:
         return records
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
-        """All that is left."""
-        records = list(self._rest)
+        """All remaining records."""
+        records = list(self._records)
         self._positions = dict(self._ends)
         return records
 
@@ -167,7 +289,7 @@ class ArchivedTail:
         return self._positions[partition]
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class ArchivedSource:
@@ -177,15 +299,15 @@ class ArchivedSource:
         self.run, self._log = log.run, log
 
     def partitions(self, topic: str) -> range:
-        """Its partitions; none when the topic was not exported."""
+        """Partition numbers of a topic; none if it was not exported."""
         return range(self._log.partitions(topic) or 0)
 
-    def begin(self, topic: str, partition: int) -> int:
-        """The offset from which on nothing is missing: what was deleted between two exports is missing as what was deleted before."""
-        begin = self._log.beginning_offsets([(topic, partition)])[topic, partition]
-        return max(begin, self._log.archive.gap_end(kind_of(topic, partition), partition))
+    def start_offset(self, topic: str, partition: int) -> int:
+        """The first offset without gaps after it: records may have been deleted between two exports."""
+        first = self._log.beginning_offsets([(topic, partition)])[topic, partition]
+        return max(first, self._log.archive.gap_end(kind_of(topic, partition), partition))
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """One partition after the other."""
+        """The records of a topic, partition by partition."""
         for partition in self.partitions(topic) if partitions is None else partitions:
             yield from self._log.records(kind_of(topic, partition), partition)

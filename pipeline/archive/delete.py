@@ -1,7 +1,4 @@
-"""`penstock topics delete`: the one thing that wipes what a run has written.
-
-The rule: never a run at work; its record goes last, so that a deletion that was interrupted can be done again.
-"""
+"""`penstock topics delete`: deletes a run that is not active; its registration last, so that an interrupted deletion can be repeated."""
 
 import contextlib
 import os
@@ -27,30 +24,30 @@ from penstock.topics.wire.errors import Unusable
 
 MOUNTS = Path("/proc/self/mountinfo")
 MODEL = "model"
-"""In a run's folder: the exported model."""
+"""Folder of the exported model, in a run's folder."""
 WATCHED_S = 10.0
-"""A worker reports each second; a run of which none does for so long is at rest."""
+"""A run without a status record of its workers for this long is not active; they send one each second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """What would be deleted."""
+    """Contents of a deletion."""
 
     run: str
     registered: bool
     offsets: dict[str, int]
-    """By Kafka name, offsets in use."""
+    """Kafka topic -> number of offsets in use."""
     directory: str | None
     """The run's logs, measurements, checkpoints and final model on this machine."""
     bytes: int
-    """What is freed on this machine: of its own broker's folder, and of the run's."""
+    """Bytes freed on this machine: in the embedded broker's folder and the run's."""
     keep_model: bool = False
 
 
 def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
-    """What there is of a run; with `keep_model` the exported model stays.
+    """The contents to delete of a run, without the exported model if `keep_model`.
 
-    Raises `ValueError` for one at work, where there is nothing, and for a folder that may not be removed.
+    Raises `ValueError` for an active or unknown run, and for a folder that may not be removed.
     """
     topics, directory = log.topics(f"{run}."), run_directory(run)
     _require_own(directory)
@@ -59,13 +56,13 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
         raise RunNotFound(run)
     if record is not None and f"{run}.metrics" in topics and f"{run}.ledger" in topics:
         view = load(log, run, topics=("ledger", "metrics"))
-        if not has_ended(view) and not all(worker.ended for worker in view.workers.values()) and (worker := _at_work(log, run)):
+        if not has_ended(view) and not all(worker.ended for worker in view.workers.values()) and (worker := _active_worker(log, run)):
             raise ValueError(f"run {run} is running, {worker} at work: stop it first")
     offsets = {}
     for topic in topics:
-        places = [(topic, partition) for partition in range(log.partitions(topic) or 0)]
-        begins, ends = log.beginning_offsets(places), log.end_offsets(places)
-        offsets[topic] = sum(ends[place] - begins[place] for place in places)
+        partitions = [(topic, partition) for partition in range(log.partitions(topic) or 0)]
+        starts, ends = log.beginning_offsets(partitions), log.end_offsets(partitions)
+        offsets[topic] = sum(ends[partition] - starts[partition] for partition in partitions)
     freed = log_bytes(embedded.topic_bytes(), run) + folder_bytes(directory, without=MODEL if keep_model else None)
     return Deletion(
         run=run,
@@ -78,20 +75,20 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
 
 
 def ended_before(log: Log, limit_s: float, *, busy: Collection[str]) -> list[str]:
-    """Runs without a record since `limit_s` (Unix time): neither a status nor one in their own topics, as anyone may write a status."""
+    """Runs without a record since `limit_s` (Unix time): neither a status nor one in their own topics, as any client may write a status."""
     old = [record.run for record in all_runs(log) if record.updated_ns / 1e9 < limit_s and record.run not in busy]
     return [run for run in old if not _written_since(log, run, limit_s)]
 
 
 def _written_since(log: Log, run: str, limit_s: float) -> bool:
     topics = [topic for name in ("run", "ledger") if log.partitions(topic := topic_name(run, name))]
-    places = [(topic, 0) for topic in topics]
-    first, ends = log.offsets_at(places, max(0, int(limit_s * 1000))), log.end_offsets(places)
-    return any(first[place] < ends[place] for place in places)
+    partitions = [(topic, 0) for topic in topics]
+    first, ends = log.offsets_at(partitions, max(0, int(limit_s * 1000))), log.end_offsets(partitions)
+    return any(first[partition] < ends[partition] for partition in partitions)
 
 
-def _at_work(log: Log, run: str) -> str | None:
-    """A worker that reports now; None if none does for `WATCHED_S`. No clock of another machine is asked."""
+def _active_worker(log: Log, run: str) -> str | None:
+    """A worker that reports now; None if none does for `WATCHED_S`. Independent of the clocks of other machines."""
     tail, end = log.tail({(topic_name(run, "metrics"), 0): "latest"}), time.monotonic() + WATCHED_S
     try:
         while time.monotonic() < end:
@@ -117,11 +114,11 @@ def delete(log: KafkaLog, deletion: Deletion) -> None:
 
 
 def _remove(directory: Path, *, keep: str | None) -> None:
-    """Remove a run's folder, or all in it but the folder `keep`, where there is one; a link is removed and not followed.
+    """Remove a run's folder, or its contents except the folder `keep` if that exists; links are removed and not followed.
 
     Raises `ValueError` if it is not a folder in `runs`, if it or `runs` is a link, or if another file system is mounted in it.
     """
-    _require_own(directory)  # once more: it may have changed since it was planned
+    _require_own(directory)  # again: it may have changed since the deletion was planned
     if keep is None or not (directory / keep).exists():
         shutil.rmtree(directory)
         return
@@ -144,7 +141,7 @@ def _require_own(directory: Path) -> None:
 
 
 def _mount_points() -> list[Path]:
-    """Where file systems and folders are mounted, from the fifth field of each line; on a machine without that file none is known."""
+    """Mount points, from the fifth field of each line; empty on a machine without that file."""
     try:
         fields = [line.split()[4] for line in MOUNTS.read_bytes().splitlines()]
     except OSError:

@@ -1,6 +1,6 @@
-"""`penstock topics export`: what a run's topics hold becomes Parquet, and a second time only what is new.
+"""`penstock topics export`: exports a run's topics as Parquet files, incrementally.
 
-The rule: every record once, and none below the ends that the topics had when the export began is missing once the note names them.
+Every record is exported once. The note names end offsets below which the archive is complete.
 """
 
 import queue
@@ -26,16 +26,16 @@ from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
 AHEAD = 8
-"""Blocks of rows between the reader and the writer: the reader goes on while a row group is written."""
+"""Blocks of rows queued between reader and writer: the reader continues while a row group is written."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 600.0
-"""Between two rounds of a following export: a tenth of the time it has run, so that the number of its files stays small."""
+"""Limits of the pause between two rounds of a following export: a tenth of its run time, which bounds the number of files."""
 SETTLE_S = 2.0
-"""After a run is closed its last workers write for about this long."""
+"""The last workers of a closed run may write for about this long."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Exported:
-    """What an export did."""
+    """Result of an export."""
 
     run: str
     directory: str
@@ -45,11 +45,11 @@ class Exported:
     bytes: int = 0
     """Of the new files."""
     gone: list[str] = field(default_factory=list)
-    """Offsets that were deleted before they could be exported, a line for each place."""
+    """Offsets that were deleted before they were exported, one line for each partition."""
     seconds: float = 0.0
 
     def add(self, more: "Exported") -> None:
-        """Count in what a later export did."""
+        """Add the result of a later export."""
         for name, count in more.rows.items():
             self.rows[name] = self.rows.get(name, 0) + count
         self.files += more.files
@@ -66,8 +66,8 @@ def follow(
     topics: Collection[str] | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Exported]:
-    """Export again and again until the run is closed and nothing is new; what each round did. Raises as `export`."""
-    began, closed = time.monotonic(), False
+    """Export repeatedly until the run is closed and nothing is new; yields each round's result. Raises as `export`."""
+    start, closed = time.monotonic(), False
     tail = log.tail({(f"{run}.ledger", 0): "earliest"})
     try:
         while True:
@@ -75,7 +75,7 @@ def follow(
             yield done
             if closed and not done.rows:
                 return
-            pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, (time.monotonic() - began) / 10))
+            pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, (time.monotonic() - start) / 10))
             if closed or (closed := _closes_within(tail, run, pause_s)):
                 time.sleep(SETTLE_S)
     finally:
@@ -83,10 +83,10 @@ def follow(
 
 
 def _closes_within(tail: Tail, run: str, seconds: float) -> bool:
-    """Read the ledger on for so long; true at once when the entry comes that closes the run."""
+    """Read the ledger for this long; True as soon as it has the entry that closes the run."""
     until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        if any(_closes(record, run) for record in tail.poll(min(1.0, left))):
+    while (remaining := until - time.monotonic()) > 0:
+        if any(_closes(record, run) for record in tail.poll(min(1.0, remaining))):
             return True
     return False
 
@@ -106,50 +106,50 @@ def export(
     topics: Collection[str] | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Bring DIR/RUN up to what the topics hold now; all of them, or those of `topics`. Raises `ValueError`, `LogError`."""
-    wanted = _wanted(topics)
+    """Export new records of all topics, or of `topics`, to DIR/RUN. Raises `ValueError`, `LogError`."""
+    selected = _selected(topics)
     archive = Archive(directory, run)
-    began = time.monotonic()
+    start = time.monotonic()
     with archive.locked():
         record = find(log, run)
         if record is None:
             raise RunNotFound(run)
-        note = archive.note() or _begin(log, archive, record.created_ns)
+        note = archive.note() or _new_note(log, archive, record.created_ns)
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
-        ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in wanted}
+        ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in selected}
         work = Work(archive, BulkReader(log.connection, log.read_dead_letters), Exported(run=run, directory=str(archive.path)), notify)
         with work:
             for topic, offsets in ends.items():
                 work.topic(log, topic, offsets)
         archive.write_note(replace(note, ends={**note.ends, **ends}, exported_ns=time.time_ns()))
-    work.done.seconds = time.monotonic() - began
+    work.done.seconds = time.monotonic() - start
     return work.done
 
 
-def _wanted(topics: Collection[str] | None) -> set[str]:
-    known = (RUNS_TOPIC, *TOPICS)
-    if unknown := sorted(set(topics or ()) - set(known)):
-        raise ConfigError(f"there is no topic {unknown[0]!r}: {', '.join(known)}")
-    return {RUNS_TOPIC, "run", *topics} if topics else set(known)
+def _selected(topics: Collection[str] | None) -> set[str]:
+    topics_of_run = (RUNS_TOPIC, *TOPICS)
+    if unknown := sorted(set(topics or ()) - set(topics_of_run)):
+        raise ConfigError(f"there is no topic {unknown[0]!r}: {', '.join(topics_of_run)}")
+    return {RUNS_TOPIC, "run", *topics} if topics else set(topics_of_run)
 
 
-def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
-    """The note of an archive that holds nothing yet."""
+def _new_note(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
+    """The note of an empty archive."""
     partitions: dict[str, int] = {}
     for topic in dict.fromkeys(kind.topic for kind in KINDS.values()):
         name = kind_of(topic, 0).kafka_name(archive.run)
         if (count := log.partitions(name)) is None:
-            if topic == "run":  # an earlier release wrote all of it to the topic that runs share
+            if topic == "run":  # earlier releases have the registration in the topic of all runs only
                 continue
-            raise ValueError(f"run {archive.run} has no topic {name!r}: its log is gone or may not be read")
+            raise ValueError(f"run {archive.run} has no topic {name!r}: its log was deleted or access is denied")
         partitions[topic] = count
-    begins = {}
+    first_offsets = {}
     for topic, count in partitions.items():
         name = kind_of(topic, 0).kafka_name(archive.run)
         offsets = log.beginning_offsets([(name, partition) for partition in range(count)])
-        begins[topic] = [offsets[name, partition] for partition in range(count)]
-    note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=begins)
+        first_offsets[topic] = [offsets[name, partition] for partition in range(count)]
+    note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=first_offsets)
     archive.write_note(note)
     return note
 
@@ -161,7 +161,7 @@ def _ends(log: KafkaLog, archive: Archive, topic: str, count: int) -> list[int]:
 
 
 class Work:
-    """One reader, and one writer in a thread of its own: Parquet is made while the next block is read."""
+    """A reader, and a writer thread: Parquet is encoded while the next block is read."""
 
     def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
@@ -172,22 +172,21 @@ class Work:
         self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
 
     def topic(self, log: KafkaLog, topic: str, ends: list[int]) -> None:
-        """Export what is new of a topic."""
+        """Export a topic's new records."""
         name = kind_of(topic, 0).kafka_name(self.archive.run)
-        places = [(name, partition) for partition in range(len(ends))]
-        begins = log.beginning_offsets(places)
+        starts = log.beginning_offsets([(name, partition) for partition in range(len(ends))])
         for partition, end in enumerate(ends):
             kind = kind_of(topic, partition)
             first = self.archive.next_offset(kind, partition)
-            begin = begins[name, partition]
-            if first is not None and begin > first:
-                self.done.gone.append(f"{name}/{partition}: offsets {first} to {begin - 1} were deleted before they were exported")
-            start = begin if first is None else max(first, begin)
+            retained = starts[name, partition]
+            if first is not None and retained > first:
+                self.done.gone.append(f"{name}/{partition}: offsets {first} to {retained - 1} were deleted before they were exported")
+            start = retained if first is None else max(first, retained)
             if start < end:
                 self._partition(kind, name, partition, start, end)
 
     def _partition(self, kind: Kind, name: str, partition: int, start: int, end: int) -> None:
-        """One partition from `start` on; its rows become files of their own."""
+        """Export one partition from offset `start` into new files."""
         file: PartitionFile | None = None
         for table, position in read_tables(self._reader, kind, partition, run=self.archive.run, first=start, end=end):
             self._progress(f"{name}/{partition}: offset {position:,} of {end:,}")
@@ -230,7 +229,7 @@ class Work:
         self._thread.start()
 
     def __exit__(self, *raised: object) -> None:
-        """Wait for the writer; raises what has ended it."""
+        """Wait for the writer; re-raises its error."""
         self._queue.put(None)
         self._thread.join()
         self._reader.close()

@@ -1,7 +1,7 @@
-"""Where an archive lies: DIR/RUN/TABLE/partition=N/FIRST.parquet, each file named by its first offset, and what it says of itself.
+"""Files of an archive: DIR/RUN/TABLE/partition=N/FIRST.parquet, named by the first offset, and a note.
 
-The rule: a file gets its name when it is whole and on disk, never before, and says how far it reaches: the names and footers are the
-state of an incremental export, so that there is none that could be lost or wrong after a kill.
+A file gets its name when it is complete and synced, and its footer has the offset after it. Names and footers are the whole state of an
+incremental export, so a kill cannot lose it.
 """
 
 import fcntl
@@ -27,44 +27,44 @@ from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, check_run_id
 FORMAT = 1
 NOTE = "export.json"
 UNFINISHED = ".part"
-"""Ends the names of files that are being written."""
+"""Suffix of files being written."""
 NEXT = "penstock.next_offset"
 _LAST_OFFSET = 2**63 - 1
 NOTE_BYTES = 64 << 20
-"""A note has at most two numbers for each of `MOST_PARTITIONS` of a topic."""
+"""Size limit of a note, which has at most two numbers for each of `MOST_PARTITIONS` of a topic."""
 _FILE, _PARTITION, _OFFSET = re.compile(r"\d{20}\.parquet"), re.compile(r"partition=(0|[1-9]\d{0,4})"), re.compile(r"\d{1,18}")
 MOST_PARTITIONS = 10_000
-"""Of a topic: an import makes as many as the note says, so one that was damaged or forged must not ask for any number."""
+"""Limit for a topic: an import creates as many as the note has, which may be damaged or forged."""
 
 ROW_GROUP_BYTES = 48 << 20
 ROW_GROUP_ROWS = 100_000
 FILE_BYTES = 512 << 20
-"""Of Arrow memory behind one file: about what a query likes to read in one go."""
+"""Arrow memory of one file: a size that suits queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What an archive says of itself: which run, and up to which offsets it holds a moment of it."""
+    """Metadata of an archive: its run, and the offsets up to which it is complete."""
 
     run: str
     created_ns: int
-    """When the run was created: another run of the same id is another run."""
+    """Creation time of the run, which distinguishes runs with the same id."""
     partitions: Mapping[str, int]
     """By plain topic name."""
     begins: Mapping[str, list[int]] = field(default_factory=dict)
-    """First kept offsets when the archive was begun."""
+    """First retained offsets when the archive was created."""
     ends: Mapping[str, list[int]] = field(default_factory=dict)
-    """Offsets up to which everything was exported; none before the first export is done."""
+    """Offsets up to which all records are exported; empty before the first export is complete."""
     exported_ns: int = 0
     format: int = FORMAT
 
 
 _NO_DICTIONARY = frozenset({"offset", "behaviour_logprobs", "raw", "data", "value", "components", "reward"})
-"""Where values seldom repeat a dictionary only costs time."""
+"""Columns whose values seldom repeat: no dictionary encoding."""
 
 
 def options(kind: Kind) -> dict[str, Any]:
-    """How a table is written: zstd, with dictionaries where values repeat."""
+    """Parquet options of a table: zstd, dictionaries for columns with repeated values."""
     sink = pa.BufferOutputStream()
     pq.ParquetWriter(sink, kind.schema).close()
     columns = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
@@ -74,17 +74,17 @@ def options(kind: Kind) -> dict[str, Any]:
 
 
 class RowGroup(NamedTuple):
-    """Rows that are read together, and the offsets between which they lie."""
+    """A row group and its first and last offset."""
 
     path: Path
     number: int
-    """Its place in the file."""
+    """Index in the file."""
     first: int
     last: int
 
 
 def note_of(data: bytes) -> Note:
-    """A note as it is stored. Raises `ValueError` for another format, and for figures that no export writes."""
+    """Parse a note. Raises `ValueError` for another format and for values that no export writes."""
     try:
         stored = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -123,13 +123,13 @@ def _is_offset(value: Any) -> bool:
 
 
 class Archive:
-    """One run's folder."""
+    """The folder of an archived run."""
 
     def __init__(self, directory: Path, run: str) -> None:
         self.run, self.path = run, directory / run
 
     def note(self) -> Note | None:
-        """What the archive says of itself; None before the first export. Raises `ValueError` for what this version cannot read."""
+        """The archive's note; None before the first export. Raises `ValueError` for a note that this version cannot read."""
         path = self.path / NOTE
         try:
             with reader.regular(path) as file:
@@ -146,16 +146,16 @@ class Archive:
             raise ValueError(f"{path}: {error}") from error
 
     def write_note(self, note: Note) -> None:
-        """Replace the note at once."""
-        write_aside(self.path / NOTE, json.dumps(asdict(note), indent=1).encode())
+        """Replace the note atomically."""
+        write_atomically(self.path / NOTE, json.dumps(asdict(note), indent=1).encode())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other exports out of this folder, and clear away what a killed one had begun."""
+        """Lock this folder against other exports, and remove unfinished files."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(self._lock_file(), "w") as held:
+        with os.fdopen(self._lock_file(), "w") as lock:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(f"another export writes to {self.path} now; wait for its end") from error
             self.check_layout()
@@ -170,12 +170,12 @@ class Archive:
         try:
             return os.open(self.path / ".lock", flags, 0o666)
         except OSError:
-            self.check_layout()  # of a link or a pipe it has more to say
+            self.check_layout()  # has a better message for a link or a pipe
             raise
 
     def _clear(self) -> None:
-        for left in self.path.rglob(f"*{UNFINISHED}"):
-            left.unlink()
+        for path in self.path.rglob(f"*{UNFINISHED}"):
+            path.unlink()
 
     def check_layout(self) -> None:
         """Raise `ValueError` for a link, a pipe or a device in the folder, and for a name that no export writes."""
@@ -184,7 +184,7 @@ class Archive:
                 path = Path(folder, name)
                 try:
                     mode = path.lstat().st_mode
-                except FileNotFoundError:  # an export has given it its name meanwhile
+                except FileNotFoundError:  # an export has renamed it
                     continue
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                     raise ValueError(f"{path} is a link, a pipe or a device; an archive has folders and regular files only")
@@ -194,7 +194,7 @@ class Archive:
                     raise ValueError(f"{path}: the folder of a partition is named partition=N")
 
     def folder(self, kind: Kind, partition: int) -> Path:
-        """Where a partition's files lie."""
+        """The folder of a partition's files."""
         return self.path / kind.name / f"partition={partition}"
 
     def files(self, kind: Kind, partition: int) -> list[Path]:
@@ -202,16 +202,16 @@ class Archive:
         return sorted(self.folder(kind, partition).glob("*.parquet"))
 
     def next_offset(self, kind: Kind, partition: int) -> int | None:
-        """The offset after what is archived of a partition; None where nothing is."""
+        """The offset after the last archived record of a partition; None if there are none."""
         files = self.files(kind, partition)
         if not files:
             return None
         if (reached := _reaches(files[-1])) is None:
-            raise ValueError(f"{files[-1]} does not say how far it reaches; a file that was written anew has to keep its metadata")
+            raise ValueError(f"{files[-1]} has no {NEXT} in its metadata; a rewritten file has to keep its metadata")
         return reached
 
     def gap_end(self, kind: Kind, partition: int) -> int:
-        """The offset behind the last records of a partition that were deleted before they could be exported; 0 where none were."""
+        """The offset after the last gap in a partition, of records deleted before they were exported; 0 without gaps."""
         ends = ((_reaches(file), int(later.stem)) for file, later in pairwise(self.files(kind, partition)))
         return max((first for reached, first in ends if reached is not None and reached < first), default=0)
 
@@ -234,22 +234,22 @@ class Archive:
         for row_group in self.row_groups(kind, partition):
             yield self.row_group(row_group.path, row_group.number)
 
-    def places(self, note: Note) -> Iterator[tuple[Kind, str, int]]:
-        """Every partition of the run: its table, plain topic, number."""
+    def tables(self, note: Note) -> Iterator[tuple[Kind, str, int]]:
+        """(table, plain topic, number) of each partition."""
         for topic, count in note.partitions.items():
             for partition in range(count):
                 yield kind_of(topic, partition), topic, partition
 
 
 def find_archive(directory: Path) -> Archive:
-    """The archive that DIR or DIR/RUN is. Raises `ValueError` for none, and for several."""
+    """The archive in DIR or DIR/RUN. Raises `ValueError` for none and for several."""
     if (directory / NOTE).is_file():
         return _checked(Archive(directory.absolute().parent, directory.absolute().name))
     if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}; name the one that `penstock topics export RUN DIR` has written")
+        raise ValueError(f"there is no directory {directory}; expected one that `penstock topics export RUN DIR` wrote")
     runs = sorted(note.parent.name for note in directory.glob(f"*/{NOTE}"))
     if not runs:
-        raise ValueError(f"{directory} holds no export; name the directory that `penstock topics export RUN DIR` has written")
+        raise ValueError(f"{directory} holds no export; expected a directory that `penstock topics export RUN DIR` wrote")
     if len(runs) > 1:
         raise ValueError(f"{directory} holds the runs {', '.join(runs[:8])}: name one, as {directory / runs[0]}")
     return _checked(Archive(directory, runs[0]))
@@ -261,7 +261,7 @@ def _checked(archive: Archive) -> Archive:
 
 
 def _reaches(path: Path) -> int | None:
-    """The offset after what a file holds; None where somebody has written it anew without saying so."""
+    """The offset after a file's last record; None if the file was rewritten without its metadata."""
     stored = reader.footer(path)["metadata"].get(NEXT)
     if stored is not None and not _OFFSET.fullmatch(stored):
         raise ValueError(f"{path}: {NEXT} is {stored[:60]!r}, expected an offset")
@@ -272,53 +272,53 @@ def _unreadable(error: OSError) -> None:
     raise ValueError(f"{error.filename}: cannot read it: {error.strerror}") from error
 
 
-def write_aside(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens."""
-    aside = path.with_name(path.name + UNFINISHED)
-    with aside.open("xb") as file:
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    temporary = path.with_name(path.name + UNFINISHED)
+    with temporary.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    aside.rename(path)
+    temporary.rename(path)
     sync(path.parent)
 
 
 class PartitionFile:
-    """One file under way; `finish` gives it its name."""
+    """A file being written; `finish` gives it its name."""
 
     def __init__(self, archive: Archive, kind: Kind, partition: int, first: int) -> None:
         folder = archive.folder(kind, partition)
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{first:020d}.parquet"
-        self._aside = self._path.with_name(self._path.name + UNFINISHED)
-        self._file = self._aside.open("xb")
+        self._temporary = self._path.with_name(self._path.name + UNFINISHED)
+        self._file = self._temporary.open("xb")
         self._writer = pq.ParquetWriter(self._file, kind.schema, **options(kind))
-        self._held: list[pa.Table] = []
-        self._held_bytes = self._held_rows = 0
+        self._buffered: list[pa.Table] = []
+        self._buffered_bytes = self._buffered_rows = 0
         self.bytes = 0
 
     def write(self, table: pa.Table) -> None:
-        """Add rows; they reach the file a row group at a time."""
-        self._held.append(table)
-        self._held_bytes += table.nbytes
-        self._held_rows += len(table)
+        """Add rows; they are written in row groups."""
+        self._buffered.append(table)
+        self._buffered_bytes += table.nbytes
+        self._buffered_rows += len(table)
         self.bytes += table.nbytes
-        if self._held_bytes >= ROW_GROUP_BYTES or self._held_rows >= ROW_GROUP_ROWS:
+        if self._buffered_bytes >= ROW_GROUP_BYTES or self._buffered_rows >= ROW_GROUP_ROWS:
             self._flush()
 
     def finish(self, next_offset: int) -> Path:
-        """Everything below `next_offset` is in: make it durable and give the file its name."""
+        """Sync the file, which is complete below `next_offset`, and rename it."""
         self._flush()
         self._writer.add_key_value_metadata({NEXT: str(next_offset)})
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._aside.rename(self._path)
+        self._temporary.rename(self._path)
         sync(self._path.parent)
         return self._path
 
     def _flush(self) -> None:
-        if self._held:
-            self._writer.write_table(pa.concat_tables(self._held), row_group_size=self._held_rows)
-        self._held, self._held_bytes, self._held_rows = [], 0, 0
+        if self._buffered:
+            self._writer.write_table(pa.concat_tables(self._buffered), row_group_size=self._buffered_rows)
+        self._buffered, self._buffered_bytes, self._buffered_rows = [], 0, 0

@@ -1,6 +1,6 @@
-"""`penstock topics import`: an archived run appended to topics of its own on a broker.
+"""`penstock topics import`: writes an archived run to new topics on a broker.
 
-The rule: what a record refers to is written before it, at an offset that is known then; the run is registered last.
+A record's references are written before it, so that their new offsets are known; the run is registered last.
 """
 
 import time
@@ -26,7 +26,7 @@ PROGRESS_EVERY_S = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class Imported:
-    """What an import did."""
+    """Result of an import."""
 
     run: str
     records: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOPICS, 0))
@@ -35,26 +35,24 @@ class Imported:
 
 
 def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, notify: Callable[[str], None] = lambda _: None) -> Imported:
-    """Write an archived run's topics and register it. Raises `ConfigError` for an id that is taken, `ValueError`, `LogError`."""
-    began, note = time.monotonic(), complete(archive)
+    """Write an archived run's topics and register it. Raises `ConfigError` for an existing id, `ValueError`, `LogError`."""
+    start, note = time.monotonic(), complete(archive)
     run = _free(log, becomes or note.run)
     relocation, archived = Relocation(note.run, run), ArchivedLog(archive)
     registered = find(cast(Log, archived), note.run)
     if registered is None:
         raise ValueError(f"{archive.path} has no usable record of run {note.run} in its table `runs`")
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # empty, for a run that goes on here
+    partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # empty topics for a run that is resumed here
     log.create_topics(topics_of(run, partitions=partitions["groups"], weight_partitions=partitions["weights"], turns=turns))
     imported = Imported(run=run)
     try:
         _write_records(log, archived, relocation, imported, notify)
     except ValueError as error:
-        raise ValueError(
-            f"{error}; the run is not registered: `penstock topics delete {run} --yes` removes what was imported before"
-        ) from error
-    # Of what an archive says in the topic that all runs share, only this run's own status is taken over.
+        raise ValueError(f"{error}; the run is not registered: `penstock topics delete {run} --yes` removes the imported part") from error
+    # Of the archived topic of all runs, only this run's status is imported.
     (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
-    imported.seconds = time.monotonic() - began
+    imported.seconds = time.monotonic() - start
     return imported
 
 
@@ -62,7 +60,7 @@ def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation,
     """Write all records and count them. Raises `ValueError` for rows that cannot be records, and `LogError`."""
     archive, note, run = archived.archive, complete(archived.archive), imported.run
     writer, progress, ends = BulkWriter(log.connection), _Progress(notify), dict[Partition, int]()
-    for kind in reversed(list(KINDS.values())):  # from the cause to the effect
+    for kind in reversed(list(KINDS.values())):  # from cause to effect
         for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():
             count = 0
             for record in _relocated(archived, kind, partition, relocation):
@@ -76,44 +74,43 @@ def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation,
 
 
 def complete(archive: Archive) -> Note:
-    """The note of an archive with everything in it. Raises `ValueError`."""
+    """The note of a complete archive. Raises `ValueError`."""
     note = archive.note()
     if note is None:
         raise ValueError(f"{archive.path} holds no export")
     if missing := [topic for topic in (RUNS_TOPIC, *TOPICS) if topic not in note.ends and (topic != "run" or topic in note.partitions)]:
-        raise ValueError(f"{archive.path} is no whole export, {', '.join(missing)} missing: `penstock topics export` goes on with it")
+        raise ValueError(f"{archive.path} is no complete export, {', '.join(missing)} missing: continue it with `penstock topics export`")
     return note
 
 
 def _free(log: Log, run: str) -> str:
-    """The id itself, if nothing of it is on the broker."""
+    """The id, if the broker has no run and no topics of it."""
     try:
         check_run_id(run)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if find(log, run) is not None:
         raise ConfigError(
-            f"run {run!r} exists already on this broker: import under another --run-id; `penstock topics delete {run}` says what it would "
-            "delete to make room"
+            f"run {run!r} exists already on this broker: import under another --run-id, or delete it: `penstock topics delete {run}`"
         )
-    if left := log.topics(f"{run}."):
+    if topics := log.topics(f"{run}."):
         raise ConfigError(
-            f"topics of a run {run!r} that is not registered are on this broker, such as {left[0]}; "
+            f"topics of a run {run!r} that is not registered are on this broker, such as {topics[0]}; "
             f"`penstock topics delete {run} --yes` removes what an interrupted import has left, or import under another --run-id"
         )
     return run
 
 
 def _partitions(archive: Archive, note: Note, kind: Kind) -> list[int]:
-    return [partition for place, _, partition in archive.places(note) if place is kind]
+    return [partition for table, _, partition in archive.tables(note) if table is kind]
 
 
 def _check_ends(log: KafkaLog, ends: Mapping[Partition, int]) -> None:
-    """Raise `LogError` unless each partition ends where the import has ended."""
-    for place, end in log.end_offsets(ends).items():
-        if end != ends[place]:
-            cause = "somebody else wrote there" if end > ends[place] else "the broker has lost some"
-            raise LogError(f"{place[0]}/{place[1]} ends at offset {end} after {ends[place]} records: {cause}")
+    """Raise `LogError` unless each partition ends at the last imported record."""
+    for (topic, partition), end in log.end_offsets(ends).items():
+        if end != (count := ends[topic, partition]):
+            cause = "another client wrote to it" if end > count else "the broker has lost records"
+            raise LogError(f"{topic}/{partition} ends at offset {end} after {count} records: {cause}")
 
 
 def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Relocation) -> Iterator[Record]:
@@ -123,7 +120,7 @@ def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Re
 
 
 class _Progress:
-    """Passes a line on every few seconds."""
+    """Sends a progress line every few seconds."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify, self._next_s = notify, time.monotonic() + PROGRESS_EVERY_S

@@ -1,6 +1,6 @@
-"""What an archive's tables look like: a row is a record, its place and its payload's columns; in `rollouts` it is a sample.
+"""Tables of an archive: one row per record with its offset and the columns of its payload; in `rollouts` one row per sample.
 
-The rule: columns of the payload keep their names and types; one whose name is taken by the record's place begins with `payload_`.
+Payload columns keep their names and types; a name that the record's own columns use gets the prefix `payload_`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +17,16 @@ from penstock.topics.wire.headers import Headers, match
 from penstock.topics.wire.record import Record
 
 HEADER = pa.struct([("name", pa.string()), ("value", pa.binary())])
-PLACE = (
+RECORD = (
     pa.field("partition", pa.int32()),
     pa.field("offset", pa.int64()),
     pa.field("timestamp", pa.timestamp("ms", tz="UTC")),
     pa.field("key", pa.binary()),
 )
 ORIGINAL = (pa.field("headers", pa.list_(HEADER)), pa.field("raw", pa.binary()), pa.field("problem", pa.string()))
-"""`headers` and `raw` are null where they follow from the other columns; `problem` says why nobody can use the record."""
+"""`headers` and `raw` are null if they follow from the other columns; `problem` is the reason why the record is unusable."""
 
-_TAKEN = frozenset(field.name for field in (*PLACE, *ORIGINAL))
+_TAKEN = frozenset(field.name for field in (*RECORD, *ORIGINAL))
 VERSIONS = (pa.field("policy_version_min", pa.int64()), pa.field("policy_version_max", pa.int64()))
 WORKER = pa.field("worker", pa.string())
 GROUP_FACTS = (
@@ -40,20 +40,20 @@ _GROUP_FACTS = tuple(field.name for field in GROUP_FACTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How the records of one table are read and written."""
+    """Codec of the records of one table."""
 
     name: str
-    """Of the folder and of the view."""
+    """Name of the folder and of the view."""
     topic: str
     codec: Codec
     facts: tuple[pa.Field, ...]
-    """Columns from the headers; of these only `worker` says what the payload does not."""
+    """Columns from the headers; only `worker` is not in the payload."""
     read: Callable[..., Any]
-    """(record, run=) -> what its payload holds; raises `Unusable`."""
+    """(record, run=) -> headers and payload; raises `Unusable`."""
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
     headers: Callable[..., Headers]
-    """(payload, run=, worker=, value=) -> what the record says on its outside."""
+    """(payload, run=, worker=, value=) -> headers of the record."""
 
     @property
     def payload(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Kind:
         """The table's columns."""
         types = [self.codec.schema.field(name).type for name in self.payload.values()]
         columns = [pa.field(name, relaxed(kind)) for name, kind in zip(self.payload, types, strict=True)]
-        return pa.schema([*PLACE, *columns, *self.facts, *ORIGINAL])
+        return pa.schema([*RECORD, *columns, *self.facts, *ORIGINAL])
 
     def kafka_name(self, run: str) -> str:
         """The Kafka topic."""
@@ -84,13 +84,13 @@ def relaxed(kind: pa.DataType) -> pa.DataType:
 
 
 def _read_part(record: Record, *, run: str) -> tuple[Headers, Part]:
-    """One part alone; claims about the whole group are compared only if it is the only part."""
-    found, part = groups.check(record, run=run), groups.decode_part(record.value)
-    match(found, group=part.group.group, outcome=part.group.outcome, part=part.part, parts=part.parts)
+    """Read a single part; headers about the group are checked only if it is the only part."""
+    headers, part = groups.check(record, run=run), groups.decode_part(record.value)
+    match(headers, group=part.group.group, outcome=part.group.outcome, part=part.part, parts=part.parts)
     if part.parts == 1:
         expected = groups.headers(part.group, run=run, sha256=groups.digest([record.value]))
-        match(found, **{name: getattr(expected, name) for name in ("policy_version_min", "policy_version_max", "samples", *_GROUP_FACTS)})
-    return found, part
+        match(headers, **{name: getattr(expected, name) for name in ("policy_version_min", "policy_version_max", "samples", *_GROUP_FACTS)})
+    return headers, part
 
 
 def _part_headers(part: Part, *, run: str, worker: str | None, value: bytes) -> Headers:
@@ -101,18 +101,18 @@ def _run_headers(record: runs.RunRecord, *, run: str, **_: Any) -> Headers:
     return runs.headers(record, run=run)
 
 
-def _said(headers: Callable[..., Headers]) -> Callable[..., Headers]:
-    """For records whose worker stands in a header only."""
+def _with_worker(headers: Callable[..., Headers]) -> Callable[..., Headers]:
+    """Headers function of records whose worker is only in a header."""
     return lambda payload, *, run, worker, **_: headers(payload, run=run, worker=worker)
 
 
 def _plain(headers: Callable[..., Headers]) -> Callable[..., Headers]:
-    """For records that name their worker in the payload, or none."""
+    """Headers function of records with their worker in the payload, or none."""
     return lambda payload, *, run, **_: headers(payload, run=run)
 
 
 def _kind(name: str, module: Any, headers: Callable[..., Headers], *facts: pa.Field, **functions: Any) -> Kind:
-    """A table of the records of a topic's module; `functions` stand in for the module's own."""
+    """A table of the records of a topic's module; `functions` override those of the module."""
     own = {"codec": module.CODEC, "read": module.read, "decode": module.decode, "encode": module.encode}
     return Kind(name=name, headers=headers, facts=facts, **{"topic": name, **own, **functions})
 
@@ -128,19 +128,19 @@ KINDS: Mapping[str, Kind] = {
         _kind("run", runs, _run_headers),
         _kind("dead-letters", dead_letters, _plain(dead_letters.headers)),
         _kind("metrics", metrics, _plain(metrics.headers)),
-        _kind("ledger", ledger, _said(ledger.headers), WORKER),
+        _kind("ledger", ledger, _with_worker(ledger.headers), WORKER),
         _kind("groups", groups, _part_headers, WORKER, *VERSIONS, *GROUP_FACTS, **_PARTS),
         _kind("rollouts", rollouts, lambda samples, *, run, **_: rollouts.headers(*samples, run=run), *VERSIONS, **_SAMPLES),
-        _kind("prompts", prompts, _said(prompts.headers), WORKER),
-        _kind("weights", weights, _said(weights.headers), WORKER),
-        _kind("chunks", weights, _said(weights.chunk_headers), WORKER, topic="weights", **_CHUNKS),
+        _kind("prompts", prompts, _with_worker(prompts.headers), WORKER),
+        _kind("weights", weights, _with_worker(weights.headers), WORKER),
+        _kind("chunks", weights, _with_worker(weights.chunk_headers), WORKER, topic="weights", **_CHUNKS),
     )
 }
-"""In the order in which their ends are taken: from the effect to the cause, so that what a record refers to is archived as well."""
+"""In the order of reading end offsets: from effect to cause, so that a record's references are archived as well."""
 
 
 def kind_of(topic: str, partition: int) -> Kind:
-    """The table that a record of a topic, by its plain name, belongs into.
+    """The table of the records of a topic, by its plain name.
 
     Example:
         kind_of("weights", 1).name  # -> "chunks"

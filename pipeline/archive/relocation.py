@@ -1,7 +1,4 @@
-"""A run's records at other offsets, and under another run id: what they say of offsets and of the run is rewritten.
-
-The rule: a checksum that held holds afterwards, one that did not is left as it is.
-"""
+"""Rewrites offsets and the run id in a run's records. Valid checksums are recomputed; invalid ones stay as they are."""
 
 import re
 import zlib
@@ -19,15 +16,15 @@ from penstock.topics.wire.headers import CHECKSUM, Headers
 from penstock.topics.wire.record import RawHeaders, Record
 
 GONE = -1
-"""Stands for the offset of a record that the archive does not hold; readers take it for one that retention has deleted."""
+"""New offset of a record that the archive does not have; readers treat it as deleted by retention."""
 
-_PLACE = re.compile(rb"(.+)/(\d{1,9})/(\d{1,18})")
-"""The key of a dead letter: where the record stood."""
+_RECORD_ID = re.compile(rb"(.+)/(\d{1,9})/(\d{1,18})")
+"""Key of a dead letter: topic, partition and offset of its record."""
 _COVERED = frozenset(name.replace("_", "-") for name in Headers.__dataclass_fields__)
 
 
 def checksum(headers: RawHeaders, value: bytes) -> bytes:
-    """What the header `crc32` of a record has to say.
+    """Value of the header `crc32` of a record.
 
     Example:
         checksum((("run", b"r"), ("schema", b"rollouts/1"), ("group", b"3")), b"")  # -> b"76398ec4"
@@ -37,13 +34,13 @@ def checksum(headers: RawHeaders, value: bytes) -> bytes:
 
 
 def signed(headers: RawHeaders, value: bytes) -> RawHeaders:
-    """The same headers with the checksum that fits them and the payload."""
-    fitting = checksum(headers, value)
-    return tuple((name, fitting if name == CHECKSUM else text) for name, text in headers)
+    """The headers with their checksum recomputed."""
+    recomputed = checksum(headers, value)
+    return tuple((name, recomputed if name == CHECKSUM else text) for name, text in headers)
 
 
 class Relocation:
-    """Rewrites the records of one run for new topics, each of which gets its records in order from offset 0."""
+    """Rewrites the records of one run for new topics, which get them in order from offset 0."""
 
     def __init__(self, run: str, becomes: str) -> None:
         self.run, self.becomes = run, becomes
@@ -53,21 +50,21 @@ class Relocation:
             **dict.fromkeys(("runs", "run"), lambda value: runs.encode(replace(runs.decode(value), run=becomes))),
             "weights": self._manifest,
             "ledger": self._entry,
-            "dead-letters": self._letter,
+            "dead-letters": self._dead_letter,
         }
 
     def note(self, kind: Kind, record: Record) -> None:
-        """The record is the next one of its partition."""
+        """Add the next record of its partition."""
         self._offsets[kind.topic, record.partition].append(record.offset)
 
     def offset(self, topic: str, partition: int, old: int) -> int:
-        """The new offset of a record that was noted; `GONE` for any other."""
+        """The new offset of a noted record; `GONE` for another one."""
         offsets = self._offsets.get((topic, partition), ())
         index = bisect_left(offsets, old)
         return index if index < len(offsets) and offsets[index] == old else GONE
 
     def apply(self, kind: Kind, record: Record) -> Record:
-        """The record as it has to be in the new topics; what it refers to was noted before."""
+        """The record for the new topics; its references must be noted before."""
         value, headers = self._payload(kind, record.value), self._headers(record.headers)
         if (CHECKSUM, checksum(record.headers, record.value)) in record.headers:
             headers = signed(headers, value)
@@ -83,8 +80,8 @@ class Relocation:
     def _key(self, kind: Kind, key: bytes | None) -> bytes | None:
         if kind.name in ("runs", "run"):
             return self.becomes.encode()
-        if kind.name == "dead-letters" and (place := _PLACE.fullmatch(key or b"")):
-            topic, partition, old = place[1].decode("latin-1"), int(place[2]), int(place[3])
+        if kind.name == "dead-letters" and (match := _RECORD_ID.fullmatch(key or b"")):
+            topic, partition, old = match[1].decode("latin-1"), int(match[2]), int(match[3])
             offset = self.offset(topic.removeprefix(f"{self.run}."), partition, old)
             return f"{self._topic(topic)}/{partition}/{offset}".encode("latin-1")
         return key
@@ -94,12 +91,12 @@ class Relocation:
         try:
             return value if rewrite is None else rewrite(value)
         except Unusable:
-            return value  # nobody can read it, so it refers to nothing
+            return value  # unreadable, so without references
 
     def _manifest(self, value: bytes) -> bytes:
         manifest = weights.decode(value)
-        places = zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True)
-        offsets = tuple(self.offset("weights", partition, old) for partition, old in places)
+        chunks = zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True)
+        offsets = tuple(self.offset("weights", partition, old) for partition, old in chunks)
         return weights.encode(replace(manifest, chunk_offsets=offsets))
 
     def _entry(self, value: bytes) -> bytes:
@@ -107,22 +104,22 @@ class Relocation:
         plan = tuple(replace(planned, offset=self.offset("groups", planned.partition, planned.offset)) for planned in entry.plan)
         return ledger.encode(replace(entry, plan=plan)) if plan else value
 
-    def _letter(self, value: bytes) -> bytes:
-        """The record it carries is rewritten as that record itself was."""
-        letter = dead_letters.decode(value)
-        topic = letter.topic.removeprefix(f"{self.run}.")
+    def _dead_letter(self, value: bytes) -> bytes:
+        """Rewrite the carried record too."""
+        dead_letter = dead_letters.decode(value)
+        topic = dead_letter.topic.removeprefix(f"{self.run}.")
         record = Record(
-            topic=letter.topic,
-            partition=letter.partition,
-            offset=letter.offset,
-            timestamp_ms=letter.timestamp_ms,
-            key=letter.key,
-            headers=letter.headers,
-            value=letter.value,
+            topic=dead_letter.topic,
+            partition=dead_letter.partition,
+            offset=dead_letter.offset,
+            timestamp_ms=dead_letter.timestamp_ms,
+            key=dead_letter.key,
+            headers=dead_letter.headers,
+            value=dead_letter.value,
         )
         if topic in TOPICS:
-            record = self.apply(kind_of(topic, letter.partition), record)
-        offset = self.offset(topic, letter.partition, letter.offset)
+            record = self.apply(kind_of(topic, dead_letter.partition), record)
+        offset = self.offset(topic, dead_letter.partition, dead_letter.offset)
         return dead_letters.encode(
-            replace(letter, topic=record.topic, offset=offset, key=record.key, headers=record.headers, value=record.value)
+            replace(dead_letter, topic=record.topic, offset=offset, key=record.key, headers=record.headers, value=record.value)
         )

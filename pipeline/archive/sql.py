@@ -1,10 +1,10 @@
-"""Questions in SQL to a run: over its live topics, or over an archive.
+"""SQL over a run's live topics or an archive. A query reads only the topics that it names, and no files and no network.
 
-Invariant: a question reads the run's tables only, neither files nor the network, and only the topics that it names.
+Views have the figures of `penstock report`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -17,14 +17,89 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive import database
 from penstock.pipeline.archive.archived_log import ArchivedLog
-from penstock.pipeline.archive.database import NO_LIMITS, Limits, NoQuestion, OutOfMemory, Refused, Scanned, compute, filled
+from penstock.pipeline.archive.database import NO_LIMITS, Limits, NotAQuery, OutOfMemory, Refused, Scanned, compute, filled
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
-from penstock.pipeline.archive.views import RAW, TABLES, VIEWS
 from penstock.pipeline.observe.report.summary import COUNTED
-from penstock.pipeline.observe.tables.samples_groups_steps import RunTables
+from penstock.pipeline.observe.tables.samples_groups_steps import GROUPS as GROUP_COLUMNS
+from penstock.pipeline.observe.tables.samples_groups_steps import SAMPLES as SAMPLE_COLUMNS
+from penstock.pipeline.observe.tables.samples_groups_steps import STEPS, RunTables
+from penstock.pipeline.observe.tables.timeline import TIMELINE, timeline
+from penstock.pipeline.observe.tables.turns import TURNS, turns
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
+
+RAW = {
+    "run": "run",
+    "prompts": "prompts",
+    "rollouts": "rollouts",
+    "groups": "groups",
+    "weights": "weights",
+    "chunks": "chunks",
+    "ledger": "ledger",
+    "metrics": "metrics",
+    "dead_letters": "dead-letters",
+    "runs": "runs",
+}
+"""Table `raw.NAME` -> the archive's table, one row per record."""
+
+TABLES: Mapping[str, tuple[pa.Schema, Callable[[RunTables], pa.Table]]] = {
+    "samples": (SAMPLE_COLUMNS, RunTables.samples),
+    "groups": (GROUP_COLUMNS, RunTables.groups),
+    "steps": (STEPS, RunTables.steps),
+    "turns": (TURNS, lambda of: turns(of.log, of.run)),
+    "timeline": (TIMELINE, lambda of: timeline(of.log, of.run)),
+}
+"""Table -> its columns and the function that fills it; samples come before groups, which then are decoded only once."""
+
+LAG = """
+with trained as (select step, version, committed, unnest(groups) as "group" from steps)
+select t.step, t.version, t."group" as "group", s.sample, t.version - s.policy_version_min as lag,
+       t.version - s.policy_version_max as lag_of_newest, t.version - g.policy_version_min as lag_of_group, s.tokens,
+       (epoch_ns(t.committed) - epoch_ns(s.ended)) / 1e9 as age_s
+from trained t join groups g on g."group" = t."group" join samples s on s."group" = t."group" and s.reward is not null
+order by 1, 3, 4
+"""
+
+REWARDS = """
+select policy_version_min as version, round(sum(reward_mean * rewarded) / sum(rewarded), 12) as reward,
+       sum(rewarded)::bigint as samples, count(*) as groups
+from (select *, samples - coalesce(no_reward, 0) as rewarded from groups)
+where outcome in ('scored', 'filtered') and reward_mean is not null
+group by 1 order by 1
+"""
+
+SAMPLES = """
+with trained as (select step, unnest(groups) as number from _steps_table)
+select s."group" as group_id, s.sample, t.step, g.fate, g.prompt, json_extract_string(g.columns, '$.answer') as answer,
+       s.completion, s.reward, s.advantage, s.tokens, s.* exclude (sample, completion, reward, advantage, tokens)
+from _samples_table s left join _groups_table g on g."group" = s."group" left join trained t on t.number = s."group"
+"""
+
+GROUPS = """
+with trained as (select step, unnest(groups) as number from _steps_table)
+select g."group" as group_id, t.step, json_extract_string(g.columns, '$.answer') as answer, g.*
+from _groups_table g left join trained t on t.number = g."group"
+"""
+
+TURNS_IN_STEPS = """
+with trained as (select step, unnest(groups) as number from _steps_table)
+select p."group" as group_id, p.sample, p.turn, t.step, p.source, p.tokens, p.reward, p.finish,
+       p.* exclude (sample, turn, source, tokens, reward, finish)
+from _turns_table p left join trained t on t.number = p."group"
+order by p."group", p.sample, p.turn
+"""
+
+VIEWS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "samples": (SAMPLES, frozenset({"samples", "groups", "steps"})),
+    "groups": (GROUPS, frozenset({"groups", "steps"})),
+    "steps": ("from _steps_table", frozenset({"steps"})),
+    "turns": (TURNS_IN_STEPS, frozenset({"turns", "steps"})),
+    "lag": (LAG, frozenset({"samples", "groups", "steps"})),
+    "rewards": (REWARDS, frozenset({"groups"})),
+}
+"""View -> its query and its tables; a view comes after those that it uses."""
+
 
 ALIASES = tuple(name for name in RAW if name not in TABLES)
 """Tables of `raw` that can be named without it."""
@@ -33,12 +108,12 @@ _IN_RAW = re.compile(r"\braw\s*\.\s*([a-z_]+)")
 _COMPUTED_NAMES = {"query", "query_table"}
 """Functions whose arguments name tables."""
 _OURS = "select view_name as name from duckdb_views() where not internal and schema_name = 'main' and view_name[1] <> '_' order by 1"
-"""The answer to `show tables`, without what the views stand on."""
+"""Result of `show tables`, without the tables behind the views."""
 _SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
 
 
 class Tables(Protocol):
-    """Where the rows of a run come from."""
+    """Source of the rows of a run."""
 
     @property
     def log(self) -> Log:
@@ -47,7 +122,7 @@ class Tables(Protocol):
 
     @property
     def run(self) -> str:
-        """Its id."""
+        """Id of the run."""
         ...
 
     def rows(self, name: str) -> pa.Table | Scanned:
@@ -56,24 +131,22 @@ class Tables(Protocol):
 
 
 class LiveTables:
-    """The topics as they are when they are first asked for."""
+    """The live topics; a table has the records up to the ends at its first read."""
 
     def __init__(self, log: KafkaLog, run: str) -> None:
         self.log, self.run = log, run
 
     def rows(self, name: str) -> pa.Table:
-        """A topic's records up to its ends."""
+        """A topic's records up to its current ends."""
         kind = KINDS[name]
         topic = kind.kafka_name(self.run)
         count = self.log.partitions(topic) or 0
-        places = [(topic, partition) for partition in range(count) if kind_of(kind.topic, partition) is kind]
-        begins, ends = self.log.beginning_offsets(places), self.log.end_offsets(places)
+        partitions = [(topic, partition) for partition in range(count) if kind_of(kind.topic, partition) is kind]
+        starts, ends = self.log.beginning_offsets(partitions), self.log.end_offsets(partitions)
         reader = BulkReader(self.log.connection)
         try:
             blocks = [
-                table
-                for place in places
-                for table, _ in read_tables(reader, kind, place[1], run=self.run, first=begins[place], end=ends[place])
+                table for tp in partitions for table, _ in read_tables(reader, kind, tp[1], run=self.run, first=starts[tp], end=ends[tp])
             ]
         finally:
             reader.close()
@@ -81,7 +154,7 @@ class LiveTables:
 
 
 class ArchivedTables:
-    """The files of an archive, read as far as a question needs them."""
+    """The files of an archive, read lazily."""
 
     def __init__(self, archived: ArchivedLog) -> None:
         self._archived = archived
@@ -97,7 +170,7 @@ class ArchivedTables:
         return self._archived.run
 
     def rows(self, name: str) -> pa.Table | Scanned:
-        """All files of the table as one."""
+        """The table over all its files."""
         kind, archive = KINDS[name], self._archived.archive
         files = [str(path) for partition in archive.partitions(kind) for path in archive.files(kind, partition)]
         return Scanned(files=files, schema=kind.schema) if files else kind.schema.empty_table()
@@ -105,29 +178,29 @@ class ArchivedTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question with the rows of what it names; computed without the log."""
+    """A query with the rows of the tables that it names; computed without the log."""
 
     query: str
     tables: dict[str, pa.Table | Scanned]
 
     def answer(self, limits: Limits = NO_LIMITS) -> pa.Table:
-        """Compute it. Raises `ValueError` if DuckDB refuses it, and at a limit."""
+        """Compute the result. Raises `ValueError` if DuckDB refuses the query, and at a limit."""
         with _translated():
             return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
 
 
 def ask(tables: Tables, query: str) -> pa.Table:
-    """The answer to one question. Raises `ValueError` with DuckDB's own hint for what is no SQL or names what is not there."""
+    """The result of a query. Raises `ValueError` with DuckDB's hint for invalid SQL and unknown names."""
     return question(tables, query).answer()
 
 
 def question(tables: Tables, query: str) -> Question:
-    """A question with the rows of what it names, which are read here."""
+    """Read the rows of the tables that a query names."""
     return Question(query=query, tables=_tables(tables, _named(query)))
 
 
 def gone_from(tables: Tables, query: str) -> list[str]:
-    """Which records of the topics that a question is about were deleted, a line for each partition; none for one about no table."""
+    """Deleted records of the topics of a query, one line per partition; empty for a query without tables."""
     named = _named(query)
     topics = {KINDS[table].topic for name, table in RAW.items() if f"raw.{name}" in named} | (
         set(COUNTED) if named & TABLES.keys() else set()
@@ -146,9 +219,9 @@ def views() -> dict[str, list[tuple[str, str]]]:
 
 
 def _named(query: str) -> set[str]:
-    """The views and tables whose names are words of a question, those of `raw` as `raw.NAME`; rather one too many.
+    """The views and tables whose names are words of a query, those of `raw` as `raw.NAME`; may include unused ones.
 
-    Nothing is parsed: DuckDB may take minutes to parse a hostile question.
+    The query is not parsed: DuckDB may take minutes to parse a hostile one.
     """
     text = query.lower().replace('"', "")
     plain = set(_WORD.findall(_IN_RAW.sub(" ", text)))
@@ -160,7 +233,7 @@ def _named(query: str) -> set[str]:
 
 
 def _tables(tables: Tables | None, named: set[str]) -> dict[str, pa.Table | Scanned]:
-    """All tables of the database; those that were named have rows."""
+    """All tables of the database; only the `named` ones have rows."""
     filled_in = {
         f"_{name}": tables.rows(table) if tables is not None and f"raw.{name}" in named else KINDS[table].schema.empty_table()
         for name, table in RAW.items()
@@ -172,7 +245,7 @@ def _tables(tables: Tables | None, named: set[str]) -> dict[str, pa.Table | Scan
 
 
 def _own(name: str) -> str:
-    """The name of a table of `TABLES`, which a view may have taken."""
+    """Name of a table of `TABLES` in the database: another one if a view has its name."""
     return f"_{name}_table" if name in VIEWS else name
 
 
@@ -191,15 +264,14 @@ def _translated() -> Iterator[None]:
         yield
     except OutOfMemory as error:
         raise ValueError(
-            f"the answer takes more than {database.MEMORY_BYTES / 2**30:g} GiB to compute: "
-            "ask for less at once, or put the question to an export with DuckDB itself"
+            f"the query takes more than {database.MEMORY_BYTES / 2**30:g} GiB: narrow it, or query an export with DuckDB itself"
         ) from error
-    except NoQuestion as error:
-        raise ValueError("one question at a time, which changes nothing: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN") from error
+    except NotAQuery as error:
+        raise ValueError("expected one read-only statement: SELECT, DESCRIBE, SUMMARIZE or EXPLAIN") from error
     except OSError as error:
-        raise ValueError(f"the question cannot be computed: {error}") from error
+        raise ValueError(f"the query cannot be computed: {error}") from error
     except (Refused, duckdb.Error) as error:
         text = re.split(r"\n\s*LINE \d+:", str(error))[0]
         if re.search(r"syntax error.*[,\"]", text) and re.search(r"\bgroup\b(?!\s+by)", str(error), re.IGNORECASE):
-            text += "; group is a word of SQL: write group_id"
+            text += "; group is an SQL keyword: write group_id"
         raise ValueError(f"{' '.join(text.split())} (`penstock sql RUN` lists the views)") from error

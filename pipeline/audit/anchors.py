@@ -1,6 +1,6 @@
-"""What has seen how far a run's ledger had come: its measurements, and on the trainer's machine checkpoints and `metrics.jsonl`.
+"""Evidence of committed steps outside the ledger: measurements, checkpoints and `metrics.jsonl`.
 
-The rule: a ledger that has lost its end is whole in itself; only what was written because of the lost entries shows that they were there.
+A ledger that has lost its last entries looks complete; records and files written after those entries show that they existed.
 """
 
 import contextlib
@@ -11,28 +11,28 @@ from typing import Any, NamedTuple
 from penstock.pipeline.audit.rules import as_object
 
 LAST_BYTES = 1 << 18
-"""Of `metrics.jsonl` only the end is read: the newest step is one of its last lines."""
+"""Bytes read from the end of `metrics.jsonl`; the newest step is in one of its last lines."""
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
 class Anchor(NamedTuple):
-    """A place that knows of committed steps."""
+    """Evidence that a number of steps was committed."""
 
     name: str
     steps: int
-    """Steps done when it was written."""
+    """Steps committed when it was written."""
 
 
 def of_folder(directory: Path) -> list[Anchor]:
-    """The anchors in a run's folder; none where there is no such folder.
+    """The anchors in a run's folder; none if the folder does not exist.
 
-    They have to be read before the log: what a run at work adds later is no evidence against an earlier end of its ledger.
+    Read them before the log: a running run adds anchors that the end of its ledger read earlier does not cover.
     """
     return [*_checkpoints(directory / "checkpoints"), *_points(directory / "metrics.jsonl")]
 
 
 def of_trainer(where: object, values: dict[str, float]) -> Anchor | None:
-    """The anchor that a trainer's measurement is; None before its first step."""
+    """The anchor in a trainer's measurement; None before its first step."""
     return Anchor(f"the trainer's measurement at {where}", int(values["step"])) if "step" in values else None
 
 

@@ -1,7 +1,4 @@
-"""One check of the audit, and a violation that it finds.
-
-The rule: a check is a pure function from facts to violations; it examines one promise, so that a broken promise is reported by its name.
-"""
+"""Checks: pure functions from facts to violations, one for each promise."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +9,7 @@ from penstock.topics.wire.record import RecordId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A broken promise, and the record that shows it."""
+    """A broken promise and the record that shows it."""
 
     text: str
     group: int | None = None
@@ -26,7 +23,7 @@ Rule = Callable[[Facts], Iterator[Violation]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One promise, and how to check it."""
+    """One promise and the function that checks it."""
 
     name: str
     promise: str
@@ -37,7 +34,7 @@ class Check:
 
 
 def check(name: str, promise: str, **counted: Callable[[Facts], int]) -> Callable[[Rule], Check]:
-    """Make a check of the rule below; what it examines is given as `noun=how many`, the noun with _ for a space.
+    """Decorator that makes a check of a rule; `counted` is `noun=count function`, the noun with _ for a space.
 
     Example:
         @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)

@@ -1,7 +1,7 @@
-"""Reads the chunks of `weights` once, in step with the manifests, so that one version at a time is put together, on disk.
+"""Recomputes weight digests from chunks: one pass over the topic `weights`, one version at a time on disk.
 
-The rule: a digest is BLAKE3 (SHA-256 where it says no name) over name, type, shape, size and bytes of each tensor in name order, whatever
-the chunks.
+A digest is BLAKE3 (SHA-256 without a prefix) over name, type, shape, size and bytes of each tensor in name order; chunk boundaries do
+not matter.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record, RecordId
 
 NOT_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Bytes of the element types that numpy has no name for."""
+"""Bytes of the element types that numpy does not know."""
 TREE = "blake3:"
-"""What a digest by BLAKE3 begins with."""
+"""Prefix of a BLAKE3 digest."""
 
 Note = Callable[[Record], RecordId]
 Refuse = Callable[[Record, errors.Unusable], None]
 
 
-def weigh(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
+def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
     """Read every chunk partition to its end and recompute the digest of each version."""
-    held = LatestVersion()
+    latest = LatestVersion()
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
     for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
-        facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, held)
+        facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, latest)
     for cursor in cursors.values():
         cursor.to_end()
 
 
 class Cursor:
-    """One partition of chunks; every record it passes becomes a fact."""
+    """Reader of one chunk partition; every record read becomes a fact."""
 
     def __init__(self, source: Source, partition: int, facts: Facts, note: Note, refuse: Refuse) -> None:
         self._records = source.read("weights", [partition])
@@ -49,13 +49,13 @@ class Cursor:
         self._last: tuple[int, memoryview | bytes | None] = (-1, None)
 
     def at(self, offset: int) -> memoryview | bytes | None:
-        """The data of the chunk at an offset; None if there is no chunk, or it was already passed."""
+        """The data of the chunk at an offset; None if there is no chunk or it was already read past."""
         while self._last[0] < offset and self._step():
             pass
         return self._last[1] if self._last[0] == offset else None
 
     def to_end(self) -> None:
-        """Pass the remaining records."""
+        """Read the remaining records."""
         while self._step():
             pass
 
@@ -76,7 +76,7 @@ class Cursor:
 
 
 class LatestVersion:
-    """The version that was put together last, in a file without a name: the next ones may be changes to it."""
+    """Weights of the last verified version in a temporary file; base for the next delta."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -84,22 +84,22 @@ class LatestVersion:
         """The manifest that lists its tensors."""
         self.data = memoryview(b"")
         self.origin: memoryview | None = None
-        """Version 0, in a file of its own, once it was put together and as far as versions are adapters on it."""
+        """Version 0 in a file of its own; set when the first adapter version is recomputed."""
 
-    def begin(self, manifest: Manifest) -> None:
-        """Make room for a whole version."""
+    def allocate(self, manifest: Manifest) -> None:
+        """Allocate space for a full snapshot."""
         self.version, self.layout = None, manifest
         if len(self.data) != manifest.nbytes:
-            self.data = _room(manifest.nbytes)
+            self.data = _mapped_file(manifest.nbytes)
 
-    def misses(self, manifest: Manifest) -> bool:
-        """Whether what a version is to be applied to was released, or is broken and said so."""
+    def lacks_base(self, manifest: Manifest) -> bool:
+        """True if the base of a delta or adapter was deleted, or is invalid and was reported as such."""
         if manifest.encoding == "adapter":
             return self.version != 0 and self.origin is None
         return manifest.encoding == "delta" and self.version != manifest.base_version
 
     def recompute(self, manifest: Manifest, pieces: Iterator[memoryview]) -> str:
-        """The digest of a version that is whole, or that changes the one which is held, or version 0; raises `ValueError`."""
+        """The digest of a full snapshot, of a delta on the latest version, or of an adapter on version 0. Raises `ValueError`."""
         if manifest.encoding == "delta":
             assert self.version == manifest.base_version
             self.version = None
@@ -107,66 +107,64 @@ class LatestVersion:
         elif manifest.encoding == "adapter":
             if self.origin is None:
                 assert self.version == 0
-                self.origin = _room(len(self.data))
+                self.origin = _mapped_file(len(self.data))
                 self.origin[:] = self.data
             self.version = None
             weight_adapter.apply(b"".join(pieces), self.origin, self.data)
         else:
-            self.begin(manifest)
+            self.allocate(manifest)
             start = 0
             for piece in pieces:
                 if start + len(piece) > len(self.data):
-                    raise ValueError("the chunks hold more bytes than the manifest says")
+                    raise ValueError("the chunks hold more bytes than the manifest lists")
                 self.data[start : start + len(piece)] = piece
                 start += len(piece)
         assert self.layout is not None
-        found = digest(self.layout, iter([self.data] if self.data else ()), tree=manifest.digest.startswith(TREE))
+        recomputed = digest(self.layout, iter([self.data] if self.data else ()), tree=manifest.digest.startswith(TREE))
         self.version = manifest.version
-        return found
+        return recomputed
 
 
-def _room(nbytes: int) -> memoryview:
-    """Memory in a file without a name."""
+def _mapped_file(nbytes: int) -> memoryview:
+    """Memory backed by an unnamed temporary file."""
     with tempfile.TemporaryFile() as file:
         file.truncate(max(1, nbytes))
         return memoryview(mmap.mmap(file.fileno(), 0))[:nbytes]
 
 
-def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: LatestVersion) -> Recomputed:
-    places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
-    if any(facts.deleted(RecordId("weights", *place)) for place in places):
-        return Recomputed(None, None, released=True)
-    if held.misses(manifest):
+def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, latest: LatestVersion) -> Recomputed:
+    positions = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
+    if any(facts.deleted(RecordId("weights", *position)) for position in positions) or latest.lacks_base(manifest):
         return Recomputed(None, None, released=True)
     try:
-        return Recomputed(held.recompute(manifest, _pieces(places, cursors)), None)
+        return Recomputed(latest.recompute(manifest, _pieces(positions, cursors)), None)
     except ValueError as error:
         return Recomputed(None, str(error))
 
 
-def _pieces(places: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
-    for partition, offset in places:
+def _pieces(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
+    for partition, offset in positions:
         data = cursors[partition].at(offset) if partition in cursors else None
         if data is None:
-            raise ValueError(f"no chunk that could be read in order lies at weights/{partition}/{offset}")
+            raise ValueError(f"no readable chunk in order at weights/{partition}/{offset}")
         yield memoryview(data)
 
 
 def digest(manifest: Manifest, pieces: Iterator[memoryview], *, tree: bool) -> str:
-    """The digest of the tensors whose bytes, joined, are the pieces, `tree`: by BLAKE3; raises `ValueError` for too many or too few."""
-    made, piece = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
+    """The digest of tensors from their concatenated bytes, by BLAKE3 if `tree`. Raises `ValueError` for too many or too few bytes."""
+    hasher, piece = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
     for name, dtype, shape in sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)):
         size = math.prod(shape) * _item_bytes(dtype)
-        made.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
+        hasher.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
         while size:
             piece = piece or next(pieces, memoryview(b""))
             if not piece:
                 raise ValueError(f"the chunks end {size} bytes before tensor {name!r} does")
-            made.update(piece[:size])
+            hasher.update(piece[:size])
             size, piece = size - len(piece[:size]), piece[size:]
     if piece or next(pieces, None) is not None:
         raise ValueError("the chunks hold more bytes than the tensors")
-    return f"{TREE if tree else ''}{made.hexdigest()}"
+    return f"{TREE if tree else ''}{hasher.hexdigest()}"
 
 
 def _item_bytes(dtype: str) -> int:

@@ -1,6 +1,6 @@
-"""The facts kept of each record: numbers and hashes.
+"""Facts about the records of a run: numbers and hashes, no payloads.
 
-The rule: facts, never payloads, and those of each group in packed rows: a million groups of eight samples are judged in under a gigabyte.
+Facts of each group are in packed rows: a million groups of eight samples take less than a gigabyte.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.pipeline.audit.anchors import Anchor
-from penstock.pipeline.audit.kept.groups import OutcomeFact, PlannedFact, PromptFact, outcomes_table, planned_table, prompts_table
-from penstock.pipeline.audit.kept.samples import Samples
-from penstock.pipeline.audit.kept.tables import Table
 from penstock.pipeline.audit.rules import Terms
+from penstock.pipeline.audit.store.groups import OutcomeFact, PlannedFact, PromptFact, outcomes_table, planned_table, prompts_table
+from penstock.pipeline.audit.store.samples import Samples
+from penstock.pipeline.audit.store.tables import Table
 from penstock.topics.ledger import Entry
 from penstock.topics.turns.calls import TurnKey
 from penstock.topics.weights import Manifest
@@ -22,7 +22,7 @@ INCOMPLETE = "incomplete"
 
 
 class ReplyFact(NamedTuple):
-    """What was drawn for a call."""
+    """The completion of a call."""
 
     where: RecordId
     key: TurnKey
@@ -36,11 +36,11 @@ class EntryFact(NamedTuple):
     entry: Entry
     body: bytes
     plan: range = range(0)
-    """Rows of the groups that it trained, in `planned`."""
+    """Rows of its trained groups in `planned`."""
 
 
 class ManifestFact(NamedTuple):
-    """A manifest."""
+    """A manifest of `weights`."""
 
     where: RecordId
     manifest: Manifest
@@ -51,8 +51,8 @@ class ChunkFact(NamedTuple):
     """A chunk of a version's weights."""
 
     version: int
-    place: int
-    """Its index in the version."""
+    number: int
+    """Index in the version."""
     size: int
     sha256: str
 
@@ -64,10 +64,10 @@ class Recomputed(NamedTuple):
     problem: str | None
     """Why there is no digest."""
     released: bool = False
-    """True if retention has deleted a chunk, so that the digest cannot be judged."""
+    """True if retention has deleted a chunk, so that the digest cannot be checked."""
 
 
-class LetterFact(NamedTuple):
+class DeadLetterFact(NamedTuple):
     """A dead letter."""
 
     where: RecordId
@@ -93,14 +93,14 @@ class Unusable(NamedTuple):
 
 @dataclass(slots=True)
 class Numbers:
-    """Numbers given out from 0, in any order."""
+    """Numbers assigned from 0, received in any order."""
 
     below: int = 0
-    """All up to here have come."""
+    """All numbers below this have been received."""
     beyond: set[int] = field(default_factory=set)
 
     def add(self, number: int) -> bool:
-        """Note a number; False if it had come already."""
+        """Note a number; False if it was received before."""
         if number < self.below or number in self.beyond:
             return False
         self.beyond.add(number)
@@ -110,7 +110,7 @@ class Numbers:
         return True
 
     def missing(self) -> int:
-        """Count the gaps between those that have come."""
+        """Number of gaps between the received numbers."""
         return max(self.beyond, default=self.below - 1) + 1 - self.below - len(self.beyond)
 
 
@@ -122,72 +122,72 @@ class WorkerFact:
     role: str
     incarnation: str
     host: str | None
-    began_ns: int
+    started_ns: int
     seqs: Numbers = field(default_factory=Numbers)
     final: int | None = None
-    """Offset of its last measurement, once it has ended in order."""
+    """Offset of its final measurement; None unless it exited in order."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """A whole run; lists are in the order of each partition."""
+    """The facts of one run; lists are in the order of each partition."""
 
     run: str
     terms: Terms
     schedule: object
     """The run's `schedule` section in the register of runs."""
     status: str | None
-    """The run's status in the register of runs; None when it is not registered."""
+    """The run's status in the register of runs; None if it is not registered."""
     samples: Samples
     changes: Sequence[Mapping[str, Any]] = ()
     """Changes of data and code while the run was stopped: name, digests and time."""
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
-    begins: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Topic and partition -> the offset from which on everything is kept."""
-    first_kept: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Topic and partition whose beginning was deleted -> group of the first record there; in `rollouts` and `groups` one with a prompt."""
+    start_offsets: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Topic and partition -> first retained offset."""
+    first_retained: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Truncated topic and partition -> group of its first record; in `rollouts` and `groups` the first one with a prompt."""
     prompts: Table[PromptFact] = field(default_factory=prompts_table)
     calls: set[TurnKey] = field(default_factory=set)
     replies: list[ReplyFact] = field(default_factory=list)
     outcomes: Table[OutcomeFact] = field(default_factory=outcomes_table)
     planned: Table[PlannedFact] = field(default_factory=planned_table)
     entries: list[EntryFact] = field(default_factory=list)
-    """Entries of the ledger; of each number only the first record."""
+    """Ledger entries, the first record of each number."""
     manifests: list[ManifestFact] = field(default_factory=list)
     chunks: dict[RecordId, ChunkFact] = field(default_factory=dict)
     recomputed: dict[int, Recomputed] = field(default_factory=dict)
-    letters: list[LetterFact] = field(default_factory=list)
+    dead_letters: list[DeadLetterFact] = field(default_factory=list)
     unusable: list[Unusable] = field(default_factory=list)
     bodies: dict[RecordId, bytes] = field(default_factory=dict)
-    """Hash of key, headers and value of every record that a dead letter names."""
-    killers: set[RecordId] = field(default_factory=set)
-    """Valid records that were set aside, and used by no worker, because they had killed their readers."""
+    """Hash of key, headers and value of each record that has a dead letter."""
+    poison: set[RecordId] = field(default_factory=set)
+    """Valid records that crashed their readers: dead-lettered and not used."""
     anchors: list[Anchor] = field(default_factory=list)
-    """What has seen how far the ledger had come."""
+    """Evidence of committed steps outside the ledger."""
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
-    """Topic -> number of records identical to an earlier one, where nothing else is kept of them."""
+    """Topic -> number of records identical to an earlier one."""
 
     @property
     def closed(self) -> Entry | None:
-        """The entry that closed the run; None while it goes on."""
+        """The entry that closed the run; None while it is running."""
         return next((fact.entry for fact in self.entries if fact.entry.kind == "run-closed"), None)
 
     def deleted(self, where: RecordId) -> bool:
-        """Whether the record that stood here was deleted."""
-        return where.offset < self.begins.get(where[:2], 0)
+        """True if the record was deleted by retention."""
+        return where.offset < self.start_offsets.get(where[:2], 0)
 
-    def cut(self, topic: str) -> list[tuple[str, int]]:
-        """The partitions of a topic whose beginning was deleted."""
-        return [place for place, begin in self.begins.items() if begin and place[0] == topic]
+    def truncated(self, topic: str) -> list[tuple[str, int]]:
+        """The partitions of a topic whose first records were deleted."""
+        return [partition for partition, start in self.start_offsets.items() if start and partition[0] == topic]
 
     def steps(self) -> list[EntryFact]:
         """The committed steps, in the ledger's order."""
         return [fact for fact in self.entries if fact.entry.kind == "step"]
 
     def first_manifests(self) -> dict[int, ManifestFact]:
-        """Version -> its manifest: of those with the digest of the first one the last, which says where lost chunks were sent again."""
+        """Version -> its manifest: the last one with the first one's digest, which names the offsets of chunks that were sent again."""
         manifests: dict[int, ManifestFact] = {}
         for fact in self.manifests:
             if manifests.setdefault(fact.manifest.version, fact).manifest.digest == fact.manifest.digest:
@@ -195,11 +195,11 @@ class Facts:
         return manifests
 
     def published_ns(self) -> dict[int, int]:
-        """Version -> when it was published first: chunks that were lost may have been sent again long after."""
+        """Version -> time of its first publication; lost chunks may be sent again much later."""
         return {fact.manifest.version: fact.manifest.created_ns for fact in reversed(self.manifests)}
 
     def plan(self, fact: EntryFact) -> Iterator[PlannedFact]:
-        """The groups that an entry trained, in the order of its plan."""
+        """The groups of an entry's plan, in its order."""
         return (self.planned[row] for row in fact.plan)
 
     def stale(self) -> dict[int, int]:

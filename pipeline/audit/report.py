@@ -1,21 +1,194 @@
-"""The whole audit of a run, as plain data and as text.
+"""The audit of a run: its checks, duplicates and notes, as plain data and as text. The last line of the text is the summary."""
 
-The rule: the last line is the summary; every violation has coordinates.
-"""
-
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.audit.anchors import Anchor
-from penstock.pipeline.audit.check import Violation
-from penstock.pipeline.audit.checks.gone import Gone
-from penstock.pipeline.audit.checks.groups import fates
-from penstock.pipeline.audit.checks.registry import Result, examine
-from penstock.pipeline.audit.collect import gather
+from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks import dead_letters, groups, prompts, steps, trajectories, versions
+from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
+from penstock.pipeline.audit.checks.groups import group_statuses
+from penstock.pipeline.audit.checks.prompts import one_clock
+from penstock.pipeline.audit.checks.retention import Retention
+from penstock.pipeline.audit.collect import collect
 from penstock.pipeline.audit.facts import Facts
-from penstock.pipeline.audit.notes import duplicates, letters, notes, redrawn
+from penstock.pipeline.audit.rules import as_object
 from penstock.pipeline.audit.source import Source, Unreadable
+from penstock.pipeline.audit.store.samples import LaterSample
+from penstock.topics.metrics import EVERY_RUN_HAS
+
+
+def resampled(facts: Facts) -> list[LaterSample]:
+    """Samples generated again although they were in the log, by clocks: a record's timestamp is its sending time."""
+    different = (pair for pair in facts.samples.later if pair.again.body != pair.first.body)
+    return [pair for pair in different if pair.started_ns >= (pair.first.timestamp_ms + 1) * 1_000_000]
+
+
+def duplicates(facts: Facts) -> dict[str, int]:
+    """Kind -> number of records that repeat others; readers drop them all."""
+    later = facts.samples.later
+    copies = sum(pair.first.body == pair.again.body for pair in later)
+    listed = {
+        (partition, offset)
+        for fact in facts.manifests
+        for partition, offset in zip(fact.manifest.chunk_partitions, fact.manifest.chunk_offsets, strict=True)
+    }
+    counts = {
+        "prompts": facts.repeats.get("prompts", 0),
+        "samples sent twice": copies,
+        "samples drawn twice": len(later) - copies,
+        "groups": facts.repeats.get("groups", 0),
+        "ledger": facts.repeats.get("ledger", 0),
+        "manifests": facts.repeats.get("weights", 0),
+        "chunks of no manifest": sum((where.partition, where.offset) not in listed for where in facts.chunks),
+        "metrics": facts.repeats.get("metrics", 0),
+        "dead letters": len(facts.dead_letters) - len({dead_letter.about for dead_letter in facts.dead_letters}),
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def dead_letter_kinds(facts: Facts) -> dict[str, int]:
+    """Kind of a dead letter -> number of records."""
+    return dict(sorted(Counter({fact.about: fact.kind for fact in facts.dead_letters}.values()).items()))
+
+
+def notes(facts: Facts) -> Iterator[str]:
+    """Findings that are not violations, one line each: one-sided evidence, evidence by clocks, and what cannot be checked."""
+    for note in _NOTES:
+        yield from note(facts)
+
+
+def _under_way(facts: Facts) -> Iterator[str]:
+    if facts.closed is None:
+        yield "the run is under way: groups without a final status are open, and records without a dead letter are not checked"
+        if facts.unusable:
+            yield f"{len(facts.unusable)} records cannot be used, there are {len(facts.dead_letters)} dead letters so far"
+
+
+def _deleted(facts: Facts) -> Iterator[str]:
+    for topic in dict.fromkeys(topic for topic, _ in facts.start_offsets):
+        # The note on digests reports deleted chunks, which leaves the manifests.
+        partitions = [number for _, number in facts.truncated(topic) if topic != "weights" or not number]
+        if partitions:
+            where = ", ".join(f"{topic}/{partition} below {facts.start_offsets[topic, partition]}" for partition in partitions)
+            yield f"records were deleted: {where}; what only they show is not checked"
+    if facts.truncated("prompts") or facts.truncated("groups"):
+        unknown = group_statuses(facts).get("gone", 0)
+        yield f"of {len(Retention(facts).groups())} groups the prompt was deleted, of {unknown} the final status"
+
+
+def _poison(facts: Facts) -> Iterator[str]:
+    if facts.poison:
+        yield f"{len(facts.poison)} records were dead-lettered because they crashed their readers"
+
+
+def _silent_roles(facts: Facts) -> Iterator[str]:
+    if (roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}) and not facts.truncated("metrics"):
+        yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read"
+
+
+def _clocks(facts: Facts) -> Iterator[str]:
+    if not one_clock(facts):
+        cause = "measurements were deleted" if facts.truncated("metrics") else "feeder and trainer were not on one machine"
+        yield f"{cause}: times of admission and of versions were not compared"
+
+
+def _missing_measurements(facts: Facts) -> Iterator[str]:
+    if gaps := sum(worker.seqs.missing() for worker in facts.workers.values()):
+        yield f"{gaps} measurements are missing between others of their process"
+
+
+def _lost_samples(facts: Facts) -> Iterator[str]:
+    retention = Retention(facts)
+    samples = [(facts.prompts.first.get(sample.group), sample) for sample in facts.samples.astray()]
+    absent = sum(prompt is None and not retention.prompt(sample.group) for prompt, sample in samples)
+    if lost := absent + sum(prompt is not None and prompt.where.partition != sample.where.partition for prompt, sample in samples):
+        yield f"{lost} samples belong to no prompt of their partition"
+
+
+def _unusable_dead_letters(facts: Facts) -> Iterator[str]:
+    if strangers := sum(record.where.topic == "dead-letters" for record in facts.unusable):
+        yield f"{strangers} records in dead-letters cannot be used; no worker reads that topic"
+
+
+def _unread(facts: Facts) -> Iterator[str]:
+    if remaining := len(unaccounted(facts)) - sum(1 for _ in accounted.rule(facts)):
+        yield f"{remaining} records cannot be used and have no dead letter; the log does not show that a reader reached them"
+
+
+def _digests(facts: Facts) -> Iterator[str]:
+    if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
+        yield f"chunks of {released} versions were deleted by retention: their digests cannot be recomputed"
+    if again := len(facts.manifests) - len(facts.first_manifests()):
+        yield f"{again} times a version was published again, with the same digest"
+
+
+def _resampled(facts: Facts) -> Iterator[str]:
+    if again := resampled(facts):
+        workers = Counter(sample.again.worker for sample in again)
+        by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.most_common())
+        yield f"{len(again)} samples were started after their first record had been sent ({by_worker}); --json lists them"
+
+
+def _rebased(facts: Facts) -> Iterator[str]:
+    for fact in facts.entries:
+        if fact.entry.kind == "rebased":
+            differences = as_object(fact.entry.details).get("differences", [])
+            cause = f"{len(differences)} numbers of repeated steps differed" if differences else "the arithmetic had changed"
+            yield f"rebased after {fact.entry.step} steps ({fact.where}): {cause}; the run resumed from the recomputed weights"
+
+
+def _changed(facts: Facts) -> Iterator[str]:
+    for change in facts.changes:
+        done = sum(fact.entry.kind == "step" and fact.entry.time_ns <= change["time_ns"] for fact in facts.entries)
+        digests = f"{change['before'][:12]} -> {change['after'][:12]}"
+        yield f"{change['what']} was changed while the run was stopped, after {done} steps: {digests}"
+
+
+_NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
+    _under_way,
+    _deleted,
+    _poison,
+    _silent_roles,
+    _clocks,
+    _missing_measurements,
+    _lost_samples,
+    _unusable_dead_letters,
+    _unread,
+    _digests,
+    _changed,
+    _rebased,
+    _resampled,
+)
+
+
+MODULES = (prompts, trajectories, groups, steps, versions, dead_letters)
+"""Modules in the order of a sample's lifecycle; each has a table `CHECKS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The violations of one check, and the number of things it examined."""
+
+    check: Check
+    examined: int
+    violations: tuple[Violation, ...]
+
+
+def examine(facts: Facts, checks: Iterable[Check] | None = None) -> list[Result]:
+    """Apply these checks to a run, by default all."""
+    return [
+        Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts)))
+        for check in (all_checks() if checks is None else checks)
+    ]
+
+
+def all_checks() -> tuple[Check, ...]:
+    """Every check of an audit."""
+    return tuple(check for module in MODULES for check in module.CHECKS)
+
 
 SHOWN = 5
 """Number of violations of one check that are printed; --json has them all."""
@@ -23,7 +196,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The facts of a run and the result of every check."""
+    """The facts of a run and the results of its checks."""
 
     facts: Facts
     results: tuple[Result, ...]
@@ -35,11 +208,11 @@ class Audit:
 
 
 def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
-    """Read a run and judge it, also by what was read elsewhere before; raises `Unreadable`."""
-    facts = gather(source)
+    """Read a run and apply all checks; `anchors` are evidence read before from other places. Raises `Unreadable`."""
+    facts = collect(source)
     facts.anchors.extend(anchors)
-    if facts.closed is not None and not facts.workers and not facts.cut("metrics"):
-        raise Unreadable(f"run {facts.run} is closed and no worker has measured anything in it: it holds nobody's work to judge")
+    if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
+        raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
     return Audit(facts=facts, results=tuple(examine(facts)))
 
 
@@ -51,19 +224,19 @@ def summary(audited: Audit) -> str:
     """
     facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
     counts = [
-        (len(facts.prompts.first) + len(Gone(facts).groups()), "group"),
+        (len(facts.prompts.first) + len(Retention(facts).groups()), "group"),
         (len({fact.entry.step for fact in facts.steps()}), "step"),
         (len(facts.first_manifests()), "version"),
         (sum(duplicates(facts).values()), "duplicate"),
-        (sum(letters(facts).values()), "dead letter"),
+        (sum(dead_letter_kinds(facts).values()), "dead letter"),
     ]
-    verdict = "clean" if audited.clean else _count(broken, "violation")
-    under_way = "" if facts.closed else f", {fates(facts)['open']} groups open, the run is under way"
-    return f"audit: {verdict}, {', '.join(_count(number, what) for number, what in counts)}{under_way}"
+    outcome = "clean" if audited.clean else _count(broken, "violation")
+    under_way = "" if facts.closed else f", {group_statuses(facts)['open']} groups open, the run is under way"
+    return f"audit: {outcome}, {', '.join(_count(number, what) for number, what in counts)}{under_way}"
 
 
 def as_table(audited: Audit) -> dict[str, Any]:
-    """The whole audit as plain data for JSON."""
+    """The audit as plain data for JSON."""
     facts = audited.facts
     return {
         "run": facts.run,
@@ -71,12 +244,12 @@ def as_table(audited: Audit) -> dict[str, Any]:
         "closed": facts.closed is not None,
         "summary": summary(audited),
         "records": dict(sorted(facts.counts.items())),
-        "fates": fates(facts),
-        "deleted_below": {f"{topic}/{partition}": begin for (topic, partition), begin in facts.begins.items() if begin},
+        "fates": group_statuses(facts),
+        "deleted_below": {f"{topic}/{partition}": start for (topic, partition), start in facts.start_offsets.items() if start},
         "steps": len(facts.steps()),
         "versions": len(facts.first_manifests()),
         "duplicates": duplicates(facts),
-        "dead_letters": letters(facts),
+        "dead_letters": dead_letter_kinds(facts),
         "redrawn": [
             {
                 "group": pair.again.group,
@@ -85,7 +258,7 @@ def as_table(audited: Audit) -> dict[str, Any]:
                 "again": {"where": str(pair.again.where), "worker": pair.again.worker, "started_s": pair.started_ns / 1e9},
                 "after_s": (pair.started_ns - pair.first.timestamp_ms * 1_000_000) / 1e9,
             }
-            for pair in redrawn(facts)
+            for pair in resampled(facts)
         ],
         "checks": [
             {
@@ -111,7 +284,11 @@ def as_text(audited: Audit) -> str:
         lines += [f"    {_line(violation)}" for violation in result.violations[:SHOWN]]
         if len(result.violations) > SHOWN:
             lines.append(f"    and {len(result.violations) - SHOWN} more; --json lists them")
-    for title, counts in (("groups by fate", fates(facts)), ("duplicates", duplicates(facts)), ("dead letters", letters(facts))):
+    for title, counts in (
+        ("groups by fate", group_statuses(facts)),
+        ("duplicates", duplicates(facts)),
+        ("dead letters", dead_letter_kinds(facts)),
+    ):
         figures = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
         lines.append(f"{title}: {figures}")
     lines += [f"note: {note}" for note in notes(facts)]

@@ -1,7 +1,4 @@
-"""The sizes agreed when the run was created, and the rules that follow from them, restated independently.
-
-The rule: every decision of a worker that the log shows can be recomputed from these integers.
-"""
+"""Sizes from a run's configuration, and the scheduling rules that follow from them, restated independently."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,10 +9,10 @@ from penstock.pipeline.audit.source import Unreadable
 from penstock.topics.samples import Rollout
 
 LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
-"""Mode -> max_lag, where the configuration does not set it."""
+"""Mode -> max_lag if the configuration does not set it."""
 
 BY_ARRIVAL = frozenset({"in_flight", "bounded"})
-"""Modes that train groups in the order of scoring, where the configuration does not set the order."""
+"""Modes that train groups in the order of scoring if the configuration does not set the order."""
 
 DROPS = frozenset({"filtered", "failed", "abandoned"})
 """Outcomes of a group that is not trained and makes room for another."""
@@ -36,9 +33,9 @@ class Terms:
     steps: int
     """Planned optimizer steps."""
     oversample: int = 0
-    """r: a group may be begun as K + r samples; the first K in the log count."""
+    """r: up to K + r samples of a group are started; the first K in the log count."""
     turns_by_log: bool = False
-    """Whether the policy's turns of trajectories were asked for in `calls` and answered in `replies`."""
+    """True if turns travel through the topics `calls` and `replies`."""
 
     @property
     def round_groups(self) -> int:
@@ -50,7 +47,7 @@ class Terms:
         return step // self.steps_per_version
 
     def min_version(self, slot: int) -> int:
-        """The oldest version a prompt for this slot may be drawn under: max(0, floor(slot / U·S) - max_lag)."""
+        """The oldest version that may generate for this slot: max(0, floor(slot / U·S) - max_lag)."""
         return max(0, slot // self.round_groups - self.max_lag)
 
     def needed_version(self, slot: int) -> int:
@@ -82,23 +79,23 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
             turns_by_log=config.get("environment", {}).get("carrier") == "log",
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"the run's configuration does not say {error}; it was made by another version") from error
+        raise Unreadable(f"the run's configuration lacks {error}: it was made by another version") from error
 
 
 def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
-    """The oldest version that a trained token was drawn under; of any token, where none is trained; None without samples.
+    """The oldest version that generated a trained token, or any token if none is trained; None without samples.
 
-    A version under which no token came counts as one that was drawn under, where all tokens are trained.
+    If all tokens are trained, a version with an empty span counts too.
     """
-    trained, drawn = set[int](), set[int]()
+    trained, sampled = set[int](), set[int]()
     for rollout in rollouts:
         versions, mask = rollout.span_versions.tolist(), rollout.loss_mask
         ends = [*map(int, rollout.span_starts[1:]), len(mask)]
         spans = zip(versions, map(int, rollout.span_starts), ends, strict=True)
-        drawn |= set(versions)
+        sampled |= set(versions)
         if mask.any():
             trained |= {version for version, start, end in spans if mask.all() or mask[start:end].any()}
-    return min(trained or drawn, default=None)
+    return min(trained or sampled, default=None)
 
 
 def as_object(text: str | None) -> dict[str, Any]:

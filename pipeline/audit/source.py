@@ -1,7 +1,4 @@
-"""The source of the records, as a protocol.
-
-The rule: within a partition records come in order and whole transactions only; between partitions there is no order.
-"""
+"""Protocol of a record source. Records of one partition are in order and committed; partitions are not ordered among each other."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -11,7 +8,7 @@ from penstock.topics.wire.record import Record
 
 
 class Unreadable(ValueError):
-    """The run cannot be judged: no broker, no topics, no configuration; one line for a person."""
+    """The run cannot be audited: no broker, topics or configuration. Its text is one line for the user."""
 
 
 class Source(Protocol):
@@ -20,15 +17,15 @@ class Source(Protocol):
     run: str
 
     def partitions(self, topic: str) -> range:
-        """Partition numbers of a topic; none when it does not exist."""
+        """Partition numbers of a topic; none if it does not exist."""
         ...
 
-    def begin(self, topic: str, partition: int) -> int:
-        """The offset from which on everything is kept."""
+    def start_offset(self, topic: str, partition: int) -> int:
+        """The first retained offset."""
         ...
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """Every record that existed when the audit began, of the given partitions or all."""
+        """Every record up to the end offsets at the audit's start, of these partitions or of all."""
         ...
 
 

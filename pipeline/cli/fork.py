@@ -43,7 +43,7 @@ def fork(
         try:
             if model is not None:
                 recording.config = with_model(recording.config, model.resolve())
-            require_trusted(recording.found, trust=Trust(code=trust_code), notify=notify)
+            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 

@@ -48,7 +48,7 @@ def plan(
 
     try:
         if plot is not None:
-            from penstock.pipeline.planning.picture import check_path
+            from penstock.pipeline.planning.plot import check_path
 
             check_path(plot)
         if from_run is not None:
@@ -173,9 +173,9 @@ def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
 
     result = search(cluster)
     if plot is not None:
-        from penstock.pipeline.planning.picture import draw
+        from penstock.pipeline.planning.plot import plot as write_plot
 
-        draw(result, plot)
+        write_plot(result, plot)
         notify(f"wrote {plot}")
     if json:
         emit(plan_as_json(result))

@@ -1,6 +1,6 @@
-"""How many tokens completions have: distributions that a person names, and the lengths of a recorded run.
+"""Completion lengths in tokens: named distributions, and the lengths of a recorded run.
 
-The rule: the lengths of a group follow from (seed, group) alone, so that every schedule that is compared draws the same samples.
+The lengths of a group depend on (seed, group) only, so that all compared schedules generate the same samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Lengths = npt.NDArray[np.int64]
-Draw = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
+Sampler = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
 """(generator, count) -> that many lengths."""
 
 
@@ -20,15 +20,15 @@ class LengthDistribution:
     """Lengths of completions, at least one token each."""
 
     name: str
-    draw: Draw
+    sample: Sampler
     mean: float
     """Expected length."""
     longest: float
-    """No completion is longer; `inf` without a limit."""
+    """Upper limit; `inf` without one."""
 
     def of_group(self, group: int, *, samples: int, seed: int) -> Lengths:
         """Lengths [samples] of a group's completions."""
-        return np.maximum(1, np.rint(self.draw(np.random.default_rng((seed, group)), samples))).astype(np.int64)
+        return np.maximum(1, np.rint(self.sample(np.random.default_rng((seed, group)), samples))).astype(np.int64)
 
 
 def constant(length: float) -> LengthDistribution:
@@ -37,7 +37,7 @@ def constant(length: float) -> LengthDistribution:
 
 
 def uniform(longest: float) -> LengthDistribution:
-    """Lengths from 1 to `longest`, all as likely (the case study of arXiv 2509.19128)."""
+    """Lengths from 1 to `longest` with equal probability (case study of arXiv 2509.19128)."""
     return LengthDistribution(
         f"uniform:{longest:g}",
         lambda random, count: random.integers(1, int(longest) + 1, count).astype(np.float64),
@@ -47,35 +47,35 @@ def uniform(longest: float) -> LengthDistribution:
 
 
 def lognormal(mean: float, sigma: float, longest: float = np.inf) -> LengthDistribution:
-    """Log-normal lengths with this mean and spread of the logarithm, cut at `longest`: the tail of reasoning models."""
+    """Log-normal lengths with this mean and standard deviation of the logarithm, clipped at `longest`, as of reasoning models."""
     location = np.log(mean) - sigma**2 / 2
 
-    def draw(random: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
+    def sample(random: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
         return np.minimum(random.lognormal(location, sigma, count), longest)
 
-    cut = float(draw(np.random.default_rng(0), 100_000).mean()) if np.isfinite(longest) else mean
-    return LengthDistribution(f"lognormal:{mean:g}:{sigma:g}" + (f":{longest:g}" if np.isfinite(longest) else ""), draw, cut, longest)
+    cut = float(sample(np.random.default_rng(0), 100_000).mean()) if np.isfinite(longest) else mean
+    return LengthDistribution(f"lognormal:{mean:g}:{sigma:g}" + (f":{longest:g}" if np.isfinite(longest) else ""), sample, cut, longest)
 
 
 def recorded(groups: Mapping[int, Lengths], *, name: str) -> LengthDistribution:
-    """The lengths of a run's groups: each group as it was recorded, and those beyond them like a recorded one drawn at random.
+    """The lengths of a run's groups: each group as recorded; later groups are like a random recorded one.
 
-    Samples of one prompt resemble each other, so groups are drawn whole. Raises `ValueError` without a group.
+    Samples of one prompt resemble each other, so groups are sampled as a whole. Raises `ValueError` without a group.
     """
     if not groups:
-        raise ValueError(f"{name} has no group whose samples are all there: let the run go on, or name another")
-    known = [np.asarray(groups[number], np.float64) for number in sorted(groups)]
-    everything = np.concatenate(known)
+        raise ValueError(f"{name} has no group with all its samples: wait until the run has one, or choose another run")
+    by_group = [np.asarray(groups[number], np.float64) for number in sorted(groups)]
+    pooled = np.concatenate(by_group)
 
     @dataclass(frozen=True, slots=True)
     class Recorded(LengthDistribution):
         def of_group(self, group: int, *, samples: int, seed: int) -> Lengths:
             random = np.random.default_rng((seed, group))
-            lengths = groups[group] if group in groups else known[int(random.integers(len(known)))]
+            lengths = groups[group] if group in groups else by_group[int(random.integers(len(by_group)))]
             more = random.choice(lengths, max(0, samples - len(lengths)))
             return np.maximum(1, np.concatenate([lengths, more])[:samples]).astype(np.int64)
 
-    return Recorded(name, lambda random, count: random.choice(everything, count), float(everything.mean()), float(everything.max()))
+    return Recorded(name, lambda random, count: random.choice(pooled, count), float(pooled.mean()), float(pooled.max()))
 
 
 def parse(text: str) -> LengthDistribution:
@@ -101,18 +101,18 @@ def parse(text: str) -> LengthDistribution:
         return make(*numbers)
     path = Path(text)
     if not path.is_file():
-        raise ValueError(f"lengths {text!r}: no file, and none of constant:N, uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST]")
-    known = np.array(_numbers(":".join(path.read_text(encoding="utf-8").split()), text))
-    if not known.size or known.min() < 1:
+        raise ValueError(f"lengths {text!r}: neither a file nor constant:N, uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST]")
+    listed = np.array(_numbers(":".join(path.read_text(encoding="utf-8").split()), text))
+    if not listed.size or listed.min() < 1:
         raise ValueError(f"lengths {text!r}: the file needs a length of at least 1 in each line")
-    return LengthDistribution(path.name, lambda random, count: random.choice(known, count), float(known.mean()), float(known.max()))
+    return LengthDistribution(path.name, lambda random, count: random.choice(listed, count), float(listed.mean()), float(listed.max()))
 
 
 def _numbers(text: str, whole: str) -> list[float]:
     try:
         numbers = [float(word) for word in text.split(":") if word]
     except ValueError:
-        raise ValueError(f"lengths {whole!r}: {text[:40]!r} holds something that is no number") from None
+        raise ValueError(f"lengths {whole!r}: {text[:40]!r} holds something other than numbers") from None
     if not np.isfinite(numbers).all():
         raise ValueError(f"lengths {whole!r}: a length must be finite")
     return numbers

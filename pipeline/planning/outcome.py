@@ -1,20 +1,17 @@
-"""What a simulated run came to: wall time, waiting, lag and fates, by the definitions of the papers and of `penstock report`.
-
-The rule: derived from the steps and the workers' sums alone.
-"""
+"""Figures of a simulated run: wall time, waiting, lag and dropped groups, by the definitions of the papers and of `penstock report`."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.pipeline.planning.engine import GeneratedGroup, SimulatedWorker
+from penstock.pipeline.planning.engine import SimulatedGroup, SimulatedWorker
 from penstock.pipeline.planning.workload import Workload
 
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """One optimizer step; moments are seconds since the run began."""
+    """One optimizer step; times are seconds since the start of the run."""
 
     number: int
     started_s: float
@@ -31,8 +28,8 @@ class SimulatedStep:
     token_lag: float = 0.0
     """Sum over its tokens of their lag in versions."""
 
-    def take(self, group: GeneratedGroup, *, learner_version: int) -> None:
-        """Note a group that is trained in this step."""
+    def take(self, group: SimulatedGroup, *, learner_version: int) -> None:
+        """Add a group that is trained in this step."""
         self.groups.append(group.group)
         self.tokens += group.tokens
         self.lags.append(learner_version - min(sample.version_min for sample in group.samples))
@@ -43,10 +40,10 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A simulated run in figures."""
+    """Figures of a simulated run."""
 
     wall_s: float
-    """First sample begun to last step done."""
+    """From the start of the first sample to the end of the last step."""
     samples: int
     """Trained."""
     tokens: int
@@ -55,16 +52,16 @@ class Outcome:
     """The trainer's waiting for groups."""
     compute_s: float
     rollout_to_train_end_s: tuple[float, ...]
-    """Per round, its first sample begun to its last step done (arXiv 2606.26997)."""
+    """Per round, from the start of its first sample to the end of its last step (arXiv 2606.26997)."""
     first_dispatch_s: tuple[float, ...]
-    """Per round, its first sample begun to its first group in training."""
+    """Per round, from the start of its first sample to the start of training on its first group."""
     generate_s: float
     """Mean over the rollout workers."""
     load_s: float
     no_prompt_s: float
     no_weights_s: float
     batch: float
-    """Mean number of samples in an engine that draws."""
+    """Mean batch size of a busy engine."""
     lag_mean: float
     """Of trained groups, in versions."""
     lag_max: int
@@ -77,20 +74,20 @@ class Outcome:
     def of(
         cls, work: Workload, *, steps: Sequence[SimulatedStep], workers: Sequence[SimulatedWorker], dropped: dict[str, int]
     ) -> "Outcome":
-        """Sum a run up."""
+        """The figures of a finished simulation."""
         rounds = [steps[low : low + work.schedule.steps_per_version] for low in range(0, len(steps), work.schedule.steps_per_version)]
-        begun = [min(step.first_sample_s for step in members) for members in rounds]
+        starts = [min(step.first_sample_s for step in members) for members in rounds]
         tokens, count = sum(step.tokens for step in steps), len(workers)
         lags = [lag for step in steps for lag in step.lags]
         busy = sum(worker.busy_s for worker in workers)
         return cls(
-            wall_s=steps[-1].ended_s - min(begun),
+            wall_s=steps[-1].ended_s - min(starts),
             samples=len(lags) * work.schedule.samples_per_prompt,
             tokens=tokens,
             wait_s=sum(step.wait_s for step in steps),
             compute_s=sum(step.compute_s for step in steps),
-            rollout_to_train_end_s=tuple(members[-1].ended_s - start for members, start in zip(rounds, begun, strict=True)),
-            first_dispatch_s=tuple(members[0].first_group_s - start for members, start in zip(rounds, begun, strict=True)),
+            rollout_to_train_end_s=tuple(members[-1].ended_s - start for members, start in zip(rounds, starts, strict=True)),
+            first_dispatch_s=tuple(members[0].first_group_s - start for members, start in zip(rounds, starts, strict=True)),
             generate_s=busy / count,
             load_s=sum(worker.load_s for worker in workers) / count,
             no_prompt_s=sum(worker.no_prompt_s for worker in workers) / count,
@@ -105,7 +102,7 @@ class Outcome:
 
     @property
     def waiting_ratio(self) -> float:
-        """The trainer's waiting in its waiting and computing."""
+        """Share of waiting in the trainer's waiting and compute time."""
         return self.wait_s / (self.wait_s + self.compute_s)
 
     @property

@@ -1,7 +1,4 @@
-"""A plan and a comparison with a paper as a person reads them, and a plan as plain data.
-
-The rule: every figure comes from the plan or the comparison; nothing is simulated here.
-"""
+"""A plan as text and as plain data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +12,22 @@ WIDTH = 120
 
 
 def reasons(plan: Plan) -> list[str]:
-    """Why the best split is the best, a sentence each."""
+    """Reasons for the best split, one sentence each."""
     best, outcome = plan.best, plan.best.outcome
     busy, waiting = rollout_busy(best), outcome.waiting_ratio
     lines = []
     if waiting < 0.1:
-        lines.append(f"Training is the limit: the trainer waits {waiting:.0%} of its time, so that more rollout accelerators gain nothing.")
+        lines.append(f"Training is the limit: the trainer waits {waiting:.0%} of its time, so more rollout accelerators gain nothing.")
     elif busy > 0.9:
         lines.append(
-            f"Rollout is the limit: engines draw {busy:.0%} of the time and the trainer waits {waiting:.0%}; one more accelerator for "
+            f"Rollout is the limit: engines generate {busy:.0%} of the time and the trainer waits {waiting:.0%}; one more accelerator for "
             "rollouts would slow training down by more than it gains."
         )
     else:
-        lines.append(f"Rollout and training wait for each other: engines draw {busy:.0%} of the time, the trainer waits {waiting:.0%}.")
+        lines.append(f"Rollout and training wait for each other: engines generate {busy:.0%} of the time, the trainer waits {waiting:.0%}.")
     lines += [
         f"{candidate.generating} for rollouts instead of {best.generating}: {candidate.tokens_per_s / best.tokens_per_s - 1:+.0%} tokens/s."
-        for candidate in beside(plan)
+        for candidate in neighbours(plan)
     ]
     if len(plan.by_step_size) > 1:
         lines.append(
@@ -43,22 +40,22 @@ def reasons(plan: Plan) -> list[str]:
             f"a token {outcome.token_lag_mean:.1f} on average."
         )
     dropped = {cause: count for cause, count in outcome.dropped.items() if count}
-    drawn = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())
-    if sum(dropped.values()) > 0.05 * drawn:
-        causes = " and ".join(f"{count / drawn:.0%} {cause}" for cause, count in dropped.items())
-        lines.append(f"Of the groups drawn {causes}: a smaller rollout.concurrency or a larger lag bound would waste less.")
+    generated = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())
+    if sum(dropped.values()) > 0.05 * generated:
+        causes = " and ".join(f"{count / generated:.0%} {cause}" for cause, count in dropped.items())
+        lines.append(f"Of the generated groups {causes}: a smaller rollout.concurrency or a larger lag bound would waste less.")
     return lines
 
 
-def beside(plan: Plan) -> list[Candidate]:
+def neighbours(plan: Plan) -> list[Candidate]:
     """The candidates of the best mode with the next smaller and the next larger number of rollout accelerators."""
-    ordered = [one for one in plan.simulated if one.mode == plan.best.mode]
-    place = ordered.index(plan.best)
-    return [ordered[other] for other in (place - 1, place + 1) if 0 <= other < len(ordered)]
+    ordered = [candidate for candidate in plan.simulated if candidate.mode == plan.best.mode]
+    index = ordered.index(plan.best)
+    return [ordered[other] for other in (index - 1, index + 1) if 0 <= other < len(ordered)]
 
 
 def rollout_busy(candidate: Candidate) -> float:
-    """Share of the run in which an engine draws."""
+    """Share of the run in which an engine generates."""
     return min(1.0, candidate.outcome.generate_s / candidate.outcome.wall_s)
 
 
@@ -69,17 +66,17 @@ def plan_as_text(plan: Plan) -> str:
     head = [
         f"best of {plan.cluster.accelerators}: {best.generating} for rollouts, {best.training} for training; mode = {best.mode}, {steps}",
         f"{best.tokens_per_s:,.0f} trained tokens/s: {plan.speedup:.2f}x synchronous at its best split "
-        f"({plan.synchronous.generating} + {plan.synchronous.training}), {best.tokens_per_s / plan.in_turns.tokens_per_s:.2f}x "
-        "all accelerators in turns",
+        f"({plan.synchronous.generating} + {plan.synchronous.training}), {best.tokens_per_s / plan.alternating.tokens_per_s:.2f}x "
+        "all accelerators alternately",
         *reasons(plan),
         "",
     ]
     table = Table(box=None, pad_edge=False)
-    for name in ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines draw", "lag", "at most", "dropped"):
+    for name in ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines busy", "lag", "at most", "dropped"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for candidate in plan.by_mode:
         table.add_row(*_row(candidate, base=plan.synchronous))
-    table.add_row(*("in turns", *_row(plan.in_turns, base=plan.synchronous)[1:]))
+    table.add_row(*("in turns", *_row(plan.alternating, base=plan.synchronous)[1:]))
     if len(plan.by_step_size) > 1:
         table.add_section()
         for candidate in plan.by_step_size:
@@ -93,11 +90,11 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "accelerators": plan.cluster.accelerators,
         "best": candidate_as_json(plan.best),
         "speedup": plan.speedup,
-        "speedup_over_in_turns": plan.best.tokens_per_s / plan.in_turns.tokens_per_s,
+        "speedup_over_in_turns": plan.best.tokens_per_s / plan.alternating.tokens_per_s,
         "reasons": reasons(plan),
         "by_mode": [candidate_as_json(candidate) for candidate in plan.by_mode],
         "by_prompts_per_step": [candidate_as_json(candidate) for candidate in plan.by_step_size],
-        "in_turns": candidate_as_json(plan.in_turns),
+        "in_turns": candidate_as_json(plan.alternating),
         "simulated": [candidate_as_json(candidate) for candidate in plan.simulated],
     }
 
@@ -133,5 +130,5 @@ def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
 
 
 def modes_of(candidates: Sequence[Candidate]) -> list[str]:
-    """The modes in the order in which they come."""
+    """The modes in order of appearance."""
     return list(dict.fromkeys(candidate.mode for candidate in candidates))

@@ -1,6 +1,6 @@
-"""What a recorded run would have taken with another number of rollout workers or another schedule.
+"""Predicts a recorded run's time with another number of rollout workers or another schedule.
 
-The rule: the run itself is simulated first, so that everybody sees how far the simulation is to be trusted.
+The run itself is simulated too: its deviation from the measured time shows the accuracy of the simulation.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from rich.table import Table
 from penstock.pipeline.observe.report.text import printed
 from penstock.pipeline.planning import recorded
 from penstock.pipeline.planning.outcome import Outcome
-from penstock.pipeline.planning.recorded import Record
+from penstock.pipeline.planning.recorded import RunTimes
 from penstock.pipeline.planning.simulator import simulate
 from penstock.pipeline.planning.text import WIDTH
 from penstock.pipeline.planning.workload import Workload
@@ -41,17 +41,19 @@ class WhatIf:
 
     @property
     def deviation(self) -> float:
-        """The simulated wall time against the measured one, as a share."""
+        """Relative deviation of the simulated from the measured wall time."""
         return self.outcome.wall_s / self.measured_s - 1.0
 
     @property
     def best(self) -> Variant:
-        """The variant with the run's own number of rollout workers that ends first."""
-        return min((one for one in self.variants if one.workers == self.work.engines), key=lambda one: one.outcome.wall_s)
+        """The fastest variant with the run's own number of rollout workers."""
+        return min(
+            (variant for variant in self.variants if variant.workers == self.work.engines), key=lambda variant: variant.outcome.wall_s
+        )
 
 
-def compare(record: Record, *, run: str) -> WhatIf:
-    """Simulate a recorded run and its variants. Raises `ValueError` where its log does not give its times."""
+def compare(record: RunTimes, *, run: str) -> WhatIf:
+    """Simulate a recorded run and its variants. Raises `ValueError` if its log lacks the times."""
     work = recorded.workload(record)
     engines, swaps = work.engines, record.config.engine.swaps_in_flight
     variants = []
@@ -76,46 +78,52 @@ def compare(record: Record, *, run: str) -> WhatIf:
     return WhatIf(run=run, measured_s=recorded.wall_s(record), work=work, outcome=simulate(work), variants=tuple(variants))
 
 
-def as_json(found: WhatIf) -> dict[str, Any]:
-    """Everything as plain data."""
+def as_json(comparison: WhatIf) -> dict[str, Any]:
+    """The comparison as plain data."""
     return {
-        "run": found.run,
-        "mode": found.work.schedule.mode,
-        "workers": found.work.engines,
-        "measured_wall_s": found.measured_s,
-        "simulated_wall_s": found.outcome.wall_s,
-        "deviation": found.deviation,
-        "times": dict(recorded.as_json(found.work)),
-        "simulated": found.outcome.as_json(),
+        "run": comparison.run,
+        "mode": comparison.work.schedule.mode,
+        "workers": comparison.work.engines,
+        "measured_wall_s": comparison.measured_s,
+        "simulated_wall_s": comparison.outcome.wall_s,
+        "deviation": comparison.deviation,
+        "times": dict(recorded.as_json(comparison.work)),
+        "simulated": comparison.outcome.as_json(),
         "variants": [
-            {"mode": one.mode, "workers": one.workers, "max_lag": one.max_lag, "speedup": _speedup(found, one), **one.outcome.as_json()}
-            for one in found.variants
+            {
+                "mode": variant.mode,
+                "workers": variant.workers,
+                "max_lag": variant.max_lag,
+                "speedup": _speedup(comparison, variant),
+                **variant.outcome.as_json(),
+            }
+            for variant in comparison.variants
         ],
     }
 
 
-def as_text(found: WhatIf) -> str:
-    """The run's times, how near the simulation comes to it, and the variants."""
-    work, best = found.work, found.best
+def as_text(comparison: WhatIf) -> str:
+    """The run's measured times, the deviation of its simulation, and the variants."""
+    work, best = comparison.work, comparison.best
     times: Mapping[str, float] = recorded.as_json(work)
     lines = [
-        f"run {found.run}: {work.schedule.mode}, {work.engines} rollout workers, {work.steps} steps; first sample to last step took "
-        f"{found.measured_s:.1f} s, simulated {found.outcome.wall_s:.1f} s ({found.deviation:+.1%})",
+        f"run {comparison.run}: {work.schedule.mode}, {work.engines} rollout workers, {work.steps} steps; first sample to last step took "
+        f"{comparison.measured_s:.1f} s, simulated {comparison.outcome.wall_s:.1f} s ({comparison.deviation:+.1%})",
         "measured: " + ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {_time(name, value)}" for name, value in times.items()),
-        f"with as many workers {best.mode} would be the fastest: {best.outcome.wall_s:.1f} s, {_speedup(found, best):.2f}x; "
+        f"with the same workers {best.mode} would be the fastest: {best.outcome.wall_s:.1f} s, {_speedup(comparison, best):.2f}x; "
         "more workers count as more machines, each as fast as one of this run",
         "",
     ]
     table = Table(box=None, pad_edge=False)
-    for name in ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines draw", "lag", "at most"):
+    for name in ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines busy", "lag", "at most"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    for one in found.variants:
-        outcome = one.outcome
+    for variant in comparison.variants:
+        outcome = variant.outcome
         table.add_row(
-            one.mode,
-            str(one.workers),
+            variant.mode,
+            str(variant.workers),
             f"{outcome.wall_s:,.1f}",
-            f"{_speedup(found, one):.2f}",
+            f"{_speedup(comparison, variant):.2f}",
             f"{outcome.waiting_ratio:.0%}",
             f"{min(1.0, outcome.generate_s / outcome.wall_s):.0%}",
             f"{outcome.lag_mean:.1f}",
@@ -124,8 +132,8 @@ def as_text(found: WhatIf) -> str:
     return "\n".join(lines) + "\n" + printed(table, width=WIDTH)
 
 
-def _speedup(found: WhatIf, one: Variant) -> float:
-    return found.outcome.wall_s / one.outcome.wall_s
+def _speedup(comparison: WhatIf, variant: Variant) -> float:
+    return comparison.outcome.wall_s / variant.outcome.wall_s
 
 
 def _time(name: str, value: float) -> str:

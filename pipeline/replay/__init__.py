@@ -1,1 +1,1 @@
-"""Doing a stage again from the log: training, scoring, drawing."""
+"""Reruns a stage from the log: training, scoring, generation."""

@@ -1,7 +1,4 @@
-"""What a run's log holds for a replay: its configuration, its ledger, its versions, as far as they are committed.
-
-The rule: it reads as a consumer of its own and leaves no trace in the run's topics, groups or files.
-"""
+"""Reads what a replay needs from a run's log: configuration, ledger and versions. Read-only."""
 
 import itertools
 import json
@@ -28,52 +25,50 @@ POLL_S = 0.5
 
 @dataclass(slots=True)
 class Recording:
-    """A run's configuration, ledger and versions, as far as they were read."""
+    """A run's configuration, ledger and versions read so far."""
 
     log: Log
     run: str
-    found: Registration
+    registration: Registration
     record: RunRecord
     config: Config
     info: dict[str, Any]
     ledger_state: LedgerState
     entries: list[Entry] = field(default_factory=list)
     steps: list[Entry] = field(default_factory=list)
-    """The committed steps; step n stands at place n."""
+    """The committed steps; step n has index n."""
     _tail: Tail | None = None
 
     @classmethod
     def open(cls, log: Log, run: str) -> Self:
-        """Read what is there. Raises `PenstockError` for a run that is not registered or whose ledger has lost its beginning."""
-        found = registration(log, run)
-        record = found.record
+        """Read up to the current end. Raises `PenstockError` if the run is not registered or its first ledger entries were deleted."""
+        registered = registration(log, run)
+        record = registered.record
         if record is None:
             raise RunNotFound(run)
-        recording = cls(log, run, found, record, from_json(record.config), json.loads(record.info), LedgerState(run))
-        places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
-        for (topic, partition), begin in log.beginning_offsets(places).items():
-            if begin:
-                raise PenstockError(
-                    f"{topic}/{partition} has lost its offsets 0 to {begin - 1}: without them nothing of {run} can be replayed"
-                )
-        recording._tail = log.tail(dict.fromkeys(places, "earliest"))
-        for said in drain(recording._tail, log.end_offsets(places)):
-            recording._apply(said)
+        recording = cls(log, run, registered, record, from_json(record.config), json.loads(record.info), LedgerState(run))
+        partitions = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
+        for (topic, partition), start in log.beginning_offsets(partitions).items():
+            if start:
+                raise PenstockError(f"{run} cannot be replayed: offsets 0 to {start - 1} of {topic}/{partition} were deleted")
+        recording._tail = log.tail(dict.fromkeys(partitions, "earliest"))
+        for ledger_record in drain(recording._tail, log.end_offsets(partitions)):
+            recording._apply(ledger_record)
         return recording
 
     @property
     def past(self) -> LedgerHistory:
-        """The same as a trainer sees it that comes back. Raises `Unrecoverable`."""
+        """The ledger history as a restarted trainer reads it. Raises `Unrecoverable`."""
         return LedgerHistory(entries=self.entries, ledger_state=self.ledger_state)
 
     @property
     def over(self) -> bool:
-        """True once the run is closed: no more entries follow."""
+        """True if the run is closed: no more entries follow."""
         return self.ledger_state.closed is not None
 
     @property
     def planned_steps(self) -> int:
-        """Optimizer steps that the run was to take."""
+        """Planned optimizer steps of the run."""
         return int(self.info.get("steps") or len(self.steps))
 
     def wait(self, timeout_s: float = POLL_S) -> None:
@@ -89,17 +84,17 @@ class Recording:
 
     def _apply(self, record: Record) -> None:
         try:
-            said = self.ledger_state.apply(record)
+            entry = self.ledger_state.apply(record)
         except Unusable:
-            return  # a dead letter of those who own the topics
-        if isinstance(said, Entry):
-            self.entries.append(said)
-            if said.kind == "step" and said.step == len(self.steps):
-                self.steps.append(said)
+            return  # the run's workers write its dead letter
+        if isinstance(entry, Entry):
+            self.entries.append(entry)
+            if entry.kind == "step" and entry.step == len(self.steps):
+                self.steps.append(entry)
 
 
 def prepare(config: Config) -> None:
-    """Give this process the environment of a trainer; before torch is imported, which reads it then."""
+    """Set a trainer's environment variables. Call it before torch is imported, which reads them."""
     os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -110,7 +105,7 @@ def with_model(config: Config, directory: str | Path) -> Config:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in few words.
+    """Format numbers as ranges.
 
     Example:
         ranges([3, 4, 5, 9])  # -> "3-5, 9"

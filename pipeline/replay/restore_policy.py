@@ -1,7 +1,6 @@
-"""The model of a recorded run, brought to where a replay begins.
+"""Restores a recorded run's policy at the step where a replay starts: version 0, a checkpoint, and recomputed steps.
 
-The rule: it begins with the recorded version 0 and goes through the recorded steps; where that gives other bits than the ledger's,
-what follows would not be a replay.
+A recomputed step that differs from the ledger ends the replay.
 """
 
 import tempfile
@@ -18,74 +17,76 @@ from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithme
 from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.repeat_step import repeat
-from penstock.pipeline.replay.plan_reader import check_kept
+from penstock.pipeline.replay.plan_reader import require_retained
 from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.weights.read import fetch
 
 PROGRESS_S = 3.0
-"""How often a replay says where it is."""
+"""Interval of progress lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where a replay begins and how it got there."""
+class StartPoint:
+    """First step of a replay, and how its state was restored."""
 
     step: int
     checkpoint: int | None
-    """Steps behind the checkpoint that was loaded."""
+    """Steps done at the loaded checkpoint."""
     repeated: int
-    """Steps that were trained to get there, and compared with the ledger."""
+    """Steps recomputed after it and compared with the ledger."""
 
 
 @contextmanager
-def opened(recording: Recording, config: Config, *, notify: Notify, steps: int | None = None) -> Iterator[PolicyTrainer]:
-    """The run's model with version 0 as it is recorded; the model directory needs no more than the architecture. Raises `PenstockError`.
+def open_policy(recording: Recording, config: Config, *, notify: Notify, steps: int | None = None) -> Iterator[PolicyTrainer]:
+    """The run's policy at the recorded version 0; the model directory only needs the architecture. Raises `PenstockError`.
 
-    `steps` is where a falling learning rate reaches zero: the run's own if absent.
+    `steps` is the end of the learning-rate schedule; the run's own if absent.
     """
-    with ExitStack() as held:
-        policy = _open(recording, config, recording.planned_steps if steps is None else steps, held, notify)
+    with ExitStack() as stack:
+        policy = _open_policy(recording, config, recording.planned_steps if steps is None else steps, stack, notify)
         try:
             yield policy
         finally:
             policy.backend.close()
 
 
-def bring_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> Start:
-    """Go to where `step` begins: by the newest checkpoint before it that can be used, and by the recorded steps after that.
+def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> StartPoint:
+    """Advance to the start of `step`: load the newest usable checkpoint before it and recompute the recorded steps after that.
 
-    Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's, `PenstockError` where its groups are deleted.
+    Raises `Unrecoverable` if a recomputed step differs from the ledger, `PenstockError` if its groups are deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
     if step and store is not None:
         state = policy.load_newest(store, recording.past.recorded(), notify=notify, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
-    begin, shown = policy.steps_done, time.monotonic()
-    check_kept(recording, recording.steps[begin:step])
+    first, shown = policy.steps_done, time.monotonic()
+    require_retained(recording, recording.steps[first:step])
     if step:
         origin = (
             f"from the checkpoint of step {loaded} on this machine"
             if loaded
-            else "from the beginning: no checkpoint of it or of a step before is here"
+            else "from version 0: no earlier checkpoint is on this machine"
         )
-        notify(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
-    for entry in recording.steps[begin:step]:
-        cross_rebase(policy, recording, notify=notify)
+        notify(f"restoring step {step} {origin}" + (f", {step - first} steps are recomputed" if first < step else ""))
+    for entry in recording.steps[first:step]:
+        apply_rebase(policy, recording, notify=notify)
         repetition = repeat(policy, entry, read_planned(recording.log, recording.run, entry.plan))
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
-            raise Unrecoverable(f"on the way to step {step}, step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`")
+            raise Unrecoverable(
+                f"cannot restore step {step}: recomputed step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`"
+            )
         if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
-            notify(f"on the way to step {step}: {policy.steps_done} done")
-    return Start(step=step, checkpoint=loaded, repeated=step - begin)
+            notify(f"restoring step {step}: {policy.steps_done} done")
+    return StartPoint(step=step, checkpoint=loaded, repeated=step - first)
 
 
-def cross_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify) -> None:
-    """Where the run was rebased after the steps done so far, go on as it did: from the checkpoint that was made then, if it is here.
+def apply_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify) -> None:
+    """If the run was rebased after the steps done so far, load the checkpoint of the rebase, if it is on this machine.
 
-    Its weights and optimizer state are in no topic, so without it what follows gives other bits.
+    Its weights and optimizer state are in no topic: without it, later steps give other bits.
     """
     done = policy.steps_done
     digests = [entry.digest for entry in recording.entries if entry.kind == "rebased" and entry.step == done]
@@ -106,7 +107,7 @@ def cross_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify)
 
 
 def arithmetic(recording: Recording, policy: PolicyTrainer) -> list[dict[str, object]]:
-    """What the last bits depend on and is not here as it was when the run was opened."""
+    """Differences from the run in what the last bits depend on: hardware, libraries, threads."""
     opened = recording.ledger_state.opened
     changed = changed_arithmetic([opened] if opened else [], arithmetic_of(policy.backend, policy.config))
     return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
@@ -117,13 +118,13 @@ def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
     return fetch(recording.log, recording.ledger_state.manifests, version, run=recording.run)
 
 
-def _open(recording: Recording, config: Config, steps: int, held: ExitStack, notify: Notify) -> PolicyTrainer:
+def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitStack, notify: Notify) -> PolicyTrainer:
     manifest = recording.ledger_state.manifests.get(0)
     if manifest is None:
-        raise PenstockError(f"{recording.run} has not published its initial weights yet; start its trainer first")
+        raise PenstockError(f"{recording.run} has not published its initial weights; start its trainer first")
     state = config.trainer.initial_state
     if state is not None and not Path(state).is_dir():
-        raise PenstockError(f"the optimizer state that {recording.run} began with is not on this machine: {state} (it is not in the log)")
+        raise PenstockError(f"the initial optimizer state of {recording.run} is not on this machine: {state} (it is not in the log)")
 
     def open_at(settings: Config) -> PolicyTrainer:
         hash_name = hash_of(manifest.digest)
@@ -136,17 +137,17 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, not
             return policy
         policy.backend.close()
         if same_dtype:
-            notify(f"{config.model.path} holds other weights than version 0 of {recording.run}: those of the log are used")
+            notify(f"{config.model.path} has other weights than version 0 of {recording.run}: using those of the log")
     except BackendError as error:
-        notify(f"{error}: version 0 comes from the log")
+        notify(f"{error}: using version 0 of the log")
     except ValueError as error:
-        raise PenstockError(f"{error}; --model DIR says where one is: its config.json is enough, the weights are in the log") from error
+        raise PenstockError(f"{error}; give --model DIR with the model's config.json, the weights are in the log") from error
     from penstock.infra.backends.model.files import write_model
 
-    directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
     write_model(config.model_directory, weights_of(recording, 0), directory)
     policy = open_at(with_model(config, directory))
     if same_dtype and policy.weights().digest != manifest.digest:
         policy.backend.close()
-        raise Unrecoverable(f"version 0 of {recording.run} cannot be had from {config.model.path}: is it the run's architecture?")
+        raise Unrecoverable(f"version 0 of {recording.run} cannot be loaded into {config.model.path}: is it the run's architecture?")
     return policy

@@ -22,7 +22,7 @@ class Listed:
         """Up to the last one that holds a record."""
         return range(max(self._topics.get(topic, {}), default=-1) + 1)
 
-    def begin(self, topic: str, partition: int) -> int:
+    def start_offset(self, topic: str, partition: int) -> int:
         """The first offset that is kept."""
         return self._begins.get((topic, partition), 0)
 
@@ -30,4 +30,4 @@ class Listed:
         """One partition after the other."""
         for partition in self.partitions(topic) if partitions is None else partitions:
             held = self._topics.get(topic, {}).get(partition, ())
-            yield from (record for record in held if record.offset >= self.begin(topic, partition))
+            yield from (record for record in held if record.offset >= self.start_offset(topic, partition))

@@ -107,7 +107,7 @@ def test_what_is_gone_is_counted_and_named(told: EditedRun) -> None:
     topic, partition, offset = record_id_of(told, "groups", group)
     whole = as_table(judged(told, {}))["fates"]
     found = judged(told, {(topic, partition): offset + 1})
-    assert f"note: records were deleted: groups/{partition} below {offset + 1}; what only they show is not judged" in as_text(found)
+    assert f"note: records were deleted: groups/{partition} below {offset + 1}; what only they show is not checked" in as_text(found)
     fates = as_table(found)["fates"]
     assert sum(fates.values()) == sum(whole.values()) and fates["trained"] == whole["trained"]
     assert "records were deleted" not in as_text(judged(told, {}))
@@ -119,7 +119,7 @@ def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(
     found = as_table(judged(told, {place: end for place, end in ends(told.records).items() if place[0] == "groups"}))
     assert found["fates"]["filtered"] == 0
     assert found["fates"]["gone"] >= whole["filtered"]
-    assert f"of 0 groups the prompt is gone, of {found['fates']['gone']} the fate" in found["notes"]
+    assert f"of 0 groups the prompt was deleted, of {found['fates']['gone']} the final status" in found["notes"]
 
 
 def test_a_prompt_behind_the_first_that_is_kept_is_lost(told: EditedRun) -> None:
@@ -164,7 +164,7 @@ def test_a_violation_in_what_is_kept_is_reported_as_ever(told: EditedRun) -> Non
 @pytest.mark.parametrize("topic", KEPT_WHOLE)
 def test_a_ledger_or_dead_letters_without_their_beginning_cannot_be_judged(told: EditedRun, topic: str) -> None:
     told.records.append(replace(told.records[told.all("ledger")[0][0]], topic=f"{RUN}.dead-letters"))
-    with pytest.raises(Unreadable, match=rf"^{RUN}\.{topic}/0: the records at offsets 0 to 2 were deleted, which said "):
+    with pytest.raises(Unreadable, match=rf"^{RUN}\.{topic}/0: the records at offsets 0 to 2 were deleted; they held "):
         judged(told, {(topic, 0): 3})
 
 

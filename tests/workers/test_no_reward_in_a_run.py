@@ -9,8 +9,8 @@ from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
-from penstock.pipeline.replay.train.steps import Asked
-from penstock.pipeline.replay.train.verify import Replayed, replay
+from penstock.pipeline.replay.train.steps import ReplayRequest
+from penstock.pipeline.replay.train.verify import ReplayResult, replay
 from tests.support.crew import audited, complete, config_of
 
 PARTIAL = """import time
@@ -63,8 +63,8 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     errors = ask(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
     assert all(found.endswith(error) for found in errors), errors
     assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
-    recording, again = Recording.open(log, run_id), Replayed(run_id)
-    replay(recording, Asked(), result=again, notify=lambda _: None)
+    recording, again = Recording.open(log, run_id), ReplayResult(run_id)
+    replay(recording, ReplayRequest(), result=again, notify=lambda _: None)
     recording.close()
     assert (again.as_json()["steps"], again.as_json()["matching_steps"]) == (2, 2)
     scores = score_run(log, run_id, RescoreRequest(), notify=lambda _: None)

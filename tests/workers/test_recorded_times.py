@@ -21,7 +21,7 @@ LONG_ENOUGH: dict[str, Any] = {
 """A toy engine that draws one group at a time, 10 ms a decode step: sleeping is most of the run, which depends little on the machine."""
 
 
-def run_and_read(run: str, model: Path, directory: Path, **sections: Any) -> tuple[Log, recorded.Record]:
+def run_and_read(run: str, model: Path, directory: Path, **sections: Any) -> tuple[Log, recorded.RunTimes]:
     log = MemoryLog()
     complete(log, run, config_of(model, directory, **LONG_ENOUGH | sections))
     return log, recorded.read(log, run)
@@ -35,7 +35,7 @@ def test_a_run_simulated_with_its_own_times_takes_as_long_as_it_took(mode: str, 
     work = recorded.workload(record)
     # within 5 % on a quiet machine and over more steps; here threads of one process share cores with other tests
     assert simulate(work).wall_s == pytest.approx(recorded.wall_s(record), rel=0.25)
-    drawn = {draw.group for draw in record.draws}
+    drawn = {span.group for span in record.sample_spans}
     assert all(work.lengths.of_group(group, samples=4, seed=0).sum() == _tokens(record, group) for group in drawn)
 
 
@@ -46,12 +46,12 @@ def test_a_run_whose_groups_are_all_as_long_is_simulated_too(run_id: str, tiny_m
 
 
 @pytest.fixture(scope="module")
-def timed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Log, recorded.Record]:
+def timed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Log, recorded.RunTimes]:
     """A pipelined run of four groups a step, and what is recorded of its times."""
     return run_and_read("timed", tiny_model, tmp_path_factory.mktemp("timed"))
 
 
-def test_steps_that_waited_may_compute_longer_than_the_others(timed: tuple[Log, recorded.Record]) -> None:
+def test_steps_that_waited_may_compute_longer_than_the_others(timed: tuple[Log, recorded.RunTimes]) -> None:
     record = replace(timed[1], steps=list(timed[1].steps))
     for number, step in enumerate(record.steps):
         times = {"wait_s": 5.0, "compute_s": 4.0} if number % 2 else {"wait_s": 0.0, "compute_s": 0.1}
@@ -62,12 +62,12 @@ def test_steps_that_waited_may_compute_longer_than_the_others(timed: tuple[Log, 
     assert what_if.compare(record, run="timed").variants
 
 
-def _tokens(record: recorded.Record, group: int) -> int:
-    return sum(draw.tokens for draw in record.draws if draw.group == group)
+def _tokens(record: recorded.RunTimes, group: int) -> int:
+    return sum(span.tokens for span in record.sample_spans if span.group == group)
 
 
 def test_a_report_accounts_for_all_time_and_the_plan_tells_what_other_workers_and_schedules_would_give(
-    timed: tuple[Log, recorded.Record],
+    timed: tuple[Log, recorded.RunTimes],
 ) -> None:
     (log, record), run_id = timed, "timed"
     report = collect(log, run_id)
@@ -89,7 +89,7 @@ def test_a_report_accounts_for_all_time_and_the_plan_tells_what_other_workers_an
 
 def test_a_run_without_enough_steps_is_refused(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     complete(log := MemoryLog(), run_id, config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"engine": "toy"}))
-    with pytest.raises(ValueError, match="has 2 steps: 3 are needed"):
+    with pytest.raises(ValueError, match=r"has 2 steps; .* needs at least 3"):
         recorded.read(log, run_id)
     with Crew(log, "unknown") as crew, pytest.raises(ValueError, match="no run"):
         recorded.read(crew.log, "unknown")

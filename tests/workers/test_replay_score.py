@@ -181,7 +181,7 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         assert cli.main(["replay", "score", recorded.run, "--bootstrap", recorded.bootstrap, "--write", run_id]) == 2
         assert "exists already" in capsys.readouterr().err.splitlines()[-1]
         assert cli.main(["audit", run_id, "--bootstrap", recorded.bootstrap]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].endswith("no worker has measured anything in it: it holds nobody's work to judge")
+        assert capsys.readouterr().err.splitlines()[-1].endswith("it has no measurements: there is no work to audit")
         unused = str(_scored_first(log, run_id, 1)[0])
         assert cli.main(["explain", run_id, unused, "--bootstrap", recorded.bootstrap]) == 0
         assert f"a re-scoring of {recorded.run}, without a trainer" in capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_
         (["--write", ""], 2, "give the id of the new run"),
         (["--weights", "1,x"], 2, "expected numbers separated by commas"),
         (["--weights", "1"], 2, "1 weights for 2 reward.functions"),
-        (["--set", "trainer.lr=1"], 2, "has no part in a reward"),
+        (["--set", "trainer.lr=1"], 2, "does not affect a reward"),
         (["--write", "No_Run"], 2, "--write run id 'No_Run'"),
     ],
 )
@@ -269,6 +269,6 @@ def test_the_page_says_what_changed(recorded: RecordedRun, tmp_path: Path, capsy
     assert f"after   {file}:digits x 2" in shown
     assert "samples that had no reward" in shown
     assert shown.splitlines()[-1].startswith("flips ")  # what it comes to stands last, where a terminal stands still
-    assert shown.index("changed outcomes") < shown.index("groups judged again")
+    assert shown.index("changed outcomes") < shown.index("groups scored again")
     assert "edited since" not in shown
     assert JUDGE not in shown

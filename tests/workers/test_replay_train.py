@@ -70,7 +70,7 @@ def test_it_begins_at_a_checkpoint_where_there_is_one_and_needs_no_weights_of_th
     told, said = answered(capsys)
     assert told["start"] == {"step": 5, "checkpoint": 4, "repeated": 1}
     assert (told["steps"], told["matching_steps"]) == (2, 2)
-    assert "version 0 comes from the log" in said
+    assert "using version 0 of the log" in said
 
 
 def copied(log: KafkaLog, run: str, *, altered: int | None = None) -> MemoryLog:
@@ -104,11 +104,11 @@ def _with_another_token(record: Record, run: str) -> Outgoing:
 
 
 def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
-    from penstock.pipeline.replay.train.steps import Asked
-    from penstock.pipeline.replay.train.verify import Replayed, replay
+    from penstock.pipeline.replay.train.steps import ReplayRequest
+    from penstock.pipeline.replay.train.verify import ReplayResult, replay
 
-    recording, result = Recording.open(log, run), Replayed(run)
-    replay(recording, Asked(**wanted), result=result, notify=lambda _: None)
+    recording, result = Recording.open(log, run), ReplayResult(run)
+    replay(recording, ReplayRequest(**wanted), result=result, notify=lambda _: None)
     recording.close()
     return result.as_json()
 
@@ -122,7 +122,7 @@ def test_one_altered_token_is_reported_with_step_group_sample_and_place(log: Kaf
     assert (first["step"], first["cause"]) == (ALTERED_STEP, "records")
     (group,) = first["groups"]
     assert (group["group"], group["partition"], group["offset"]) == (planned.group, planned.partition, planned.offset)
-    assert f"the plan says {planned.sha256[:16]}" in group["problem"]
+    assert f"expected {planned.sha256[:16]}" in group["problem"]
     ((sample, (difference,)),) = [(row["sample"], row["differences"]) for row in group["samples"]]
     assert (sample, difference["field"], difference["token"]) == (2, "token_ids", 1)
     assert {number["name"] for number in first["numbers"]} == {"loss", "gradient norm", "weights digest"}
@@ -176,19 +176,19 @@ def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: Kafka
 def test_another_arithmetic_is_said_before_anything_is_computed(
     recorded: RecordedRun, log: KafkaLog, changed: dict[str, str | None], name: str, text: str
 ) -> None:
-    from penstock.pipeline.replay.train.steps import Asked
-    from penstock.pipeline.replay.train.verify import Replayed, replay
+    from penstock.pipeline.replay.train.steps import ReplayRequest
+    from penstock.pipeline.replay.train.verify import ReplayResult, replay
 
     recording, said = Recording.open(log, recorded.run), list[str]()
     opened = recording.entries[0]
     details = json.loads(opened.details or "{}")
     details["fingerprint"] = {key: value for key, value in (details["fingerprint"] | changed).items() if value is not None}
     recording.ledger_state.opened = replace(opened, details=json.dumps(details))
-    result = Replayed(recorded.run)
-    replay(recording, Asked(to_step=0), result=result, notify=said.append)
+    result = ReplayResult(recorded.run)
+    replay(recording, ReplayRequest(to_step=0), result=result, notify=said.append)
     recording.close()
     assert [row["name"] for row in result.fingerprint] == [name]
-    assert f"the arithmetic is not the one of the run, so bits may differ: {text}" in said[0]
+    assert f"the arithmetic differs from the run's, so bits may differ: {text}" in said[0]
 
 
 def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedRun, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_what_if_is_a_child_run_in_mlflow_with_its_curves_beside_the_recorded_
 
 def test_what_a_replay_cannot_change_is_refused_with_the_reason(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(asked(recorded, "--set", "rollout.workers=1")) == 2
-    assert "a replay cannot change rollout.workers: samples are recorded, nothing is drawn" in capsys.readouterr().err
+    assert "a replay cannot change rollout.workers: samples are recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys:
     fates = recorded.report["groups"]
     scored = fates["trained"] + fates["filtered"] + fates.get("stale", 0)
     assert scored // 6 <= told["steps"] <= (scored + fates["unused"]) // 6
-    assert (told["plans"], told["mlflow_run_id"]) == ("made anew from the scored groups", None)
+    assert (told["plans"], told["mlflow_run_id"]) == ("selected again from the scored groups", None)
 
 
 def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,8 +277,8 @@ def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_fi
     run_id: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     from penstock.pipeline.replay.train.overrides import what_if
-    from penstock.pipeline.replay.train.steps import Asked
-    from penstock.pipeline.replay.train.what_if import Alternative, train
+    from penstock.pipeline.replay.train.steps import ReplayRequest
+    from penstock.pipeline.replay.train.what_if import WhatIfResult, train
 
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0})
     found = [group_of(number, version=number // 2) for number in range(12)]
@@ -287,10 +287,10 @@ def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_fi
     plain = trained(log, f"{run_id}-plain")
     written(log, run_id, config, found[:6])
     recording = Recording.open(log, run_id)
-    result = Alternative(run_id, {})
+    result = WhatIfResult(run_id, {})
     chosen = what_if(recording.config, ["algorithm.loss=dr_grpo"])
     wanted = {"result": result, "curves": nullcontext(), "export": None, "notify": lambda _: None}
-    follower = threading.Thread(target=train, args=(recording, chosen, Asked(follow=True)), kwargs=wanted)
+    follower = threading.Thread(target=train, args=(recording, chosen, ReplayRequest(follow=True)), kwargs=wanted)
     follower.start()
     with Crew(log, run_id) as crew:
         crew.start("trainer")
@@ -318,10 +318,10 @@ def test_a_replay_whose_records_are_deleted_names_their_offsets(
     assert main(["replay", "train", run_id, "--bootstrap", broker]) == 1
     said = capsys.readouterr().err
     assert f"steps 0-1 of {run_id} cannot be replayed" in said
-    assert f"{run_id}.groups/1 offsets 0-1 (kept from 2 on)" in said
+    assert f"{run_id}.groups/1 offsets 0-1 (retained from 2 on)" in said
     assert main(["replay", "train", run_id, "--bootstrap", broker, "--from-step", "2"]) == 0  # from the checkpoint behind them
     capsys.readouterr()
     assert main(["fork", run_id, "--bootstrap", broker, "--from-step", "1"]) == 1
     assert f"{run_id}.groups/1 offsets 0 (kept" in capsys.readouterr().err
     assert main(["replay", "train", run_id, "--bootstrap", broker, "--set", "schedule.order=arrival"]) == 1
-    assert f"some are gone: {run_id}.groups/1: the records at offsets 0 to 1 were deleted" in capsys.readouterr().err
+    assert f"some were deleted: {run_id}.groups/1: the records at offsets 0 to 1 were deleted" in capsys.readouterr().err

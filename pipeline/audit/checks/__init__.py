@@ -1,1 +1,1 @@
-"""One module per kind of record that the audit judges."""
+"""Checks of the audit, one module for each kind of record."""

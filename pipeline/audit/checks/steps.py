@@ -1,17 +1,14 @@
-"""Checks on the ledger's order and on what was trained.
-
-The rule: one entry commits a step; everything it names has to be in the log, and no group is named twice.
-"""
+"""Checks on the ledger's order, and on the plans of its steps."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 
 from penstock.pipeline.audit.check import Violation, check
-from penstock.pipeline.audit.checks.gone import ANY, Gone
+from penstock.pipeline.audit.checks.retention import ANY, Retention
 from penstock.pipeline.audit.facts import EntryFact, Facts
-from penstock.pipeline.audit.kept.groups import OutcomeFact
 from penstock.pipeline.audit.rules import DROPS, as_object
+from penstock.pipeline.audit.store.groups import OutcomeFact
 
 
 def _planned(facts: Facts) -> int:
@@ -27,8 +24,8 @@ def order(facts: Facts) -> Iterator[Violation]:
         if entry.seq != before + 1:
             yield Violation(text=f"entry {entry.seq} ({entry.kind}) follows entry {before}", step=entry.step, where=fact.where)
         if (entry.kind == "run-opened") != (number == 0):
-            wanted = "run-opened comes first and once" if number else "the first entry is not run-opened"
-            yield Violation(text=f"{entry.kind} is entry {entry.seq}: {wanted}", where=fact.where)
+            expected = "run-opened comes first and once" if number else "the first entry is not run-opened"
+            yield Violation(text=f"{entry.kind} is entry {entry.seq}: {expected}", where=fact.where)
         if entry.kind == "run-closed" and number != len(facts.entries) - 1:
             yield Violation(text=f"run-closed is entry {entry.seq}, others follow", where=fact.where)
         if entry.kind == "run-opened" and facts.status is not None:
@@ -40,24 +37,24 @@ def order(facts: Facts) -> Iterator[Violation]:
         yield Violation(text=text, where=facts.entries[-1].where)
 
 
-@check("step-numbers", "steps 0 to n-1 once each, of U groups, under the version S makes it", steps=lambda facts: _kinds(facts)["step"])
+@check("step-numbers", "steps 0 to n-1 once each, of U groups, under version floor(step / S)", steps=lambda facts: _kinds(facts)["step"])
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
-    most = ANY if facts.cut("rollouts") else facts.samples.most_sequences
-    for wanted, fact in enumerate(facts.steps()):
+    most = ANY if facts.truncated("rollouts") else facts.samples.most_sequences
+    for number, fact in enumerate(facts.steps()):
         entry = fact.entry
         violation = partial(Violation, step=entry.step, where=fact.where)
-        if entry.step != wanted:
-            yield violation(text=f"step {entry.step} stands where step {wanted} belongs")
+        if entry.step != number:
+            yield violation(text=f"step {entry.step}, expected step {number}")
         if len(fact.plan) != terms.prompts_per_step:
             yield violation(text=f"{len(fact.plan)} groups, a step has {terms.prompts_per_step}")
         if entry.version != (learner := terms.learner_version(entry.step or 0)):
-            yield violation(text=f"trained version {entry.version} where step {entry.step} belongs to version {learner}")
+            yield violation(text=f"trained version {entry.version}, step {entry.step} belongs to version {learner}")
         ends, samples = entry.boundaries, len(fact.plan) * terms.samples_per_prompt * most
         if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
             yield violation(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
-        if wanted >= terms.steps:
+        if number >= terms.steps:
             yield violation(text=f"step {entry.step} of a run of {terms.steps}")
     closed = facts.closed
     if closed is not None and closed.step != len(facts.steps()):
@@ -68,7 +65,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
     "ledger-end", "the ledger reaches what measurements, checkpoints and metrics.jsonl have seen", anchors=lambda facts: len(facts.anchors)
 )
 def reached(facts: Facts) -> Iterator[Violation]:
-    """The ledger reaches every step that something else has seen."""
+    """The ledger contains every step that has evidence elsewhere."""
     done, last = len(facts.steps()), facts.entries[-1].where if facts.entries else None
     for anchor in facts.anchors:
         if anchor.steps > done:
@@ -76,7 +73,7 @@ def reached(facts: Facts) -> Iterator[Violation]:
             yield Violation(text=text, step=done, where=last)
 
 
-@check("trained-once", "every trained group stands in exactly one step", groups=_planned)
+@check("trained-once", "every trained group is in exactly one step", groups=_planned)
 def trained_once(facts: Facts) -> Iterator[Violation]:
     """No group is in two steps, or twice in one."""
     first, again = facts.planned.first, {planned.group for planned in facts.planned.later()}
@@ -99,8 +96,8 @@ def submission(facts: Facts) -> Iterator[Violation]:
     if facts.terms.order != "submission":
         return
     stale, outcomes, admitted = facts.stale(), facts.outcomes.first, facts.prompts.first.groups
-    again, seen, gone = {planned.group for planned in facts.planned.later()}, set[int](), Gone(facts)
-    reached, next_one = -1, 0
+    again, seen, retention = {planned.group for planned in facts.planned.later()}, set[int](), Retention(facts)
+    reached, position = -1, 0
     for fact in facts.steps():
         for planned in facts.plan(fact):
             violation = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
@@ -110,11 +107,11 @@ def submission(facts: Facts) -> Iterator[Violation]:
             if planned.group < reached:
                 yield violation(text=f"group {planned.group} is trained after group {reached}")
                 continue
-            while next_one < len(admitted) and (passed := admitted[next_one]) <= planned.group:
-                next_one += 1
-                dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or _drops(outcomes.get(passed)) or gone.drop(passed)
-                if passed < planned.group and not dropped:
-                    yield violation(text=f"group {passed}, which was not dropped, was passed over for group {planned.group}")
+            while position < len(admitted) and (skipped := admitted[position]) <= planned.group:
+                position += 1
+                dropped = stale.get(skipped, fact.entry.seq) < fact.entry.seq or _drops(outcomes.get(skipped)) or retention.drop(skipped)
+                if skipped < planned.group and not dropped:
+                    yield violation(text=f"group {skipped}, which was not dropped, was skipped for group {planned.group}")
             reached = planned.group
 
 
@@ -128,34 +125,34 @@ def plans(facts: Facts) -> Iterator[Violation]:
                 continue
             outcome = facts.outcomes.first.get(planned.group)
             if outcome is None or outcome.where != where:
-                outcome = next((found for found in facts.outcomes.at(where)), None)
+                outcome = next(facts.outcomes.at(where), None)
             if outcome is None:
-                yield violation(text=f"no group begins at {where}")
+                yield violation(text=f"no group starts at {where}")
             elif outcome.group != planned.group:
-                yield violation(text=f"at {where} lies group {outcome.group}")
+                yield violation(text=f"group {outcome.group} is at {where}")
             elif outcome.body != planned.body:
                 yield violation(text=f"the group at {where} has SHA-256 {outcome.sha256[:16]}…, planned was {planned.sha256[:16]}…")
 
 
 @check("lag", "nothing is trained beyond max_lag, nothing within it is stale", groups=lambda facts: _planned(facts) + len(facts.stale()))
 def lag(facts: Facts) -> Iterator[Violation]:
-    """Nothing older than max_lag is trained, and nothing younger is called stale."""
+    """Nothing older than max_lag is trained, and nothing within it is listed as stale."""
     terms, outcomes = facts.terms, facts.outcomes.first
     for fact in facts.entries:
         if fact.entry.kind in ("step", "stale"):
             learner = terms.learner_version(fact.entry.step or 0)
-            for group in _judged(facts, fact):
+            for group in _decided(facts, fact):
                 outcome = outcomes.get(group)
-                if outcome is None or outcome.version_min is None or outcome.where in facts.killers:
-                    continue  # plans and one-fate report it; an unreadable group is set aside like one that is too old
+                if outcome is None or outcome.version_min is None or outcome.where in facts.poison:
+                    continue  # plans and one-fate report it; unreadable groups are listed as stale
                 behind = learner - outcome.version_min
                 violation = partial(Violation, group=group, step=fact.entry.step, version=outcome.version_min, where=outcome.where)
                 if (behind > terms.max_lag) != (fact.entry.kind == "stale"):
-                    was = "trained" if fact.entry.kind == "step" else "called stale"
+                    was = "trained" if fact.entry.kind == "step" else "listed as stale"
                     yield violation(text=f"{was} {behind} versions behind the learner's {learner}, max_lag is {terms.max_lag}")
 
 
-def _judged(facts: Facts, fact: EntryFact) -> Iterable[int]:
+def _decided(facts: Facts, fact: EntryFact) -> Iterable[int]:
     return fact.entry.groups if fact.entry.kind == "stale" else (planned.group for planned in facts.plan(fact))
 
 

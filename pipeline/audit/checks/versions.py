@@ -1,13 +1,10 @@
-"""Checks on policy versions: manifests, chunks, digests and their chain.
-
-The rule: only a digest recomputed from the chunks' bytes is trusted.
-"""
+"""Checks on policy versions: manifests, chunks, recomputed digests, and the chain of base versions."""
 
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
 from penstock.pipeline.audit.check import Violation, check
-from penstock.pipeline.audit.checks.gone import Gone
+from penstock.pipeline.audit.checks.retention import Retention
 from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
 from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
@@ -49,14 +46,14 @@ def _entry_flaws(
         yield f"version {version} came at step {entry.step} with {done} steps committed, it belongs to step {belongs}"
     manifest = manifests.get(version)
     if manifest is None:
-        if not Gone(facts).version(version):
+        if not Retention(facts).version(version):
             yield f"version {version} has an entry in the ledger and no manifest"
     elif manifest.manifest.step != entry.step:
-        yield f"the manifest of version {version} says step {manifest.manifest.step}"
+        yield f"the manifest of version {version} has step {manifest.manifest.step}"
 
 
 def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[Violation]:
-    """Manifests that are in the log twice, or without an entry."""
+    """Manifests that are in the log twice or have no entry."""
     manifests, newest = facts.first_manifests(), max(entries, default=-1)
     for fact in facts.manifests:
         version, violation = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
@@ -66,7 +63,7 @@ def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[
             yield violation(text=f"the manifest of version {version} has no entry in the ledger")
 
 
-@check("chunks", "chunks lie where manifests say, with their size and SHA-256", chunks=_chunks)
+@check("chunks", "chunks are at the offsets of their manifest, with its size and SHA-256", chunks=_chunks)
 def chunks(facts: Facts) -> Iterator[Violation]:
     """Every chunk of a manifest is at the offset it names, with the size and SHA-256 it names."""
     for version, fact in sorted(facts.first_manifests().items()):
@@ -78,9 +75,9 @@ def chunks(facts: Facts) -> Iterator[Violation]:
             if facts.deleted(where):
                 continue
             if chunk is None:
-                yield violation(text=f"chunk {index} of version {version} is not there")
-            elif (chunk.version, chunk.place) != (version, index):
-                yield violation(text=f"chunk {index} of version {version} is chunk {chunk.place} of version {chunk.version}")
+                yield violation(text=f"chunk {index} of version {version} is missing")
+            elif (chunk.version, chunk.number) != (version, index):
+                yield violation(text=f"chunk {index} of version {version} is chunk {chunk.number} of version {chunk.version}")
             elif (chunk.size, chunk.sha256) != (size, sha256):
                 text = f"chunk {index} has {chunk.size} bytes and SHA-256 {chunk.sha256[:16]}…, listed are {size} and {sha256[:16]}…"
                 yield violation(text=text)
@@ -93,10 +90,10 @@ def chunks(facts: Facts) -> Iterator[Violation]:
 )
 def digests(facts: Facts) -> Iterator[Violation]:
     """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
-    manifests, broken, gone = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}, Gone(facts)
+    manifests, broken, retention = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}, Retention(facts)
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
-        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, gone)):
+        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, retention)):
             if text is not None:
                 yield Violation(text=text, version=version, where=fact.where)
     for entry, where in [(fact.entry, fact.where) for fact in facts.entries]:
@@ -109,15 +106,15 @@ def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | Non
     if recomputed is None:
         return None
     if recomputed.problem is not None:
-        return f"version {manifest.version} cannot be put together: {recomputed.problem}"
+        return f"version {manifest.version} cannot be assembled: {recomputed.problem}"
     if recomputed.digest not in (None, manifest.digest):
-        return f"its tensors have the digest {(recomputed.digest or '')[:16]}…, the manifest says {manifest.digest[:16]}…"
+        return f"its tensors have digest {(recomputed.digest or '')[:16]}…, expected {manifest.digest[:16]}… of the manifest"
     return None
 
 
-def _base_flaws(manifest: Manifest, manifests: Container[int], gone: Gone) -> Iterator[str]:
+def _base_flaws(manifest: Manifest, manifests: Container[int], retention: Retention) -> Iterator[str]:
     base = manifest.base_version
-    if base is not None and not (base < manifest.version and (base in manifests or gone.version(base))):
+    if base is not None and not (base < manifest.version and (base in manifests or retention.version(base))):
         yield f"version {manifest.version} is to be applied to version {base}, which is not before it"
     if (base is None) != (manifest.encoding == "full"):
         yield f"encoding {manifest.encoding} with base version {base}"
@@ -159,7 +156,7 @@ def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str |
     if entry.digest not in (None, version.digest):
         return f"the checkpoint at step {entry.step} has another digest than version {version.version}"
     if entry.version not in (None, version.version):
-        return f"the checkpoint at step {entry.step} says version {entry.version}, it is version {version.version}"
+        return f"the checkpoint at step {entry.step} has version {entry.version}, expected {version.version}"
     return None
 
 

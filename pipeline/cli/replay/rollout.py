@@ -8,7 +8,7 @@ import typer
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading
 
 if TYPE_CHECKING:
-    from penstock.pipeline.replay.resample.compare import ResampledCompletion
+    from penstock.pipeline.replay.resample import ResampledCompletion
 
 SHOWN = 20
 """Number of differing samples listed; `--json` has all of them."""
@@ -34,13 +34,12 @@ def rollout(
     json: Json = False,
 ) -> None:
     """Generate recorded samples again with their weights and seeds, and compare them token by token."""
-    from penstock.pipeline.replay.resample.compare import summary
-    from penstock.pipeline.replay.resample.draw import ResampleRequest, redraw
+    from penstock.pipeline.replay.resample import ResampleRequest, resample, summary
     from penstock.pipeline.runtime.registration.trust import Trust
 
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         request = ResampleRequest(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
-        samples = sorted(redraw(log, run_id, request, notify=notify), key=lambda sample: (sample.group, sample.sample))
+        samples = sorted(resample(log, run_id, request, notify=notify), key=lambda sample: (sample.group, sample.sample))
     figures = summary(samples)
     differing = [sample for sample in samples if not sample.same]
     if json:

@@ -11,7 +11,7 @@ from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security
 if TYPE_CHECKING:
     from penstock.pipeline.replay.recording import Recording
     from penstock.pipeline.replay.train.overrides import WhatIf
-    from penstock.pipeline.replay.train.steps import Asked
+    from penstock.pipeline.replay.train.steps import ReplayRequest
 
 MODEL = "Directory with the model's config.json, if it is not model.path; the weights are in the log."
 
@@ -62,26 +62,26 @@ def train(
             if keep_going and is_what_if:
                 raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
             code = user_code(chosen.config, sections=("algorithm", "trainer"), overridden=keys_of(overrides or []))
-            require_trusted(recording.found, trust=Trust(code=trust_code), notify=notify, code=code)
+            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify, code=code)
             prepare(chosen.config)
-            from penstock.pipeline.replay.train.steps import Asked  # imports torch, which reads the environment then
+            from penstock.pipeline.replay.train.steps import ReplayRequest  # imports torch, which reads the environment then
 
-            asked = Asked(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
+            request = ReplayRequest(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
             if is_what_if:
                 logged = recording.config.mlflow.enabled if mlflow is None else mlflow
-                return _what_if(recording, chosen, asked, export=export, mlflow=logged, json=json)
-            return _exact(recording, asked, json=json)
+                return _what_if(recording, chosen, request, export=export, mlflow=logged, json=json)
+            return _exact(recording, request, json=json)
         finally:
             recording.close()
 
 
-def _exact(recording: "Recording", asked: "Asked", *, json: bool) -> int:
+def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> int:
     from penstock.pipeline.replay.text import as_text
-    from penstock.pipeline.replay.train.verify import Replayed, replay
+    from penstock.pipeline.replay.train.verify import ReplayResult, replay
 
-    result = Replayed(recording.run)
+    result = ReplayResult(recording.run)
     try:
-        replay(recording, asked, result=result, notify=notify)
+        replay(recording, request, result=result, notify=notify)
     except KeyboardInterrupt:
         notify(f"stopped after {result.steps} steps")
         if result.steps:
@@ -91,16 +91,16 @@ def _exact(recording: "Recording", asked: "Asked", *, json: bool) -> int:
     return 0 if result.first is None else 1
 
 
-def _what_if(recording: "Recording", chosen: "WhatIf", asked: "Asked", *, export: Path | None, mlflow: bool, json: bool) -> int:
+def _what_if(recording: "Recording", chosen: "WhatIf", request: "ReplayRequest", *, export: Path | None, mlflow: bool, json: bool) -> int:
     from penstock.pipeline.replay.text import table
     from penstock.pipeline.replay.train.mlflow_curves import child_run
-    from penstock.pipeline.replay.train.what_if import Alternative
+    from penstock.pipeline.replay.train.what_if import WhatIfResult
     from penstock.pipeline.replay.train.what_if import train as train_alternative
 
-    result = Alternative(recording.run, chosen.changed)
+    result = WhatIfResult(recording.run, chosen.changed)
     try:
-        curves = child_run(recording, chosen, result, wanted=mlflow, notify=notify)
-        train_alternative(recording, chosen, asked, result=result, curves=curves, export=export, notify=notify)
+        curves = child_run(recording, chosen, result, enabled=mlflow, notify=notify)
+        train_alternative(recording, chosen, request, result=result, curves=curves, export=export, notify=notify)
     finally:
         if result.whole or (result.steps and sys.exc_info()[0] is KeyboardInterrupt):
             emit(result.as_json()) if json else print(table(result))

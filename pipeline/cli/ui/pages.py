@@ -177,7 +177,7 @@ def _answer(runs: Watching, name: str, asked: str, gone: Callable[[], bool]) -> 
     try:
         with runs.reading:
             prepared = question(LiveTables(cast(KafkaLog, runs.log), name), asked)
-        return prepared.answer(Limits(rows=ROWS + 1, size=ANSWER_BYTES, seconds=QUESTION_S, gone=gone))
+        return prepared.answer(Limits(rows=ROWS + 1, size=ANSWER_BYTES, seconds=QUESTION_S, disconnected=gone))
     finally:
         runs.questions.release()
 

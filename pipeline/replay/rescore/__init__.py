@@ -1,1 +1,1 @@
-"""Score recorded samples again, with the same or other reward functions."""
+"""Scores recorded samples with the same or other reward functions."""

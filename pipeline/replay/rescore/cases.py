@@ -1,7 +1,6 @@
-"""Recorded groups as the reward functions need them: prompt, messages, columns, and the text of every completion.
+"""Recorded groups as input of reward functions: prompt, messages, columns, and completion texts.
 
-The rule: texts are those that were judged; where a group was never judged they are decoded from its recorded token ids, by the run's
-tokenizer or not at all.
+Texts are those of the recorded outcome; without one they are decoded from the token ids by the run's tokenizer.
 """
 
 import json
@@ -21,49 +20,49 @@ from penstock.topics.samples import generated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A group that can be judged."""
+    """A group that can be scored."""
 
     group: Group
     """The recorded group; without rewards if it has no outcome."""
     partition: int
     before: str | None
-    """scored, filtered, failed; None where it was never judged."""
+    """scored, filtered or failed; None if it was never scored."""
     messages: str | None
     completions: tuple[str, ...]
     samples: tuple[Rollout, ...]
-    """In order of their numbers, as the completions are."""
+    """By number, as the completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedGroup:
-    """A group that cannot be judged."""
+    """A group that cannot be scored, and why."""
 
     number: int
     partition: int
     before: str | None
-    why: str
+    reason: str
     group: Group | None
-    """Its recorded outcome, where there is one."""
+    """Its recorded outcome, if there is one."""
 
 
 def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case | SkippedGroup]:
-    """Every admitted group once: those with an outcome in the order of the log, then those that were never judged, by number.
+    """Every admitted group once: those with an outcome in log order, then those without, by number.
 
-    `model` is the directory with the run's tokenizer, if it is not where the configuration says. Raises `LogError`.
+    `model` is the directory of the run's tokenizer, the configured one if None. Raises `LogError`.
     """
     prompts = read_prompts(recorded)
-    unjudged: dict[int, Group | None] = dict.fromkeys(prompts)
+    unscored: dict[int, Group | None] = dict.fromkeys(prompts)
     for outcome in recorded.reader.groups():
         if (group := outcome.payload) is None:
             continue
         number, partition = group.group, outcome.record.partition
         if number not in prompts:
-            yield SkippedGroup(number=number, partition=partition, before=group.outcome, why="its prompt cannot be read", group=group)
+            yield SkippedGroup(number=number, partition=partition, before=group.outcome, reason="its prompt cannot be read", group=group)
             continue
         if not group.samples:
-            unjudged[number] = group
+            unscored[number] = group
             continue
-        del unjudged[number]
+        del unscored[number]
         yield Case(
             group=group,
             partition=partition,
@@ -72,36 +71,36 @@ def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case |
             completions=tuple(sample.completion for sample in group.samples),
             samples=tuple(sample.rollout for sample in group.samples),
         )
-    yield from _from_tokens(recorded, prompts, unjudged, model=model)
+    yield from _from_tokens(recorded, prompts, unscored, model=model)
 
 
-def read_prompts(recorded: RecordedRun, *, wanted: AbstractSet[int] | None = None) -> dict[int, tuple[Prompt, int]]:
-    """Group -> its prompt and the partition of that; those nobody can read are passed over."""
-    reads = recorded.reader.prompts(only=wanted)
+def read_prompts(recorded: RecordedRun, *, numbers: AbstractSet[int] | None = None) -> dict[int, tuple[Prompt, int]]:
+    """Group -> its prompt and its partition; unreadable prompts are skipped."""
+    reads = recorded.reader.prompts(only=numbers)
     return {read.payload.group: (read.payload, read.record.partition) for read in reads if read.payload is not None}
 
 
 def _from_tokens(
-    recorded: RecordedRun, prompts: Mapping[int, tuple[Prompt, int]], unjudged: Mapping[int, Group | None], *, model: str | None
+    recorded: RecordedRun, prompts: Mapping[int, tuple[Prompt, int]], unscored: Mapping[int, Group | None], *, model: str | None
 ) -> Iterator[Case | SkippedGroup]:
-    """Groups that no reward function has judged, as far as their samples are all there."""
-    if not unjudged:
+    """Groups without rewards, from the token ids of their samples."""
+    if not unscored:
         return
     decoder = decoder_of(recorded, model)
     by_group: dict[int, dict[int, Rollout]] = {}
-    for read in recorded.reader.samples(only=unjudged.keys()):
+    for read in recorded.reader.samples(only=unscored.keys()):
         if (rollout := read.payload) is not None:
-            drawn = by_group.setdefault(rollout.group, {})
-            if len(drawn) < prompts[rollout.group][0].samples_per_prompt:
-                drawn[rollout.sample] = rollout
-    for number, group in sorted(unjudged.items()):
+            group_samples = by_group.setdefault(rollout.group, {})
+            if len(group_samples) < prompts[rollout.group][0].samples_per_prompt:
+                group_samples[rollout.sample] = rollout
+    for number, group in sorted(unscored.items()):
         prompt, partition = prompts[number]
         samples = tuple(rollout for _, rollout in sorted(by_group.pop(number, {}).items()))
         before = group.outcome if group else None
-        if (problem := _unfit(prompt, before, samples)) is not None:
-            yield SkippedGroup(number=number, partition=partition, before=before, why=problem, group=group)
+        if (problem := _problem(prompt, before, samples)) is not None:
+            yield SkippedGroup(number=number, partition=partition, before=before, reason=problem, group=group)
         elif isinstance(decoder, str):
-            yield SkippedGroup(number=number, partition=partition, before=before, why=decoder, group=group)
+            yield SkippedGroup(number=number, partition=partition, before=before, reason=decoder, group=group)
         else:
             yield Case(
                 group=group or _blank(prompt, recorded),
@@ -113,19 +112,19 @@ def _from_tokens(
             )
 
 
-def _unfit(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> str | None:
-    """Why a group cannot be judged whatever the reward, None where it can."""
+def _problem(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> str | None:
+    """Why a group cannot be scored; None if it can."""
     if len(samples) < prompt.samples_per_prompt:
         return f"{len(samples)} of {prompt.samples_per_prompt} samples are in the log"
     if aborted := sum(sample.finish == "abort" for sample in samples):
         return f"{aborted} of {len(samples)} samples were aborted"
     if before == "abandoned":
-        return "it was abandoned: its last samples came after its deadline"
+        return "it was abandoned: its last samples arrived after its deadline"
     return None
 
 
 def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
-    """What makes text of the run's token ids, or why there is nothing here that does."""
+    """The run's decoder, or the reason why it is not available."""
     path = model or recorded.config.model.path
     info = json.loads(recorded.record.info) if recorded.record else {}
     try:
@@ -138,4 +137,4 @@ def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
 
 
 def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
-    return group_of(prompt, "failed", reason="never judged", samples=(), reward=recorded.config.reward, scored_ns=prompt.created_ns)
+    return group_of(prompt, "failed", reason="never scored", samples=(), reward=recorded.config.reward, scored_ns=prompt.created_ns)

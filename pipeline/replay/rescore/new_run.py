@@ -1,6 +1,6 @@
-"""A new run made of a recorded one: the same prompts and samples under a new id, with the groups as they were judged again.
+"""Writes a re-scored run: the prompts and samples of a recorded one under a new id, with the new outcomes.
 
-The rule: it is registered last, so that what was written of it before an interruption is no run; the recorded run is only read.
+It is registered last, so that an interruption leaves no run.
 """
 
 import json
@@ -15,7 +15,7 @@ from penstock.infra.log import Log, Producer, Transactions
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.observe.recorded_run import RecordedRun
 from penstock.pipeline.replay.rescore.cases import SkippedGroup
-from penstock.pipeline.replay.rescore.judge import Rescored
+from penstock.pipeline.replay.rescore.score import ScoredGroup
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.runtime.topic_reader import Read
@@ -31,13 +31,13 @@ from penstock.topics.wire.record import Outgoing, Record
 
 WORKER = "replay-score"
 BATCH_BYTES = 8 << 20
-"""Groups of one transaction."""
+"""Size of a transaction."""
 WAIT_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
 class NewRun:
-    """A run under construction; leaving the block without `finish` deletes its topics."""
+    """A run being written; leaving the block without `finish` deletes its topics."""
 
     log: Log
     source: RecordedRun
@@ -52,17 +52,17 @@ class NewRun:
     _done: bool = False
 
     @classmethod
-    def begin(cls, log: Log, source: RecordedRun, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
-        """Make the topics of a run that does not exist. Raises `ConfigError` for an id that cannot be or is taken."""
+    def create(cls, log: Log, source: RecordedRun, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
+        """Create the topics of a new run. Raises `ConfigError` for an invalid or existing id."""
         try:
             check_run_id(run)
         except ValueError as error:
             raise ConfigError(f"--write {error}") from error
         if find(log, run) is not None or log.topics(f"{run}."):
-            raise ConfigError(f"--write {run}: that run exists already, or its topics do; choose another id")
+            raise ConfigError(f"--write {run}: the run exists already, or its topics do; choose another id")
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.ledger_state.manifests:
-            raise LogError(f"{source.run} has no topics, or its version 0 was never published: no run can be made of it")
+            raise LogError(f"{source.run} cannot be copied: it has no topics, or its version 0 was never published")
         specs = topics_of(
             run,
             partitions=count,
@@ -92,14 +92,14 @@ class NewRun:
             if not self._done:
                 self.log.delete_topics(self.log.topics(f"{self.run}."))
 
-    def add(self, found: Rescored | SkippedGroup) -> None:
-        """Write a group's outcome; one that could not be judged keeps the one it had, and one without any gets none."""
-        group = found.group
-        partition = found.partition if isinstance(found, SkippedGroup) else found.case.partition
+    def add(self, result: ScoredGroup | SkippedGroup) -> None:
+        """Write a group's outcome; a skipped group keeps the recorded one, if any."""
+        group = result.group
+        partition = result.partition if isinstance(result, SkippedGroup) else result.case.partition
         if group is None:
             return
         self._written += 1
-        for headers, value in groups.encode_parts(_stamped(found, group), run=self.run, worker=WORKER):
+        for headers, value in groups.encode_parts(_stamped(result, group), run=self.run, worker=WORKER):
             key = str(group.group).encode()
             self._waiting.append(
                 Outgoing(topic=f"{self.run}.groups", partition=partition, key=key, headers=headers.encode(value), value=value)
@@ -109,7 +109,7 @@ class NewRun:
             self._commit()
 
     def finish(self, *, notify: Callable[[str], None]) -> RunRecord:
-        """Copy prompts, samples and version 0, close the story, and register the run."""
+        """Copy prompts, samples and version 0, close the ledger, and register the run."""
         self._commit()
         notify(f"copying prompts and samples to {self.run}")
         reader = self.source.reader
@@ -139,7 +139,7 @@ class NewRun:
         self._producer.send(Outgoing(topic=to, partition=record.partition, key=record.key, headers=named, value=record.value))
 
     def _write_ledger(self, info: dict[str, Any]) -> None:
-        """A ledger without a step, and the weights of version 0, which a training begins with, in chunks of their own."""
+        """A ledger without steps, and the weights of version 0."""
         ledger_state = self.source.past.ledger_state
         tensors = fetch(self.log, ledger_state.manifests, 0, run=self.source.run)
         manifest = send_version(
@@ -177,7 +177,7 @@ class NewRun:
         self._waiting, self._bytes = [], 0
 
 
-def _stamped(judged: Rescored | SkippedGroup, group: Group) -> Group:
-    """A group that was never judged before is scored now; any other keeps its time, and so its place in an order of arrival."""
-    judged_first = isinstance(judged, Rescored) and judged.case.before is None
-    return replace(group, scored_ns=time.time_ns()) if judged_first else group
+def _stamped(result: ScoredGroup | SkippedGroup, group: Group) -> Group:
+    """The group with its time of scoring: now if it was never scored, else the recorded one, which keeps the order of arrival."""
+    first_scored = isinstance(result, ScoredGroup) and result.case.before is None
+    return replace(group, scored_ns=time.time_ns()) if first_scored else group

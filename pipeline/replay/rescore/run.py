@@ -1,12 +1,14 @@
-"""A re-scoring from beginning to end: read, judge, compare, and write a new run if one is wanted.
+"""Re-scores a run group by group: reads, scores, compares, and writes a new run on request.
 
-The rule: group by group; what is held of a run are its prompts and numbers, never its samples.
+A sample without a reward on either side is not compared; a failed reward is listed with its reason and is in no mean.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import fsum
 from typing import Any
 
 from penstock.infra.log import Log
@@ -14,21 +16,158 @@ from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.config.plugins import PluginError, split_options
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.observe.recorded_run import read_run
-from penstock.pipeline.replay.rescore.cases import cases
-from penstock.pipeline.replay.rescore.compare import Comparison
-from penstock.pipeline.replay.rescore.judge import changed, rescore
+from penstock.pipeline.replay.rescore.cases import SkippedGroup, cases
 from penstock.pipeline.replay.rescore.new_run import NewRun
+from penstock.pipeline.replay.rescore.score import ScoredGroup, changed, score_groups
 from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
+from penstock.topics.groups import Group, ScoredSample
+
+
+@dataclass(slots=True)
+class Pair:
+    """Rewards before and after, of samples that have both, and the number that differ."""
+
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+    changed: int = 0
+
+    def add(self, before: float, after: float) -> None:
+        """Add a sample."""
+        self.before.append(before)
+        self.after.append(after)
+        self.changed += before != after
+
+    def table(self) -> dict[str, Any]:
+        """Counts and means as plain data; means are None without samples."""
+        count = len(self.before)
+        return {
+            "samples": count,
+            "changed": self.changed,
+            "mean_before": fsum(self.before) / count if count else None,
+            "mean_after": fsum(self.after) / count if count else None,
+        }
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One row of the data: its groups and their rewards."""
+
+    prompt: str
+    groups: list[int] = field(default_factory=list)
+    rewards: Pair = field(default_factory=Pair)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The report of a re-scoring so far; a sample flips if its reward crosses `threshold`."""
+
+    threshold: float
+    rewards: Pair = field(default_factory=Pair)
+    components: dict[str, Pair] = field(default_factory=dict)
+    """Function name -> rewards, for functions on both sides; the file or module does not matter."""
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    """Row of the data -> its groups and rewards."""
+    flips: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    changed: list[dict[str, Any]] = field(default_factory=list)
+    """Groups with another outcome."""
+    broken: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    newly: list[float] = field(default_factory=list)
+    """Rewards of samples that had none."""
+    unscored: int = 0
+    """Samples to which no function applies, or whose reward function failed."""
+
+    def add(self, result: ScoredGroup | SkippedGroup) -> None:
+        """Add a group."""
+        if isinstance(result, SkippedGroup):
+            self.skipped.append({"group": result.number, "before": result.before, "why": result.reason})
+            return
+        before, after = result.case.before or "unjudged", result.group.outcome
+        number = result.group.group
+        self.outcomes[before, after] += 1
+        if before != after:
+            self.changed.append({"group": number, "before": before, "after": after, "reason": result.group.reason})
+        if after == "failed":
+            self.broken.append({"group": number, "before": before, "prompt": result.group.prompt, "reason": result.group.reason})
+            return
+        row = self.prompts.setdefault(result.group.row, Prompt(result.group.prompt))
+        row.groups.append(number)
+        recorded = {sample.rollout.sample: sample for sample in result.case.group.samples}
+        for sample in result.group.samples:
+            old = recorded.get(sample.rollout.sample)
+            if sample.reward is None:
+                self.unscored += 1
+            elif old is None or old.reward is None:
+                self.newly.append(sample.reward)
+            else:
+                self._compare(result.case.group, result.group, old, sample, (old.reward, sample.reward))
+
+    def _compare(self, was: Group, now: Group, old: ScoredSample, new: ScoredSample, rewards: tuple[float, float]) -> None:
+        before_sum, after_sum = rewards
+        self.rewards.add(before_sum, after_sum)
+        self.prompts[now.row].rewards.add(before_sum, after_sum)
+        earlier = dict(zip(_short(was.reward_names), old.components, strict=False))
+        for name, short, value in zip(now.reward_names, _short(now.reward_names), new.components, strict=False):
+            before = earlier.get(short)
+            if before is not None and value is not None:
+                self.components.setdefault(name, Pair()).add(before, value)
+        if (before_sum >= self.threshold) != (after_sum >= self.threshold):
+            self.flips.append(
+                {
+                    "group": now.group,
+                    "sample": new.rollout.sample,
+                    "prompt": now.prompt,
+                    "completion": new.completion,
+                    "before": before_sum,
+                    "after": after_sum,
+                }
+            )
+
+    def table(self) -> dict[str, Any]:
+        """The report as plain data, by group number."""
+        rows = [
+            {"row": row, "prompt": prompt.prompt, "groups": sorted(prompt.groups), **prompt.rewards.table()}
+            for row, prompt in sorted(self.prompts.items())
+        ]
+        return {
+            "threshold": self.threshold,
+            "groups": sum(self.outcomes.values()) + len(self.skipped),
+            "judged": sum(self.outcomes.values()),
+            **self.rewards.table(),
+            "newly_judged": {"samples": len(self.newly), "mean_after": fsum(self.newly) / len(self.newly) if self.newly else None},
+            "no_reward": self.unscored,
+            "components": {name: pair.table() for name, pair in self.components.items()},
+            "flips": _by_group(self.flips),
+            "flips_up": sum(flip["after"] >= self.threshold for flip in self.flips),
+            "flips_down": sum(flip["after"] < self.threshold for flip in self.flips),
+            "outcomes": {f"{before} -> {after}": count for (before, after), count in sorted(self.outcomes.items())},
+            "changed_outcomes": _by_group(self.changed),
+            "broken": _by_group(self.broken),
+            "left_out": _by_group(self.skipped),
+            "prompts": [row for row in rows if row["changed"] or row["samples"] == 0],
+        }
+
+
+def _short(names: Sequence[str]) -> Sequence[str]:
+    """The functions' names without file or module, if these are unique."""
+    own = [name.rpartition(":")[2] for name in names]
+    return own if len(set(own)) == len(own) else names
+
+
+def _by_group(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: (row["group"], row.get("sample", 0)))
+
 
 PROGRESS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoreRequest:
-    """What is to be judged how."""
+    """Reward functions and settings of a re-scoring."""
 
     functions: Sequence[str] = ()
     """Names or plug-ins instead of the run's; the run's own if empty."""
@@ -40,44 +179,44 @@ class RescoreRequest:
     model: str | None = None
     processes: int | None = None
     trust: Trust = NO_TRUST
-    """Whether functions that the run names may be loaded although no key here has signed it."""
+    """Permission to load functions of the run although no key here has signed it."""
 
 
 def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[str], None]) -> dict[str, Any]:
     """The report as plain data, ready for JSON.
 
-    Raises `ConfigError` for a wish that makes no sense, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
+    Raises `ConfigError` for an invalid request, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
     cannot be loaded, `LogError`.
     """
     source = read_run(log, run)
     config = changed(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
-    # A new run has the whole configuration, and what this machine signs has been trusted whole.
-    given = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
-    code = user_code(config, sections=() if request.write else ("reward",), overridden=given)
+    # A new run has the full configuration, which is signed on this machine: all of it has to be trusted.
+    keys = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
+    code = user_code(config, sections=() if request.write else ("reward",), overridden=keys)
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)
     comparison, shown = Comparison(request.threshold), time.monotonic()
     origin = {"run": run, "reward": described["after"], "was": described["before"]}
-    gone = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))
-    begun = NewRun.begin(log, source, request.write, config, origin=origin) if request.write else nullcontext()
-    with begun as new:
-        notify(f"judging the groups of {run}")
+    missing = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))
+    context = NewRun.create(log, source, request.write, config, origin=origin) if request.write else nullcontext()
+    with context as new:
+        notify(f"scoring the groups of {run}")
         recorded, processes = cases(source, model=request.model), request.processes or config.scorer.processes
-        for number, judged in enumerate(rescore(recorded, config, steps=source.planned_steps, processes=processes)):
-            comparison.add(judged)
+        for number, result in enumerate(score_groups(recorded, config, steps=source.planned_steps, processes=processes)):
+            comparison.add(result)
             if new is not None:
-                new.add(judged)
+                new.add(result)
             if time.monotonic() - shown > PROGRESS_S:
                 shown = time.monotonic()
-                notify(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
+                notify(f"{number + 1} groups scored, {comparison.rewards.changed} rewards changed")
         if new is not None:
             new.finish(notify=notify)
-    return {"run": run, "reward": described, **comparison.table(), "gone": gone, "written": request.write}
+    return {"run": run, "reward": described, **comparison.table(), "gone": missing, "written": request.write}
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` for a reward that is not here; a user's code is looked for and not run: that is done in child processes."""
+    """Raise `ConfigError` for a missing reward function; user code is located here and only run in child processes."""
     names = config.reward.functions
     try:
         if builtin := [name for name in names if ":" not in split_options(name)[0]]:
@@ -88,8 +227,8 @@ def check(config: Config) -> None:
 
 
 def describe(config: Config, *, sources: dict[str, str] | None = None) -> dict[str, Any]:
-    """The reward functions with their weights, and the SHA-256 of the source of each: the recorded ones, or those on this machine."""
+    """The reward functions with weights and SHA-256 of their sources: the recorded ones, or those on this machine."""
     reward = config.reward
-    with suppress(PluginError):  # those of an earlier run need not be here
+    with suppress(PluginError):  # functions of another machine may be missing here
         sources = sources or rewards.digests(reward.functions)
     return {"functions": reward.functions, "weights": reward.weights or [1.0] * len(reward.functions), "sources": sources}

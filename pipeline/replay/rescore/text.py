@@ -1,7 +1,4 @@
-"""A re-scoring's report as a page for a person.
-
-The rule: it says nothing that `--json` does not; long lists are cut and say how long they are.
-"""
+"""A re-scoring's report as text. Long lists are cut; `--json` has all of them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,20 +12,20 @@ Plain = Mapping[str, Any]
 
 
 def as_page(report: Plain) -> str:
-    """The report over many lines: what changed one by one, and then, where a terminal stands still, what it comes to."""
+    """The report: the changes in detail, then the summary."""
     return "\n".join([*_details(report), *_summary(report)])
 
 
 def _details(report: Plain) -> list[str]:
     changed = [f"group {row['group']}: {row['before']} -> {row['after']}{_because(row['reason'])}" for row in report["changed_outcomes"]]
-    known = [row["prompt"] for row in report["prompts"]]
+    prompts = [row["prompt"] for row in report["prompts"]]
     lists = {
         "changed outcomes": changed,
-        "samples that flip": [_flip(row, known) for row in report["flips"]],
-        "prompts whose rewards changed most": [_prompt(row, known) for row in _by_change(report["prompts"])],
-        "broken rewards": [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]],
-        "not judged": [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]],
-        "gone": report["gone"],
+        "samples that flip": [_flip(row, prompts) for row in report["flips"]],
+        "prompts whose rewards changed most": [_prompt(row, prompts) for row in _by_change(report["prompts"])],
+        "failed rewards": [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]],
+        "not scored": [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]],
+        "deleted": report["gone"],
     }
     return [line for name, rows in lists.items() if rows for line in (name, *_cut(rows), "")]
 
@@ -39,7 +36,7 @@ def _summary(report: Plain) -> list[str]:
     before, after = (_functions(reward[when], edited) for when in ("before", "after"))
     since = "; edited since the run was created" if edited else ""
     lines = [
-        f"run {report['run']}: {report['judged']} of {report['groups']} groups judged again",
+        f"run {report['run']}: {report['judged']} of {report['groups']} groups scored again",
         f"  before  {before}",
         f"  after   {after}{since}",
         "",
@@ -50,7 +47,7 @@ def _summary(report: Plain) -> list[str]:
     if new["samples"]:
         lines.append(f"          {new['samples']} samples that had no reward: mean {_number(new['mean_after'])}")
     if report.get("no_reward"):
-        lines.append(f"          {report['no_reward']} samples have no reward: every function returned None, or one broke")
+        lines.append(f"          {report['no_reward']} samples have no reward: every function returned None, or one failed")
     lines.append("groups    " + (", ".join(f"{count} {change}" for change, count in report["outcomes"].items()) or "none"))
     flips = len(report["flips"])
     lines.append(f"flips     {flips} samples cross {report['threshold']:g}: {report['flips_up']} up, {report['flips_down']} down")
@@ -60,7 +57,7 @@ def _summary(report: Plain) -> list[str]:
 
 
 def _edited(reward: Plain) -> set[str]:
-    """The functions that have another source than when the run was created, under the same name."""
+    """Functions whose source changed since the run was created."""
     before, after = reward["before"]["sources"] or {}, reward["after"]["sources"] or {}
     return {name for name in before if name in after and before[name] != after[name]}
 
@@ -76,9 +73,9 @@ def _cut(rows: Sequence[str]) -> list[str]:
     return [*(f"  {row}" for row in rows[:SHOWN]), *more]
 
 
-def _flip(row: Plain, known: list[str]) -> str:
-    what = f"{_short(without_template(row['prompt'], known))} -> {_short(row['completion'])}"
-    return f"group {row['group']} sample {row['sample']}: {_number(row['before'])} -> {_number(row['after'])}  {what}"
+def _flip(row: Plain, prompts: list[str]) -> str:
+    change = f"{_short(without_template(row['prompt'], prompts))} -> {_short(row['completion'])}"
+    return f"group {row['group']} sample {row['sample']}: {_number(row['before'])} -> {_number(row['after'])}  {change}"
 
 
 def _by_change(prompts: Sequence[Plain]) -> list[Plain]:
@@ -86,13 +83,15 @@ def _by_change(prompts: Sequence[Plain]) -> list[Plain]:
     return sorted(both, key=lambda row: (-abs(row["mean_after"] - row["mean_before"]), row["row"]))
 
 
-def _prompt(row: Plain, known: list[str]) -> str:
+def _prompt(row: Plain, prompts: list[str]) -> str:
     means = f"{_number(row['mean_before'])} -> {_number(row['mean_after'])}"
-    return f"row {row['row']} {_short(without_template(row['prompt'], known))}: {row['changed']} of {row['samples']} rewards, mean {means}"
+    return (
+        f"row {row['row']} {_short(without_template(row['prompt'], prompts))}: {row['changed']} of {row['samples']} rewards, mean {means}"
+    )
 
 
 def _functions(reward: Plain, edited: Collection[str]) -> str:
-    """The functions with their weights, and of one whose source was edited the beginning of its digest."""
+    """The functions with their weights; edited ones with the first digits of their digest."""
     names = [f"{name} ({reward['sources'][name][:8]})" if name in edited else name for name in reward["functions"]]
     return ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward["weights"], strict=True))
 

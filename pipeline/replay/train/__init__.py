@@ -1,1 +1,1 @@
-"""Repeat recorded optimizer steps, exactly or with other settings."""
+"""Recomputes recorded optimizer steps, exactly or with other settings."""

@@ -1,6 +1,6 @@
-"""The curves of a what-if in MLflow: a child of the run's own MLflow run.
+"""Logs a what-if's curves to a child of the run's MLflow run.
 
-The rule: its tags say what was changed and that the data is off-policy; a what-if that ends early is KILLED or FAILED, never RUNNING.
+Its tags hold the changes and mark it as off-policy; a what-if that ends early is KILLED or FAILED.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.observe.metrics.mlflow_target import target_of
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.train.overrides import WhatIf
-from penstock.pipeline.replay.train.what_if import OFF_POLICY, Alternative
+from penstock.pipeline.replay.train.what_if import OFF_POLICY, WhatIfResult
 
 OF_TAG = "penstock.what_if_of"
 CHANGED_TAG = "penstock.changed"
@@ -19,21 +19,21 @@ OFF_POLICY_TAG = "penstock.off_policy"
 
 
 @contextmanager
-def child_run(recording: Recording, chosen: WhatIf, result: Alternative, *, wanted: bool, notify: Notify) -> Iterator[ChildRun | None]:
-    """A child run for the time of a what-if; None when none is wanted. Raises `TrackingError`."""
-    if not wanted:
+def child_run(recording: Recording, what_if: WhatIf, result: WhatIfResult, *, enabled: bool, notify: Notify) -> Iterator[ChildRun | None]:
+    """A child run for the time of a what-if; None if not `enabled`. Raises `TrackingError`."""
+    if not enabled:
         yield None
         return
     tags = {
         OF_TAG: recording.run,
-        CHANGED_TAG: str(chosen) or "nothing",
+        CHANGED_TAG: str(what_if) or "nothing",
         OFF_POLICY_TAG: OFF_POLICY,
         "mlflow.source.name": "penstock replay train",
     }
-    target = target_of(recording.record, recording.config, tags=tags, changed=chosen.config)
-    child = ChildRun(target, name=f"{recording.run} with {_short(chosen)}")
+    target = target_of(recording.record, recording.config, tags=tags, changed=what_if.config)
+    child = ChildRun(target, name=f"{recording.run} with {_short(what_if)}")
     result.mlflow_run_id = child.run_id
-    where = f"child of {child.parent_id}" if child.parent_id else f"MLflow has no run of {recording.run}, so it stands alone"
+    where = f"child of {child.parent_id}" if child.parent_id else f"MLflow has no run of {recording.run}, so it has no parent"
     notify(f"MLflow: run {child.run_id} in experiment {target.experiment!r} ({where})")
     status = "FAILED"
     try:
@@ -47,5 +47,5 @@ def child_run(recording: Recording, chosen: WhatIf, result: Alternative, *, want
         child.finish(status, tags=done)
 
 
-def _short(chosen: WhatIf) -> str:
-    return ", ".join(f"{key.partition('.')[2]}={after}" for key, (_, after) in chosen.changed.items()) or "nothing changed"
+def _short(what_if: WhatIf) -> str:
+    return ", ".join(f"{key.partition('.')[2]}={after}" for key, (_, after) in what_if.changed.items()) or "nothing changed"

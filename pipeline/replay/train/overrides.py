@@ -1,7 +1,4 @@
-"""Which keys of a configuration a what-if may change, and what follows from a change.
-
-The rule: training can be done again with other settings, what was drawn and scored cannot; a key that would only seem to work is refused.
-"""
+"""Configuration keys that a what-if may change. Keys that affect generation or scoring are refused."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,19 +15,19 @@ ALLOWED = {
     },
     "schedule": {"prompts_per_step", "order"},
 }  # fmt: skip
-"""Section -> keys that a what-if may change; None stands for all."""
+"""Section -> keys that a what-if may change; None for all."""
 SELECTING = frozenset({"algorithm.filter_zero_variance", "schedule.prompts_per_step", "schedule.order"})
-"""Changes under which a step would have had other groups."""
+"""Keys that change the groups of a step."""
 BY_THE_SCORER = "penstock replay score"
 REASONS = {
-    "rollout": "samples are recorded, nothing is drawn",
-    "sampling": "samples are recorded, nothing is drawn; see `penstock replay rollout`",
+    "rollout": "samples are recorded",
+    "sampling": "samples are recorded; see `penstock replay rollout`",
     "data": "prompts are recorded",
     "reward": f"rewards are recorded; see `{BY_THE_SCORER}`",
     "scorer": f"rewards are recorded; see `{BY_THE_SCORER}`",
-    "schedule": "the samples were drawn under the recorded schedule",
-    "run": "its steps are recorded; --from-step and --to-step choose among them",
-    "model": "the weights that the run began with are recorded; --model DIR says where the architecture is",
+    "schedule": "samples were generated under the recorded schedule",
+    "run": "its steps are recorded; --from-step and --to-step select steps",
+    "model": "the initial weights are recorded; --model DIR sets the architecture's directory",
 }
 
 
@@ -40,11 +37,11 @@ class WhatIf:
 
     config: Config
     changed: Mapping[str, tuple[Any, Any]]
-    """Key -> recorded and new value; empty: nothing is changed, the replay is exact."""
+    """Key -> recorded and new value; empty for an exact replay."""
 
     @property
     def selects(self) -> bool:
-        """True if its steps have other groups than the recorded steps."""
+        """True if its steps have other groups than the recorded ones."""
         return bool(SELECTING & self.changed.keys())
 
     def __str__(self) -> str:
@@ -52,7 +49,7 @@ class WhatIf:
 
 
 def what_if(config: Config, overrides: Sequence[str]) -> WhatIf:
-    """The configuration with `a.b=c` overrides. Raises `ConfigError` for a key that a replay cannot change, and why.
+    """The configuration with `a.b=c` overrides. Raises `ConfigError` for a key that a replay cannot change.
 
     Example:
         what_if(config, ["algorithm.loss=gspo"]).changed  # -> {"algorithm.loss": ("grpo", "gspo")}
@@ -61,9 +58,11 @@ def what_if(config: Config, overrides: Sequence[str]) -> WhatIf:
         section, _, key = text.partition("=")[0].strip().partition(".")
         allowed = ALLOWED.get(section, set())
         if allowed is not None and key not in allowed and (section in REASONS or section in ALLOWED):
-            keys = "algorithm.*, " + ", ".join(f"{name}.{one}" for name, names in ALLOWED.items() for one in sorted(names or ()))
-            why = REASONS.get(section, "it has no influence on what a step computes")
-            raise ConfigError(f"--set {text}: a replay cannot change {section}.{key}: {why}; what it can change: {keys}")
+            keys = "algorithm.*, " + ", ".join(
+                f"{name}.{allowed_key}" for name, names in ALLOWED.items() for allowed_key in sorted(names or ())
+            )
+            reason = REASONS.get(section, "it has no influence on what a step computes")
+            raise ConfigError(f"--set {text}: a replay cannot change {section}.{key}: {reason}. Allowed keys: {keys}")
     after = override(config, overrides)
     before_table, after_table = json.loads(to_json(config)), json.loads(to_json(after))
     changed = {
@@ -74,5 +73,5 @@ def what_if(config: Config, overrides: Sequence[str]) -> WhatIf:
     }
     for key, (before, now) in changed.items():
         if key == "algorithm.truncated_penalty" or (key == "algorithm.truncated" and "penalise" in (before, now)):
-            raise ConfigError(f"--set {key}={now}: a penalty stands in the recorded rewards; it was {before}; see `{BY_THE_SCORER}`")
+            raise ConfigError(f"--set {key}={now}: the recorded rewards contain the penalty of {before}; see `{BY_THE_SCORER}`")
     return WhatIf(config=after, changed=changed)

@@ -1,6 +1,6 @@
-"""Plans made anew from recorded groups: which of them form which step of a what-if, under another filter, order or number of prompts.
+"""Selects the groups of a what-if's steps under another filter, order or number of prompts, with the trainer's selector.
 
-The rule: the trainer's own selector decides, but nothing is too old: what is off-policy here is so by intention, and labelled.
+No group is stale here: off-policy training is intended, and labelled.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from penstock.topics.ledger import Planned
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-FOR_EVER = 1 << 40
+NO_LIMIT = 1 << 40
 
 
 @dataclass(slots=True)
 class Selection:
-    """Hands out plans of `prompts_per_step` groups, in the configuration's order."""
+    """Plans of `prompts_per_step` groups, in the configured order."""
 
     recording: Recording
     config: Config
@@ -35,15 +35,15 @@ class Selection:
     _tail: Tail | None = None
 
     def __post_init__(self) -> None:
-        self._selector = Selector(replace(self.config.rules, max_lag=FOR_EVER))
+        self._selector = Selector(replace(self.config.rules, max_lag=NO_LIMIT))
 
     def plans(self) -> Iterator[tuple[Planned, ...]]:
-        """Plan after plan; what does not fill a step at the end is not trained. Raises `PenstockError` where groups are deleted."""
+        """Yield plans; groups at the end that do not fill a step are not trained. Raises `PenstockError` if groups were deleted."""
         if lost := deleted(self.recording.log, f"{self.recording.run}.groups"):
-            raise PenstockError(f"plans are made anew of all groups, and some are gone: {'; '.join(lost)}")
+            raise PenstockError(f"groups cannot be selected again, some were deleted: {'; '.join(lost)}")
         count, plan = self.config.schedule.prompts_per_step, list[Planned]()
         records = self._follow() if self.follow else self._all()
-        for planned in self._taken(records):
+        for planned in self._selected(records):
             if self._trained(planned):
                 plan.append(planned)
             if len(plan) == count:
@@ -51,16 +51,16 @@ class Selection:
                 plan = []
 
     def steps(self) -> int:
-        """How many plans there are; not for a selection that follows."""
+        """Number of plans; not for a selection that follows."""
         return sum(1 for _ in Selection(self.recording, self.config).plans())
 
-    def _taken(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
+    def _selected(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
         for batch in batches:
             for record in batch:
                 if (candidate := self._candidate(record)) is not None:
                     self._selector.add(candidate)
             yield from self._ready()
-        # Nothing more comes: a group that never got an outcome holds nobody up.
+        # No more groups follow: do not wait for groups without an outcome.
         seen = self._selector.outcomes
         self._selector.settle([number for number in range(max(seen, default=-1)) if number not in seen])
         yield from self._ready()
@@ -70,25 +70,25 @@ class Selection:
             yield Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset)
 
     def _all(self) -> Iterator[list[Record]]:
-        """What is there now, in the order in which it was scored."""
+        """The groups in the log now, in the order of scoring."""
         reads = RunReader(self.recording.log, self.recording.run).records("groups")
         candidates = [((record.timestamp_ms, record.partition, record.offset), self._candidate(record)) for record in reads]
-        for _, candidate in sorted(candidates, key=lambda placed: placed[0]):
+        for _, candidate in sorted(candidates, key=lambda pair: pair[0]):
             if candidate is not None:
                 self._selector.add(candidate)
         yield []
 
     def _follow(self) -> Iterator[list[Record]]:
         topic, log = f"{self.recording.run}.groups", self.recording.log
-        places = [(topic, p) for p in range(log.partitions(topic) or 0)]
-        tail = log.tail(dict.fromkeys(places, "earliest"))
+        partitions = [(topic, p) for p in range(log.partitions(topic) or 0)]
+        tail = log.tail(dict.fromkeys(partitions, "earliest"))
         try:
             while True:
                 over = self.recording.over
-                ends = log.end_offsets(places) if over else {}
+                ends = log.end_offsets(partitions) if over else {}
                 while batch := tail.poll(POLL_S):
                     yield batch
-                if over and all(tail.position(place) >= end for place, end in ends.items()):
+                if over and all(tail.position(partition) >= end for partition, end in ends.items()):
                     return
                 self.recording.wait(0.0)
                 self.waited_s += POLL_S
@@ -116,7 +116,7 @@ class Selection:
         )
 
     def _trained(self, planned: Planned) -> bool:
-        """True unless the filter drops a group that was recorded without one."""
+        """True unless the filter drops a group that was recorded without a filter."""
         if not self.config.algorithm.filter_zero_variance or self.recording.config.algorithm.filter_zero_variance:
             return True
         member = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]

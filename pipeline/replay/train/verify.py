@@ -1,34 +1,174 @@
-"""`penstock replay train`: the recorded plans trained again from the log alone, every bit compared with the ledger.
+"""`penstock replay train`: recomputes recorded steps from the log, and compares every bit with the ledger. Read-only.
 
-The rule: the first difference is reported with everything that led to it; nothing is written anywhere.
+The first difference is reported by numbers, tensors, groups and samples; records that are missing are never taken for equal.
 """
 
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.errors import LogError
+from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
-from penstock.pipeline.learner.repeat_step import Repetition, repeat
-from penstock.pipeline.replay.plan_reader import check_kept
+from penstock.pipeline.learner.repeat_step import Repetition, other_weights, repeat
+from penstock.pipeline.replay.plan_reader import PlanMember, require_retained
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.restore_policy import Start, arithmetic, bring_to, cross_rebase, opened, weights_of
-from penstock.pipeline.replay.train.diff import difference, drift, published_as, published_version
-from penstock.pipeline.replay.train.steps import Asked, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.replay.restore_policy import StartPoint, advance_to, apply_rebase, arithmetic, open_policy, weights_of
+from penstock.pipeline.replay.train.steps import ReplayRequest, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.runtime.topic_reader import RunReader
+from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
+from penstock.topics.rollouts import Rollout
+
+FLOATS: Mapping[str, np.dtype[Any]] = {"float64": np.dtype("<f8"), "float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+SHOWN = 8
+"""Largest number of listed differences of a sample."""
+
+
+def published_version(recording: Recording, entry: Entry) -> int | None:
+    """The version that was published after a step, if one was."""
+    done = (entry.step or 0) + 1
+    per_version, steps = recording.config.schedule.steps_per_version, recording.planned_steps
+    count = rules.versions_of if done == steps else rules.version_after
+    version = count(done, steps_per_version=per_version)
+    manifest = recording.ledger_state.manifests.get(version)
+    return version if manifest is not None and manifest.step == done else None
+
+
+def published_as(recording: Recording, repetition: Repetition) -> bool:
+    """True if no version was published after the step, or it has these weights, or it follows a rebase there."""
+    version = published_version(recording, repetition.entry)
+    if version is None:
+        return True
+    manifest = recording.ledger_state.manifests[version]
+    rebased = any(entry.kind == "rebased" and (entry.step, entry.digest) == (manifest.step, manifest.digest) for entry in recording.entries)
+    return rebased or manifest.digest == repetition.weights.digest
+
+
+def difference(recording: Recording, entry: Entry, altered: list[PlanMember], repetition: Repetition | None) -> dict[str, Any]:
+    """Details of the first step that differs."""
+    version = published_version(recording, entry)
+    numbers = [] if repetition is None else list(repetition.differences)
+    if repetition is not None and version is not None and not any(number.name == "weights digest" for number in numbers):
+        recorded = recording.ledger_state.manifests[version].digest
+        numbers += [other_weights(repetition.weights.digest, recorded)] if recorded != repetition.weights.digest else []
+    tensors, note = [], None
+    if repetition is not None and numbers:
+        if version is None:
+            note = "no version was published after this step: its tensors cannot be compared"
+        else:
+            try:
+                tensors = differing_tensors(repetition.weights.tensors, weights_of(recording, version))
+            except LogError as error:
+                note = f"the tensors cannot be compared: {error}"
+    concerned = {member.planned.group: member for member in altered}
+    return {
+        "step": entry.step,
+        "version": entry.version,
+        "cause": "records" if altered else "arithmetic",
+        "numbers": [{name: getattr(number, name) for name in ("name", "found", "recorded", "text")} for number in numbers],
+        "tensors": tensors,
+        "note": note,
+        "groups": [
+            {
+                "group": planned.group,
+                "partition": planned.partition,
+                "offset": planned.offset,
+                "problem": concerned[planned.group].problem if altered else None,
+                "samples": _differing_samples(recording, concerned[planned.group]) if altered else [],
+            }
+            for planned in entry.plan
+            if not altered or planned.group in concerned
+        ],
+    }
+
+
+def differing_tensors(weights: Iterable[TensorBytes], recorded: Iterable[TensorBytes]) -> list[dict[str, Any]]:
+    """The tensors that differ, by descending distance: name, elements, number of different ones, largest difference."""
+    before = {tensor.name: tensor for tensor in recorded}
+    rows = []
+    for tensor in weights:
+        other = before.pop(tensor.name, None)
+        if other is None or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            was = "missing" if other is None else f"{other.dtype}{list(other.shape)}"
+            rows.append({"name": tensor.name, "problem": f"{tensor.dtype}{list(tensor.shape)}, recorded {was}", "max_abs": float("inf")})
+            continue
+        bits = _bits(tensor) != _bits(other)
+        if count := int(bits.sum()):
+            distance = np.abs(values(tensor) - values(other))
+            rows.append({"name": tensor.name, "elements": len(bits), "differing": count, "max_abs": float(np.nanmax(distance))})
+    rows += [{"name": name, "problem": "missing", "max_abs": float("inf")} for name in before]
+    return sorted(rows, key=lambda row: -row["max_abs"])
+
+
+def drift(weights: Iterable[TensorBytes], recorded: Iterable[TensorBytes]) -> dict[str, float]:
+    """Distance of the weights from the recorded ones: the largest difference, and the norm of the difference over the recorded norm."""
+    before = {tensor.name: values(tensor) for tensor in recorded}
+    largest = squares = norm = 0.0
+    for tensor in weights:
+        distance = values(tensor) - before[tensor.name]
+        largest = max(largest, float(np.abs(distance).max(initial=0.0)))
+        squares += float(distance @ distance)
+        norm += float(before[tensor.name] @ before[tensor.name])
+    return {"max_abs": largest, "relative": (squares / norm) ** 0.5 if norm else 0.0}
+
+
+def values(tensor: TensorBytes) -> npt.NDArray[np.float64]:
+    """A tensor's elements as float64, flattened."""
+    if tensor.dtype == "bfloat16":
+        high = np.frombuffer(tensor.data, np.dtype("<u2")).astype(np.uint32) << 16
+        return high.view(np.float32).astype(np.float64)
+    return np.frombuffer(tensor.data, FLOATS.get(tensor.dtype, np.dtype("u1"))).astype(np.float64)
+
+
+def _differing_samples(recording: Recording, member: PlanMember) -> list[dict[str, Any]]:
+    """Fields in which a group's samples differ from their records in `rollouts`; samples missing there are skipped."""
+    if (group := member.group) is None:
+        return []
+    reads = RunReader(recording.log, recording.run).samples(only={group.group}, partitions=[member.planned.partition])
+    recorded = {read.payload.sample: read.payload for read in reads if read.payload is not None}
+    rows = []
+    for scored in group.samples:
+        original = recorded.get(scored.rollout.sample)
+        if original is not None and (differences := list(_differing_fields(scored.rollout, original))):
+            rows.append({"sample": original.sample, "differences": differences})
+    return rows
+
+
+def _differing_fields(scored: Rollout, recorded: Rollout) -> Iterator[Mapping[str, Any]]:
+    for name in ("token_ids", "behaviour_logprobs", "loss_mask", "span_versions", "span_starts"):
+        now, then = np.asarray(getattr(scored, name)), np.asarray(getattr(recorded, name))
+        if now.shape != then.shape:
+            yield {"field": name, "found": f"{len(now)} values", "drawn": f"{len(then)} values"}
+            continue
+        same = (now == then) | (np.isnan(now) & np.isnan(then)) if now.dtype.kind == "f" else now == then
+        for token in np.flatnonzero(~same)[:SHOWN].tolist():
+            yield {"field": name, "token": token, "found": now[token].item(), "drawn": then[token].item()}
+    for name in ("finish", "temperature"):
+        if getattr(scored, name) != getattr(recorded, name):
+            yield {"field": name, "found": getattr(scored, name), "drawn": getattr(recorded, name)}
+
+
+def _bits(tensor: TensorBytes) -> npt.NDArray[Any]:
+    return np.frombuffer(tensor.data, np.dtype(f"<u{ITEM_BYTES[tensor.dtype]}"))
 
 
 @dataclass(slots=True)
-class Replayed:
-    """What a replay found, so far."""
+class ReplayResult:
+    """Result of a replay so far."""
 
     run: str
     fingerprint: list[dict[str, object]] = field(default_factory=list)
-    start: Start | None = None
+    start: StartPoint | None = None
     steps: int = 0
     matching: int = 0
     digests: int = 0
-    """Steps whose weights digest the ledger has and that was compared."""
+    """Number of compared weights digests."""
     first: dict[str, Any] | None = None
     drift: list[dict[str, float]] = field(default_factory=list)
     digest: str | None = None
@@ -36,10 +176,10 @@ class Replayed:
     compute_s: float = 0.0
     recorded_busy_s: float = 0.0
     whole: bool = False
-    """True if every step that was asked for was trained."""
+    """True if every requested step was trained."""
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as plain data."""
         start = self.start
         times = self.times
         return {
@@ -65,42 +205,42 @@ class Replayed:
         }
 
 
-def replay(recording: Recording, asked: Asked, *, result: Replayed, notify: Notify) -> None:
-    """Train the recorded steps again; what is found is in `result`, also when this is interrupted.
+def replay(recording: Recording, request: ReplayRequest, *, result: ReplayResult, notify: Notify) -> None:
+    """Recompute the recorded steps; `result` is filled even if this is interrupted.
 
-    Raises `ConfigError` for steps that are not there, `PenstockError` for those that cannot be read.
+    Raises `ConfigError` for missing steps, `PenstockError` for unreadable ones.
     """
-    began = time.monotonic()
-    check_steps(recording, asked)
-    await_weights(recording, asked)
-    with opened(recording, recording.config, notify=notify) as policy:
+    start = time.monotonic()
+    check_steps(recording, request)
+    await_weights(recording, request)
+    with open_policy(recording, recording.config, notify=notify) as policy:
         result.fingerprint = arithmetic(recording, policy)
-        tell_arithmetic(result.fingerprint, notify)
-        result.start = bring_to(policy, recording, asked.from_step, notify=notify)
-        check_kept(recording, recording.steps[policy.steps_done : None if asked.to_step is None else asked.to_step + 1])
-        result.times.start_s = time.monotonic() - began
+        report_arithmetic(result.fingerprint, notify)
+        result.start = advance_to(policy, recording, request.from_step, notify=notify)
+        require_retained(recording, recording.steps[policy.steps_done : None if request.to_step is None else request.to_step + 1])
+        result.times.start_s = time.monotonic() - start
         try:
-            _train(policy, recording, asked, result, notify)
+            _train(policy, recording, request, result, notify)
         finally:
-            result.recorded_busy_s = busy_s(recording, recording.steps[asked.from_step : asked.from_step + result.steps])
+            result.recorded_busy_s = busy_s(recording, recording.steps[request.from_step : request.from_step + result.steps])
 
 
-def tell_arithmetic(changes: list[dict[str, object]], notify: Notify) -> None:
-    """Say which part of the arithmetic differs here, before anything is computed."""
+def report_arithmetic(changes: list[dict[str, object]], notify: Notify) -> None:
+    """Report differences in the arithmetic before anything is computed."""
     if changes:
         text = ", ".join(f"{row['name']} {row['recorded']} -> {row['here']}" for row in changes)
         recorded = {str(row["name"]): row["recorded"] for row in changes}
-        wider = "cpu_capability" in recorded and f"; ATEN_CPU_CAPABILITY={str(recorded['cpu_capability']).lower()} may compute as there"
-        notify(f"the arithmetic is not the one of the run, so bits may differ: {text}{wider or ''}")
+        hint = "cpu_capability" in recorded and f"; ATEN_CPU_CAPABILITY={str(recorded['cpu_capability']).lower()} may give the same bits"
+        notify(f"the arithmetic differs from the run's, so bits may differ: {text}{hint or ''}")
 
 
-def _train(policy: PolicyTrainer, recording: Recording, asked: Asked, result: Replayed, notify: Notify) -> None:
+def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, result: ReplayResult, notify: Notify) -> None:
     progress = lambda: notify(_progress(result, recording))  # noqa: E731
-    with closing(replay_steps(recording, asked, times=result.times, progress=progress, notify=notify)) as steps:
+    with closing(replay_steps(recording, request, times=result.times, progress=progress, notify=notify)) as steps:
         for step in steps:
             entry = step.recorded
             assert entry is not None
-            cross_rebase(policy, recording, notify=notify)
+            apply_rebase(policy, recording, notify=notify)
             altered = [member for member in step.members if member.problem]
             if unreadable := [member for member in altered if member.group is None]:
                 result.first = result.first or difference(recording, entry, altered, None)
@@ -110,17 +250,17 @@ def _train(policy: PolicyTrainer, recording: Recording, asked: Asked, result: Re
             _count(result, recording, entry, repetition)
             if altered or repetition.differences or not published_as(recording, repetition):
                 result.first = result.first or difference(recording, entry, altered, repetition)
-                if not asked.keep_going:
+                if not request.keep_going:
                     return
             else:
                 result.matching += 1
             if result.first is not None and (version := published_version(recording, entry)) is not None:
-                away = drift(repetition.weights.tensors, weights_of(recording, version))
-                result.drift.append({"step": entry.step or 0, **away})
+                distance = drift(repetition.weights.tensors, weights_of(recording, version))
+                result.drift.append({"step": entry.step or 0, **distance})
     result.whole = True
 
 
-def _count(result: Replayed, recording: Recording, entry: Entry, repetition: Repetition) -> None:
+def _count(result: ReplayResult, recording: Recording, entry: Entry, repetition: Repetition) -> None:
     result.steps += 1
     if entry.digest is not None or published_version(recording, entry) is not None:
         result.digests += 1
@@ -129,7 +269,7 @@ def _count(result: Replayed, recording: Recording, entry: Entry, repetition: Rep
 
 
 def busy_s(recording: Recording, steps: list[Entry]) -> float:
-    """Seconds in which the recorded trainer computed these steps, hashed their weights and published their versions."""
+    """Seconds of the recorded trainer for computing these steps, hashing their weights and publishing their versions."""
     numbers = {entry.step for entry in steps}
     published = (
         entry.metrics.get("publish_s", 0.0) for entry in recording.entries if entry.kind == "version" and (entry.step or 0) - 1 in numbers
@@ -137,6 +277,6 @@ def busy_s(recording: Recording, steps: list[Entry]) -> float:
     return sum(entry.metrics.get("compute_s", 0.0) + entry.metrics.get("digest_s", 0.0) for entry in steps) + sum(published)
 
 
-def _progress(result: Replayed, recording: Recording) -> str:
+def _progress(result: ReplayResult, recording: Recording) -> str:
     done = f"{result.steps} of {recording.planned_steps} steps trained: {result.matching} the same"
     return done + (f", weights {result.drift[-1]['relative']:.2e} away" if result.drift else "")

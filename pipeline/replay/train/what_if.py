@@ -1,6 +1,6 @@
-"""A what-if: a run's recorded groups trained under other settings, beside what was recorded.
+"""A what-if: trains a run's recorded groups under other settings.
 
-The rule: the samples stay those of the recorded policies, so everything here is off-policy, and says so wherever it is shown.
+The samples are those of the recorded policies: everything here is off-policy, and labelled so.
 """
 
 import os
@@ -17,18 +17,18 @@ from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.mlflow.tracking import Point
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import StepOutcome
-from penstock.pipeline.replay.plan_reader import check_kept
+from penstock.pipeline.replay.plan_reader import require_retained
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.restore_policy import Start, arithmetic, bring_to, opened
+from penstock.pipeline.replay.restore_policy import StartPoint, advance_to, arithmetic, open_policy
 from penstock.pipeline.replay.train.overrides import WhatIf
 from penstock.pipeline.replay.train.reselect import Selection
-from penstock.pipeline.replay.train.steps import Asked, StepToTrain, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.replay.train.steps import ReplayRequest, StepToTrain, Times, await_weights, check_steps, replay_steps
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 
-OFF_POLICY = "the samples are those of the recorded run's policies: read ess and kl_behaviour_k3 before the rest"
+OFF_POLICY = "the samples are those of the recorded run's policies: read ess and kl_behaviour_k3 first"
 CURVES = ("loss", "grad_norm", "reward_trained", "ess", "kl", "kl_behaviour_k1", "kl_behaviour_k3", "clip_fraction", "lr")
-"""Shown beside each other in the results; MLflow has all."""
+"""Curves in the results, next to the recorded ones; MLflow has all."""
 
 
 class Points(Protocol):
@@ -38,16 +38,16 @@ class Points(Protocol):
 
 
 @dataclass(slots=True)
-class Alternative:
-    """What a what-if came to, so far."""
+class WhatIfResult:
+    """Result of a what-if so far."""
 
     run: str
     changed: Mapping[str, tuple[Any, Any]]
     plans: str = "recorded"
     fingerprint: list[dict[str, object]] = field(default_factory=list)
-    start: Start | None = None
+    start: StartPoint | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """One row a step: its number, and the curves of the what-if and of the record."""
+    """One row per step: its number, and the curves of the what-if and of the recorded run."""
     digest: str | None = None
     recorded_digest: str | None = None
     exported: str | None = None
@@ -56,7 +56,7 @@ class Alternative:
     whole: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as plain data."""
         start = self.start
         return {
             "run": self.run,
@@ -81,36 +81,38 @@ class Alternative:
 
 def train(
     recording: Recording,
-    chosen: WhatIf,
-    asked: Asked,
+    what_if: WhatIf,
+    request: ReplayRequest,
     *,
-    result: Alternative,
+    result: WhatIfResult,
     curves: AbstractContextManager[Points | None],
     export: Path | None,
     notify: Notify,
 ) -> None:
-    """Train the recorded groups under the changed settings; what is found is in `result`, also when this is interrupted.
+    """Train the recorded groups under the changed settings; `result` is filled even if this is interrupted.
 
-    `curves` is entered when training begins.
+    `curves` is entered when training starts.
     """
-    began = time.monotonic()
-    selects = chosen.selects or not (recording.steps or (asked.follow and not recording.over))
-    if selects and asked.from_step:
-        raise ConfigError("--from-step: plans are made anew here, from step 0 on; a change of the loss or the optimizer may begin later")
+    start = time.monotonic()
+    selects = what_if.selects or not (recording.steps or (request.follow and not recording.over))
+    if selects and request.from_step:
+        raise ConfigError(
+            "--from-step: these changes select groups again, from step 0 on; only changes of loss and optimizer can start later"
+        )
     if not selects:
-        check_steps(recording, asked)
-        check_kept(recording, recording.steps[asked.from_step : None if asked.to_step is None else asked.to_step + 1])
+        check_steps(recording, request)
+        require_retained(recording, recording.steps[request.from_step : None if request.to_step is None else request.to_step + 1])
     if export is not None:
-        check_place(export)
-    await_weights(recording, asked)
-    result.plans = "made anew from the scored groups" if selects else "recorded"
+        check_export_path(export)
+    await_weights(recording, request)
+    result.plans = "selected again from the scored groups" if selects else "recorded"
     result.recorded_digest = recording.ledger_state.closed.digest if recording.ledger_state.closed and recording.steps else None
-    with ExitStack() as held:
-        policy, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, notify=notify))
+    with ExitStack() as stack:
+        policy, result.start = stack.enter_context(_policy_at_start(recording, what_if, request, selects=selects, notify=notify))
         result.fingerprint = arithmetic(recording, policy)
-        selection = Selection(recording, chosen.config, follow=asked.follow) if selects else None
-        result.times.start_s = time.monotonic() - began
-        _train(policy, recording, asked, selection, result, held.enter_context(curves), notify)
+        selection = Selection(recording, what_if.config, follow=request.follow) if selects else None
+        result.times.start_s = time.monotonic() - start
+        _train(policy, recording, request, selection, result, stack.enter_context(curves), notify)
         if export is not None and result.whole:
             _export(policy, export)
             result.exported = str(export)
@@ -119,9 +121,9 @@ def train(
 def _train(
     policy: PolicyTrainer,
     recording: Recording,
-    asked: Asked,
+    request: ReplayRequest,
     selection: Selection | None,
-    result: Alternative,
+    result: WhatIfResult,
     points: Points | None,
     notify: Notify,
 ) -> None:
@@ -136,7 +138,7 @@ def _train(
         notify(_progress(result.steps[-1]))
         send()
 
-    steps = replay_steps(recording, asked, times=result.times, progress=progress, notify=notify, selection=selection)
+    steps = replay_steps(recording, request, times=result.times, progress=progress, notify=notify, selection=selection)
     try:
         with closing(steps):
             for step in steps:
@@ -153,7 +155,7 @@ def _train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain) 
     training = policy.step()
     for member in step.members:
         if member.group is None or member.problem is not None:
-            raise PenstockError(f"step {step.number}: {member.problem}; `penstock replay train {recording.run}` tells more")
+            raise PenstockError(f"step {step.number}: {member.problem}; see `penstock replay train {recording.run}`")
         training.add(member.group)
     version = rules.version_after(step.number, steps_per_version=recording.config.schedule.steps_per_version)
     outcome = training.finish(learner_version=version)
@@ -162,28 +164,30 @@ def _train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain) 
 
 
 @contextmanager
-def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool, notify: Notify) -> Iterator[tuple[PolicyTrainer, Start]]:
-    """The changed settings' model at the first step: the recorded run's own as it was before that step."""
+def _policy_at_start(
+    recording: Recording, what_if: WhatIf, request: ReplayRequest, *, selects: bool, notify: Notify
+) -> Iterator[tuple[PolicyTrainer, StartPoint]]:
+    """The policy under the changed settings, with the recorded state before the first step."""
     steps = None
-    if selects and not asked.follow:
-        steps = Selection(recording, chosen.config).steps() if asked.to_step is None else asked.to_step + 1
+    if selects and not request.follow:
+        steps = Selection(recording, what_if.config).steps() if request.to_step is None else request.to_step + 1
         if not steps:
             raise PenstockError(
-                f"{recording.run} has fewer than {chosen.config.schedule.prompts_per_step} scored groups: too few for a step"
+                f"{recording.run} has fewer than {what_if.config.schedule.prompts_per_step} scored groups: too few for a step"
             )
-    if not asked.from_step:
-        with opened(recording, chosen.config, notify=notify, steps=steps) as policy:
-            yield policy, Start(step=0, checkpoint=None, repeated=0)
+    if not request.from_step:
+        with open_policy(recording, what_if.config, notify=notify, steps=steps) as policy:
+            yield policy, StartPoint(step=0, checkpoint=None, repeated=0)
         return
-    if chosen.config.trainer.dtype != recording.config.trainer.dtype or chosen.config.trainer.backend != recording.config.trainer.backend:
+    if what_if.config.trainer.dtype != recording.config.trainer.dtype or what_if.config.trainer.backend != recording.config.trainer.backend:
         raise ConfigError("--from-step: the optimizer's state at that step is of the recorded trainer.backend and trainer.dtype")
-    with tempfile.TemporaryDirectory(prefix="penstock-state-") as place:
-        with opened(recording, recording.config, notify=notify) as before:
-            start = bring_to(before, recording, asked.from_step, notify=notify)
-            before.backend.save(place)
-            state = State(run=recording.run, steps=asked.from_step, version=before.version, digest=before.weights().digest, seq=0)
-        with opened(recording, chosen.config, notify=notify) as policy:
-            policy.load(Path(place), state)
+    with tempfile.TemporaryDirectory(prefix="penstock-state-") as directory:
+        with open_policy(recording, recording.config, notify=notify) as before:
+            start = advance_to(before, recording, request.from_step, notify=notify)
+            before.backend.save(directory)
+            state = State(run=recording.run, steps=request.from_step, version=before.version, digest=before.weights().digest, seq=0)
+        with open_policy(recording, what_if.config, notify=notify) as policy:
+            policy.load(Path(directory), state)
             policy.release_weights()
             yield policy, start
 
@@ -196,7 +200,7 @@ def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, An
 
 
 def _points(number: int, outcome: StepOutcome, entry: Entry | None) -> Iterator[Point]:
-    """The what-if's values under the names that the run's own have, the recorded ones beside them."""
+    """The what-if's values under the run's metric names, and the recorded ones as `recorded/…`."""
     now_ms = time.time_ns() // 1_000_000
     for name, value in outcome.metrics.items():
         if not name.endswith("_at"):
@@ -212,17 +216,17 @@ def _progress(row: Mapping[str, Any]) -> str:
     return text + "".join(f", {name} {here[name]:.3g}" for name in ("ess", "kl_behaviour_k3") if name in here)
 
 
-def check_place(directory: Path) -> None:
-    """Raise `ConfigError` where no new directory can be made, before hours are spent on what it is for."""
+def check_export_path(directory: Path) -> None:
+    """Raise `ConfigError` if the directory cannot be created, before any training."""
     if directory.exists():
-        raise ConfigError(f"--export {directory}: it exists already")
-    parent = next(place for place in directory.absolute().parents if place.exists())
+        raise ConfigError(f"--export {directory}: the directory exists already")
+    parent = next(path for path in directory.absolute().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--export {directory}: nothing can be written to {parent}")
 
 
 def _export(policy: PolicyTrainer, directory: Path) -> None:
-    """Write the model, aside first: half a model never has the name."""
-    aside = directory.with_name(f".{directory.name}.new")
-    policy.backend.export(aside, policy.backend.weights())
-    aside.rename(directory)
+    """Write the model to a temporary directory, then rename it."""
+    temporary = directory.with_name(f".{directory.name}.new")
+    policy.backend.export(temporary, policy.backend.weights())
+    temporary.rename(directory)

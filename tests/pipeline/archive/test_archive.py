@@ -190,7 +190,7 @@ def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, ru
     with pytest.raises(ConfigError, match="there is no topic 'rolouts'"):
         written(log, run_id, tmp_path, topics=["rolouts"])
     assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "run", "rollouts"}
-    with pytest.raises(ValueError, match=r"no whole export, prompts, groups, .* missing: `penstock topics export` goes on with it"):
+    with pytest.raises(ValueError, match=r"no complete export, prompts, groups, .* missing: continue it with `penstock topics export`"):
         import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, run_id, tmp_path)
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
@@ -254,7 +254,7 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(l
         assert len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
         for path in tmp_path.rglob("*.parquet"):
             assert pq.read_table(path).num_rows
-        with pytest.raises(ValueError, match="no whole export"):
+        with pytest.raises(ValueError, match="no complete export"):
             import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, run_id, tmp_path)
     assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
@@ -380,7 +380,7 @@ def test_what_was_deleted_between_two_exports_is_known_to_the_audit_of_the_archi
     written(log, run_id, tmp_path)
     archive, topic = find_archive(tmp_path), f"{run_id}.rollouts"
     source = ArchivedSource(ArchivedLog(archive))
-    assert source.begin("rollouts", 0) == 0
+    assert source.start_offset("rollouts", 0) == 0
     exported = archive.next_offset(KINDS["rollouts"], 0)
     assert exported
     tell(log, run_id, told[len(told) // 2 :], seed=1)
@@ -389,8 +389,8 @@ def test_what_was_deleted_between_two_exports_is_known_to_the_audit_of_the_archi
     assert written(log, run_id, tmp_path).gone == [
         f"{topic}/0: offsets {exported} to {later[2] - 1} were deleted before they were exported"
     ]
-    assert source.begin("rollouts", 0) == later[2]
-    assert source.begin("rollouts", 1) == source.begin("groups", 0) == 0
+    assert source.start_offset("rollouts", 0) == later[2]
+    assert source.start_offset("rollouts", 1) == source.start_offset("groups", 0) == 0
     kept = [record.offset for record in ArchivedSource(ArchivedLog(archive)).read("rollouts", [0])]
     assert any(offset < exported for offset in kept) and later[2] in kept
 
@@ -455,16 +455,16 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     ("query", "message"),
     [
         ("select * from sampels", 'Did you mean "samples"'),
-        ("select 1; select 2", "one question at a time"),
+        ("select 1; select 2", "one read-only statement"),
         ("select * from read_text('/etc/passwd')", "file system operations are disabled"),
         *(
             pytest.param(*asked, marks=pytest.mark.slow)
             for asked in (
                 ("select rewrd from samples", 'Candidate bindings: "reward"'),
                 ("selec 1", "syntax error"),
-                ("copy (select 1) to 'x.csv'", "one question at a time"),
+                ("copy (select 1) to 'x.csv'", "one read-only statement"),
                 ("select * from '/etc/passwd'", "does not exist"),
-                ("install httpfs", "one question at a time"),
+                ("install httpfs", "one read-only statement"),
             )
         ),
     ],
@@ -482,7 +482,7 @@ def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
     assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--topics", "ledger,groups"]) == 0
     assert f"{tmp_path / run_id}: 1 runs, " in capsys.readouterr().out
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 1
-    assert "is no whole export" in capsys.readouterr().err
+    assert "is no complete export" in capsys.readouterr().err
     assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]["rollouts"] == len(everything(log, run_id)["rollouts"])
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 2

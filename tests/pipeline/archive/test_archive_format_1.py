@@ -47,7 +47,7 @@ def test_every_reading_command_takes_its_folder(capsys: pytest.CaptureFixture[st
     assert "prompt_ids" in printed(capsys, "topics", "show", folder, "groups", "0", "0")
     steps = json.loads(printed(capsys, "sql", folder, "select step, digest from steps", "--json"))
     assert [step["step"] for step in steps] == [0, 1, 2, 3] and steps[-1]["digest"] == DIGEST
-    assert "8 of 8 groups judged again" in printed(capsys, "replay", "score", folder, "--reward", "exact_match")
+    assert "8 of 8 groups scored again" in printed(capsys, "replay", "score", folder, "--reward", "exact_match")
     with penstock.open(folder) as run:
         assert (run.id, run.samples().num_rows, run.groups().num_rows, run.steps().num_rows) == ("old", 32, 8, 4)
 
@@ -60,7 +60,7 @@ def test_its_steps_are_trained_again_bit_for_bit_where_the_processor_multiplies_
     # matrices chooses by the processor itself, so that on some the last bits of the first step differ, and nothing else.
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    if "the arithmetic is not the one of the run" in done.stderr:
+    if "the arithmetic differs from the run's" in done.stderr:
         pytest.skip(f"this machine cannot compute as the recording one did: {done.stderr}")
     same = f"old: all 4 steps are the same bit for bit, 4 weights digests compared; weights {DIGEST[:16]}" in done.stdout
     if same or "avx512f" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.pipeline.archive.archived_log import to_records, whole_groups
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 from penstock.pipeline.archive.relocation import GONE, Relocation, signed
-from penstock.pipeline.archive.restore import to_records, whole_groups
 from penstock.pipeline.archive.rows import _each, to_table
 from penstock.topics import dead_letters, groups, ledger, rollouts, weights
 from penstock.topics.rollouts import Rollout

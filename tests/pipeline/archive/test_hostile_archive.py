@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def everything(folder: Path) -> list[Record]:
     """All records of an archive, as an import reads them."""
     archived = ArchivedLog(find_archive(folder))
-    places = [(kind, partition) for kind, _, partition in archived.archive.places(complete(archived.archive))]
+    places = [(kind, partition) for kind, _, partition in archived.archive.tables(complete(archived.archive))]
     return [record for kind, partition in places for record in archived.records(kind, partition)]
 
 

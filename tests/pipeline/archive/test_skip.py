@@ -84,7 +84,7 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
             taken += [bytes(record.value) for record in event.records] if isinstance(event, Records) else []
     member.close()
     assert taken == GOOD
-    with pytest.raises(ConfigError, match="pass over rollouts/0 6 to 8 already"):
+    with pytest.raises(ConfigError, match="skip rollouts/0 6 to 8 already"):
         skip(damaged, run_id, "rollouts", 0, first)
 
 
@@ -143,11 +143,11 @@ def test_where_nothing_is_held_up_unblocking_says_so_in_a_line(damaged: KafkaLog
 
 def test_what_can_be_read_and_what_a_run_cannot_do_without_is_not_passed_over(damaged: KafkaLog, run_id: str) -> None:
     for topic, partition, offset, why in (
-        ("rollouts", 0, 1, "rollouts/0/1 can be read: nothing is to be passed over"),
-        ("rollouts", 0, 99, "rollouts/0 holds the offsets 0 to 14"),
+        ("rollouts", 0, 1, "rollouts/0/1 is readable: there is nothing to skip"),
+        ("rollouts", 0, 99, "rollouts/0 has offsets 0 to 14"),
         ("rollouts", 7, 0, "has no rollouts/7"),
-        ("ledger", 0, 0, "ledger cannot be passed over: the ledger has no gaps; `penstock fork"),
-        ("groups", 0, 0, "groups cannot be passed over: an outcome that nobody can read leaves its group open"),
+        ("ledger", 0, 0, "ledger cannot be skipped: the ledger has no gaps; start a new run from a checkpoint: `penstock fork"),
+        ("groups", 0, 0, "groups cannot be skipped: an unreadable outcome leaves its group open"),
     ):
         with pytest.raises(ConfigError, match=why):
             skip(damaged, run_id, topic, partition, offset)

@@ -83,7 +83,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
 )
 def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(database, "MEMORY_BYTES", 32 << 20)
-    with pytest.raises(ValueError, match=r"^the answer takes more than 0.03125 GiB to compute: ask for less at once") as raised:
+    with pytest.raises(ValueError, match=r"^the query takes more than 0.03125 GiB: narrow it") as raised:
         sql.ask(NoTables(), query)
     assert "\n" not in str(raised.value)
 
@@ -91,8 +91,8 @@ def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatc
 @pytest.mark.parametrize(
     ("limits", "problem"),
     [
-        (Limits(seconds=0.0), "no answer within 0 s: ask for less at once"),
-        (Limits(gone=lambda: True), "the asker waits no longer"),
+        (Limits(seconds=0.0), "no result within 0 s: narrow the query"),
+        (Limits(disconnected=lambda: True), "the client has disconnected"),
     ],
 )
 @pytest.mark.parametrize("query", [ENDLESS, "select " + "(" * 60_000, "select levenshtein(repeat('a', 9000000), repeat('b', 9000000))"])
@@ -104,7 +104,7 @@ def test_a_question_ends_at_a_limit_of_time_and_with_its_asker(limits: Limits, p
 def test_of_an_answer_only_the_rows_that_are_needed_are_computed_and_a_large_one_is_refused() -> None:
     everything = sql.question(NoTables(), "select * from range(300000000)")
     assert everything.answer(Limits(rows=201))["range"].to_pylist() == list(range(201))
-    with pytest.raises(ValueError, match=r"^an answer of more than 1 MiB: select fewer rows or columns$"):
+    with pytest.raises(ValueError, match=r"^the result has more than 1 MiB: select fewer rows or columns$"):
         everything.answer(Limits(size=1 << 20))
 
 

@@ -47,8 +47,8 @@ import importlib, pkgutil, sys
 import penstock.pipeline.audit
 for found in pkgutil.walk_packages(penstock.pipeline.audit.__path__, "penstock.pipeline.audit."):
     importlib.import_module(found.name)
-from penstock.pipeline.audit.checks import registry
-assert registry.all_checks()
+from penstock.pipeline.audit import report
+assert report.all_checks()
 ours = [name for name in sys.modules if name.split(".")[0] in ("penstock", "kafka")]
 allowed = ("penstock.pipeline.audit.", "penstock.topics.")
 print(*[name for name in ours if name not in ("penstock", "penstock.pipeline") and not (name + ".").startswith(allowed)])
@@ -60,7 +60,7 @@ assert "confluent_kafka" in sys.modules and "penstock.topics.groups" in sys.modu
 
 
 def test_a_broker_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pipeline.audit.kafka_reader.ANSWER_S", 1.0)
+    monkeypatch.setattr("penstock.pipeline.audit.kafka_reader.RESPONSE_S", 1.0)
     with pytest.raises(Unreadable, match=r"cannot read 127\.0\.0\.1:1"):
         KafkaSource("127.0.0.1:1", "any")
 
@@ -320,7 +320,7 @@ def test_every_mode_has_its_lag_stated_anew() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"schedule": {"mode": "pipelined"}}, {"schedule": 3}])
 def test_a_configuration_that_says_nothing_cannot_be_judged(config: Any) -> None:
-    with pytest.raises(Unreadable, match="does not say"):
+    with pytest.raises(Unreadable, match="lacks"):
         terms_of(config, {"steps": 1})
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.infra.errors import ConfigError
 from penstock.launched import configured
+from penstock.pipeline.archive.archived_log import to_records
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.archive.restore import to_records
 from penstock.pipeline.archive.rows import to_table
 from penstock.pipeline.config.load import from_json, from_table, override, to_json
 from penstock.pipeline.config.security import refuse_secrets

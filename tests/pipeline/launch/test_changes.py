@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.pipeline.audit import notes
+from penstock.pipeline.audit import report as audit_report
 from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.config.load import Config, ConfigError, from_table, to_json
 from penstock.pipeline.config.resume import changed
@@ -156,7 +156,7 @@ def test_report_and_audit_repeat_a_change_with_the_steps_that_were_done_before()
     assert "reward rew.py:reward after 2 steps: 111111111111 -> 222222222222" in text
     entries = [SimpleNamespace(entry=SimpleNamespace(kind="step", time_ns=int(view.steps[step].time_s * 1e9))) for step in range(4)]
     facts = cast(Facts, SimpleNamespace(changes=changes, entries=entries))
-    assert list(notes._changed(facts)) == [
+    assert list(audit_report._changed(facts)) == [
         "reward rew.py:reward was changed while the run was stopped, after 2 steps: 111111111111 -> 222222222222"
     ]
 

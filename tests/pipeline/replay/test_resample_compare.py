@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.engines.base import Completion, Span
-from penstock.pipeline.replay.resample.compare import compare, summary
+from penstock.pipeline.replay.resample import compare, summary
 from penstock.topics.rollouts import Rollout
 
 

@@ -41,7 +41,7 @@ def test_a_reward_that_was_edited_under_the_same_name_is_told_apart_by_its_diges
 
 def test_the_summary_stands_below_the_details() -> None:
     lines = as_page(report(now="a" * 64)).splitlines()
-    assert lines[0] == "not judged"
+    assert lines[0] == "not scored"
     assert lines[-3:] == [
         "rewards   2 of 8 changed (25.0%); mean 0.5 -> 0.25",
         "groups    2 scored -> scored",

@@ -12,8 +12,8 @@ from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.train.steps import Asked
-from penstock.pipeline.replay.train.verify import Replayed, replay
+from penstock.pipeline.replay.train.steps import ReplayRequest
+from penstock.pipeline.replay.train.verify import ReplayResult, replay
 from penstock.topics.groups import Group
 from tests.support.crew import audited
 from tests.support.trainer_alone import config_for, group_of, trained, written
@@ -51,8 +51,8 @@ def test_report_explain_and_replay_say_that_a_step_was_empty(masked_run: MaskedR
     assert life["fate"] == "trained"
     assert {sample["trained"] for sample in life["samples"]} == {"out of tokens, algorithm.truncated = mask"}
     assert "the step has no trained token: it left the weights as they were" in text.as_page(life)
-    recording, result = Recording.open(log, run), Replayed(run)
-    replay(recording, Asked(), result=result, notify=lambda _: None)
+    recording, result = Recording.open(log, run), ReplayResult(run)
+    replay(recording, ReplayRequest(), result=result, notify=lambda _: None)
     recording.close()
     assert (result.matching, result.first, result.whole) == (6, None, True)
 

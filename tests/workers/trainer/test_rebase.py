@@ -17,8 +17,8 @@ from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.train.steps import Asked
-from penstock.pipeline.replay.train.verify import Replayed, replay
+from penstock.pipeline.replay.train.steps import ReplayRequest
+from penstock.pipeline.replay.train.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
 from tests.support.crew import Crew, audited, config_of
 from tests.support.deaths import dying_at
@@ -141,10 +141,10 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
         patch.setattr(recovery, "rebases", lambda *_: True)
         trained(log, run_id, "ledger.version.before:4")
 
-    def replayed() -> tuple[Replayed, list[str]]:
+    def replayed() -> tuple[ReplayResult, list[str]]:
         said: list[str] = []
-        recording, result = Recording.open(log, run_id), Replayed(run_id)
-        replay(recording, Asked(keep_going=True), result=result, notify=said.append)
+        recording, result = Recording.open(log, run_id), ReplayResult(run_id)
+        replay(recording, ReplayRequest(keep_going=True), result=result, notify=said.append)
         recording.close()
         return result, said
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.audit.kept.sampled_turns import trajectory_flaw
+from penstock.pipeline.audit.store.hashes import trajectory_flaw
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest
 from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds

@@ -1,13 +1,13 @@
-"""The facts kept of each group beside its samples, and how they are packed: its prompt, its outcome, its place in a plan."""
+"""Facts about groups and their packed tables: prompts, outcomes and plans."""
 
 from typing import NamedTuple
 
-from penstock.pipeline.audit.kept.tables import Names, Table
+from penstock.pipeline.audit.store.tables import Interned, Table
 from penstock.topics.wire.record import RecordId
 
 
 class PromptFact(NamedTuple):
-    """A prompt that was admitted."""
+    """An admitted prompt."""
 
     where: RecordId
     group: int
@@ -21,12 +21,12 @@ class PromptFact(NamedTuple):
     """Hash of the payload."""
 
 
-class HeldSamples(NamedTuple):
+class OutcomeSamples(NamedTuple):
     """The numbers of the samples that an outcome holds."""
 
     numbers: tuple[int, ...]
     absent: tuple[int, ...] = ()
-    """Those that stand nowhere in the partition of the group's prompt."""
+    """Those missing in the partition of the group's prompt."""
     differing: tuple[int, ...] = ()
     """Those that differ from their first record there."""
 
@@ -41,13 +41,13 @@ class OutcomeFact(NamedTuple):
     prompt_hash: bytes
     body: bytes
     """SHA-256 recomputed over the payloads of all parts."""
-    samples: HeldSamples
+    samples: OutcomeSamples
     version_min: int | None
-    """Oldest version that any trained token of any sample was drawn under."""
+    """Oldest version that generated a trained token of any sample."""
 
     @property
     def sha256(self) -> str:
-        """The recomputed SHA-256 as plans spell it."""
+        """The recomputed SHA-256 in hex."""
         return self.body.hex()
 
 
@@ -55,15 +55,15 @@ class PlannedFact(NamedTuple):
     """A group in the plan of a step."""
 
     where: RecordId
-    """Where the plan says that the group lies."""
+    """Record that the plan names."""
     group: int
     step: int
     body: bytes
-    """The SHA-256 that the plan names."""
+    """SHA-256 in the plan."""
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 as the plan spells it."""
+        """The plan's SHA-256 in hex."""
         return self.body.hex()
 
 
@@ -81,24 +81,24 @@ def prompts_table() -> Table[PromptFact]:
 
 def outcomes_table() -> Table[OutcomeFact]:
     """An empty table of outcomes."""
-    names = Names()
+    names = Interned()
 
     def pack(fact: OutcomeFact) -> tuple[object, ...]:
         version = -1 if fact.version_min is None else fact.version_min
-        said = names.number((fact.outcome, fact.samples))
-        return fact.where.offset, fact.group, version, fact.where.partition, said, fact.prompt_hash, fact.body
+        status_number = names.number((fact.outcome, fact.samples))
+        return fact.where.offset, fact.group, version, fact.where.partition, status_number, fact.prompt_hash, fact.body
 
-    def unpack(offset: int, group: int, version: int, partition: int, said: int, prompt_hash: bytes, body: bytes) -> OutcomeFact:
-        outcome, samples = names.values[said]
+    def unpack(offset: int, group: int, version: int, partition: int, status_number: int, prompt_hash: bytes, body: bytes) -> OutcomeFact:
+        outcome, samples = names.values[status_number]
         where = RecordId("groups", partition, offset)
         return OutcomeFact(where, group, outcome, prompt_hash, body, samples, None if version < 0 else version)
 
-    columns = {"offset": "q", "group": "q", "version": "q", "partition": "H", "said": "I", "prompt_hash": "8s", "body": "32s"}
+    columns = {"offset": "q", "group": "q", "version": "q", "partition": "H", "status_number": "I", "prompt_hash": "8s", "body": "32s"}
     return Table(columns, pack, unpack)
 
 
 def planned_table() -> Table[PlannedFact]:
-    """An empty table of what was trained."""
+    """An empty table of trained groups."""
     return Table(
         {"partition": "q", "offset": "q", "group": "q", "step": "q", "body": "32s"},
         lambda fact: (*fact.where[1:], *fact[1:]),

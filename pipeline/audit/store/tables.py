@@ -1,6 +1,6 @@
-"""Facts in packed rows: what a million groups leave behind fits into a few hundred megabytes.
+"""Packed tables of facts: a million groups take a few hundred megabytes.
 
-The rule: rows stay in the order in which they came; of each group the first row counts.
+Rows are in order of arrival; the first row of a group counts.
 """
 
 import struct
@@ -16,11 +16,11 @@ _DTYPES = {"H": "<u2", "I": "<u4", "q": "<i8"}
 
 
 class GroupFact(Protocol):
-    """What every fact in a table has."""
+    """Attributes of every fact in a table."""
 
     @property
     def where(self) -> RecordId:
-        """The record that it is of."""
+        """Its record."""
         ...
 
     @property
@@ -37,8 +37,8 @@ class GroupFact(Protocol):
 Fact = TypeVar("Fact", bound=GroupFact)
 
 
-class Names:
-    """Values that recur, each kept once, under a number."""
+class Interned:
+    """Recurring values, each stored once under a number."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -78,7 +78,7 @@ class Table(Generic[Fact]):
         return self._unpack(*self._struct.unpack_from(self._rows, row * self._struct.size))
 
     def __iter__(self) -> Iterator[Fact]:
-        """All facts in the order in which they came."""
+        """All facts in order of arrival."""
         return (self[row] for row in range(len(self)))
 
     def column(self, name: str) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
@@ -99,12 +99,12 @@ class Table(Generic[Fact]):
         return (self[row] for row in np.flatnonzero(~is_first).tolist())
 
     def at(self, where: RecordId) -> Iterator[Fact]:
-        """The facts of a place; looks through all of them."""
+        """The facts of a record; scans all rows."""
         rows = (self.column("partition") == where.partition) & (self.column("offset") == where.offset)
         return (self[row] for row in np.flatnonzero(rows).tolist())
 
     def drop_repeats(self) -> int:
-        """Take out facts of records that are identical to the first of their group in their partition; returns how many."""
+        """Remove facts of records that are identical to the first of their group in their partition; return their number."""
         twice = {fact.group for fact in self.later()}
         if not twice:
             return 0
@@ -122,7 +122,7 @@ class Table(Generic[Fact]):
 
 
 class Index(Mapping[int, Fact]):
-    """Group -> its first fact, by ascending group; two numbers a group."""
+    """Group -> its first fact, by ascending group; stores two numbers for a group."""
 
     def __init__(self, table: Table[Fact]) -> None:
         self._table = table
@@ -138,7 +138,7 @@ class Index(Mapping[int, Fact]):
         return iter(self.groups)
 
     def __contains__(self, group: object) -> bool:
-        """Whether there is a fact of a group."""
+        """True if there is a fact of a group."""
         return isinstance(group, int) and self._row(group) is not None
 
     def __getitem__(self, group: int) -> Fact:
@@ -157,5 +157,5 @@ class Index(Mapping[int, Fact]):
         return self._table.column(name)[np.asarray(self.rows)]
 
     def _row(self, group: int) -> int | None:
-        place = bisect_left(self.groups, group)
-        return self.rows[place] if place < len(self.groups) and self.groups[place] == group else None
+        position = bisect_left(self.groups, group)
+        return self.rows[position] if position < len(self.groups) and self.groups[position] == group else None

@@ -1,0 +1,1 @@
+"""Packed facts about records: numbers, and hashes of compared payloads."""

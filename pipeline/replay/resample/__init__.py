@@ -1,1 +1,0 @@
-"""Draw recorded samples again and compare them."""
