@@ -322,6 +322,6 @@ def test_a_replay_whose_records_are_deleted_names_their_offsets(
     assert main(["replay", "train", run_id, "--bootstrap", broker, "--from-step", "2"]) == 0  # from the checkpoint behind them
     capsys.readouterr()
     assert main(["fork", run_id, "--bootstrap", broker, "--from-step", "1"]) == 1
-    assert f"{run_id}.groups/1 offsets 0 (kept" in capsys.readouterr().err
+    assert f"{run_id}.groups/1 offsets 0 (retained" in capsys.readouterr().err
     assert main(["replay", "train", run_id, "--bootstrap", broker, "--set", "schedule.order=arrival"]) == 1
     assert f"some were deleted: {run_id}.groups/1: the records at offsets 0 to 1 were deleted" in capsys.readouterr().err
