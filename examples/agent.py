@@ -49,11 +49,11 @@ def _value(node: ast.expr) -> float:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
-    raise ValueError("only numbers and + - * / are known")
+    raise ValueError("only numbers and + - * / are supported")
 
 
 def solve(question: str) -> str:
-    """Ask until the model gives an answer in a box."""
+    """Call the model until it gives an answer in a box."""
     client = OpenAI()  # the address and the key are in the environment
     messages: list[Any] = [
         {"role": "system", "content": "Solve the problem. Use the calculator. End with the answer in the form \\boxed{number}."},

@@ -1,4 +1,4 @@
-"""Sums asked in words, and how their answers are judged: what `smollm2.toml` trains on."""
+"""Sums in words, and their reward: the task of `smollm2.toml`."""
 
 import random
 import re
@@ -19,7 +19,7 @@ def sums(*, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
 
 
 def last_number(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 where the last number of a completion is the answer: "12 + 3 = 15" counts as "15" does."""
+    """1 if the last number of a completion is the answer: "12 + 3 = 15" counts like "15"."""
     return [
         float((re.findall(r"\d+", _text(completion)) or [""])[-1] == gold) for completion, gold in zip(completions, answer, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What is said before a game, a row for each: what `textarena.toml` trains on."""
+"""The first prompt of each game, one row each: the data of `textarena.toml`."""
 
 
 def games(*, seed: int = 0, size: int = 1024) -> list[dict[str, str | int]]:

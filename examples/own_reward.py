@@ -4,7 +4,7 @@ from typing import Any
 
 
 def prefix(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
-    """The share of the answer that the completion gets right before its first mistake; None where there is no answer."""
+    """Share of the reference answer that the completion matches before its first mistake; None without a reference answer."""
     return [_share(completion.strip(), str(gold)) if gold else None for completion, gold in zip(completions, answer, strict=True)]
 
 
