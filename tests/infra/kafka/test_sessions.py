@@ -1,10 +1,14 @@
-"""How long a member may be silent is the configuration's to say, within what the broker allows."""
+"""Group members: a session within what the broker allows, and an assignment that cannot be looked up at once."""
+
+from typing import Any
 
 import pytest
+from kafka import errors
 
 from penstock.infra.errors import LogError
+from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.log import KafkaLog
-from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics
+from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing
 
 
 def test_a_session_that_the_broker_does_not_allow_ends_its_member_with_a_line(broker: str, run_id: str) -> None:
@@ -18,3 +22,30 @@ def test_a_session_that_the_broker_does_not_allow_ends_its_member_with_a_line(br
         refused.take(WAIT_S)
     refused.close()
     log.close()
+
+
+def test_a_member_whose_partition_has_another_leader_requests_metadata_and_reads_on(
+    broker: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = KafkaLog(broker)
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    log.producer().send(outgoing(topic, b"first")).offset(WAIT_S)
+    fetch, request, calls = private_api.fetch_committed, private_api.request_metadata, list[str]()
+
+    def refuse_once(*arguments: Any) -> Any:
+        calls.append("fetch")
+        if len(calls) == 1:
+            raise errors.NotLeaderForPartitionError(topic)
+        return fetch(*arguments)
+
+    def note(*arguments: Any) -> None:
+        calls.append("metadata")
+        request(*arguments)
+
+    monkeypatch.setattr(private_api, "fetch_committed", refuse_once)
+    monkeypatch.setattr(private_api, "request_metadata", note)
+    heard = Heard(log.member(f"{run_id}.group", [topic]))
+    listen(heard, until=lambda: [record.value for record in heard.records] == [b"first"])
+    heard.member.close()
+    log.close()
+    assert calls[:3] == ["fetch", "metadata", "fetch"]

@@ -64,6 +64,7 @@ def coordinator(cluster: ThreeBrokers, transactional_id: str) -> int:
     return cluster.leader("__transaction_state", (code & 0x7FFFFFFF) % len(described["partitions"]))
 
 
+@pytest.mark.slow
 def test_a_member_whose_partition_changes_its_leader_before_it_is_begun_finds_the_new_one(
     cluster: ThreeBrokers, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_member_whose_partition_changes_its_leader_before_it_is_begun_finds_th
     assert moved
 
 
+@pytest.mark.slow
 def test_topics_that_one_lost_broker_would_take_along_are_refused_unless_asked_for(log: KafkaLog) -> None:
     with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 copies.* one lost broker of 3 .*kafka.allow_loss = true"):
         made(log, "refused", Copies(replicas=1))
@@ -126,6 +128,7 @@ def set_unclean(cluster: ThreeBrokers, kind: ConfigResourceType, name: str, valu
         cluster.wait(is_set, f"{name} has unclean elections: {value}")
 
 
+@pytest.mark.slow
 def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_a_run_is_created(
     cluster: ThreeBrokers, log: KafkaLog
 ) -> None:

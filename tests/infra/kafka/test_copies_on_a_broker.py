@@ -1,0 +1,80 @@
+"""Copies and elections that lose records are refused and named; the cluster is one broker, counted several times."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from kafka import KafkaAdminClient
+from kafka.admin import ConfigResource, ConfigResourceType
+
+from penstock.infra.errors import LogError
+from penstock.infra.kafka.cluster.admin import UNCLEAN, Admin
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Copies
+from penstock.pipeline.launch import doctor
+from penstock.topics.catalogue import topics_of
+from tests.support.bare_clients import python_client
+from tests.support.log_helpers import WAIT_S
+
+TOPIC, BROKER = ConfigResourceType.TOPIC, ConfigResourceType.BROKER
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def admin(broker: str) -> Iterator[KafkaAdminClient]:
+    """An admin client; the broker's own settings are as before afterwards."""
+    client = KafkaAdminClient(**python_client(broker))
+    yield client
+    set_unclean(client, BROKER, "1", "false")
+    client.close()
+
+
+def set_unclean(admin: KafkaAdminClient, kind: ConfigResourceType, name: str, value: str) -> None:
+    admin.alter_configs([ConfigResource(kind, name, {UNCLEAN: value})])
+    deadline = time.monotonic() + WAIT_S
+    asked = [ConfigResource(kind, name, None)]
+    while admin.describe_configs(asked, config_filter="all")[kind.name.lower()][name][UNCLEAN]["value"] != value:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def found_by_the_doctor(bootstrap: str) -> list[tuple[str, str]]:
+    return [(finding.level, finding.found) for finding in doctor._durability(bootstrap)]
+
+
+def test_copies_that_the_cluster_cannot_have_or_that_one_lost_broker_takes_along_are_refused(
+    log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {f"{run_id}.groups": topics_of(run_id, partitions=1)[f"{run_id}.groups"]}
+    with pytest.raises(LogError, match=r"kafka.replication_factor: 2 copies need as many brokers, 1 are in service"):
+        log.create_topics(groups, copies=Copies(replicas=2))
+    monkeypatch.setattr(Admin, "brokers", lambda _: [1, 1, 1])
+    with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 copies.* one lost broker of 3 .*kafka.allow_loss = true"):
+        log.create_topics(groups, copies=Copies(replicas=1))
+    assert log.partitions(f"{run_id}.groups") is None
+
+
+def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_its_topic_is_used(
+    broker: str, log: KafkaLog, admin: KafkaAdminClient, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = f"{run_id}.groups"
+    groups = {topic: topics_of(run_id, partitions=1)[topic]}
+    assert log.create_topics(groups) == []
+    assert found_by_the_doctor(broker) == [("ok", "no setting lets a lost broker take acknowledged records along")]
+    monkeypatch.setattr(Admin, "brokers", lambda _: [1, 1, 1])
+    monkeypatch.setattr(Admin, "topics", lambda *_: [topic])
+    allowed = Copies(replicas=3, in_sync=1, loss_allowed=True)
+    (warning,) = log.create_topics(groups, copies=allowed)
+    assert warning.startswith(f"topic {topic} has 1 copy, expected 3: a lost broker could take it along")
+    alone = ("warn", f"one copy of {topic}, on 3 brokers")
+    assert found_by_the_doctor(broker) == [alone]
+    set_unclean(admin, TOPIC, topic, "true")
+    assert found_by_the_doctor(broker) == [("warn", f"{UNCLEAN} is true of {topic}"), alone]
+    set_unclean(admin, BROKER, "1", "true")
+    assert found_by_the_doctor(broker) == [("warn", f"{UNCLEAN} is true on broker 1"), alone]
