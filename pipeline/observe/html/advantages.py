@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Advantages:
-    """The run's advantage function, by the name in its configuration; a user's own one is loaded with `trust_code` only."""
+    """The advantage function that a run's configuration names; a function of the user is loaded with `trust_code` only."""
 
     def __init__(self, config: dict[str, Any], *, trust_code: bool) -> None:
         self.name: str | None = None
@@ -27,20 +27,20 @@ class Advantages:
             self.why_not = " ".join(str(error).split())
 
     def of(self, group: Group) -> Floats:
-        """[K] one number a sample, NaN where there is none."""
+        """[K] advantages, one per sample; NaN for a sample without one."""
         values = np.full(len(group.samples), np.nan, np.float32)
         if self._function is None or not group.samples:
             return values
         try:
-            taken = {
+            advantage_of = {
                 sequence.sample: sequence.advantage for sequence in sequences(group, advantages=self._function, truncated=self._truncated)
             }
-        # The border to a user's function, whatever it raises.
+        # A user's function may raise any exception.
         except Exception as error:
             self._function, self.why_not = None, f"{self.name} fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return values
         for number, sample in enumerate(group.samples):
-            values[number] = taken.get(sample.rollout.sample, np.nan)
+            values[number] = advantage_of.get(sample.rollout.sample, np.nan)
         return values
 
     def _open(self, table: dict[str, Any], *, trust_code: bool) -> None:

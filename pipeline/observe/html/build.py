@@ -23,24 +23,24 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 
 
 class PageTooSlow(PenstockError):
-    """The page was not ready in the time it was given."""
+    """The page was not ready within its time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a page may come to, each counted from the newest group on."""
+    """Limits of a page's contents, each counted from the newest group."""
 
     tokens: int = 2_500_000
-    """Completion tokens with ids, logprobs and versions one by one."""
+    """Completion tokens whose ids, logprobs and versions are included."""
     text_tokens: int = 10_000_000
-    """Completion tokens whose samples come with texts."""
+    """Completion tokens of samples whose texts are included."""
     samples: int = 50_000
-    """Samples that are listed and drawn on the timeline."""
+    """Samples in the list and on the timeline."""
     max_bytes: int = 24_000_000
     seconds: float | None = None
 
     def with_tokens(self, tokens: int) -> "Limits":
-        """So many tokens one by one; where that is more, texts and lines for them as well, and no limit to the size."""
+        """Limits for `tokens` detailed tokens; if that is more than now, also texts and lines for them, and no limit of the size."""
         if tokens <= self.tokens:
             return replace(self, tokens=tokens)
         texts, samples = max(self.text_tokens, tokens), max(self.samples, tokens // 20)
@@ -49,11 +49,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page, and what is in it."""
+    """A page with a summary of its contents."""
 
     html: bytes
     facts: Mapping[str, Any]
-    """bytes, groups and samples and tokens in it and in the run, and `left_out`: the notes that stand in the page."""
+    """Bytes; groups, samples and tokens in the page and in the run; `left_out`: the page's notes about missing parts."""
 
 
 def build(
@@ -65,46 +65,45 @@ def build(
     mlflow: Mapping[str, Any] | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Page:
-    """The page of a run, finished or not.
+    """Build the page of a run, finished or not.
 
-    `trust_code`: whether a function that the log names may be loaded. `mlflow`: keys of the report the log does not know yet.
-    `alive` is called before every batch of records. Raises `ValueError` for no such run, `PageTooSlow`, `LogError`.
+    `trust_code` allows loading a function that the log names. `mlflow`: keys of the report that are not in the log yet.
+    `alive` is called before every batch of records. Raises `ValueError` if there is no such run, `PageTooSlow`, `LogError`.
     """
     reader, history = RunReader(log, run, alive=_timed(alive, limits.seconds)), RunHistory()
     view = read_view(reader, also=history.apply)
     history.finish()
     if view.record is None and view.opened is None:
         raise RunNotFound(run)
-    wanted = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
+    selection = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
     advantages = Advantages(config_of(view), trust_code=trust_code)
-    groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts.of(view), advantages=advantages)
+    groups = GroupPages(reader=reader, view=view, selection=selection, texts=TokenTexts.of(view), advantages=advantages)
     groups.read()
     report = summarise(view, gone=gone_from(log, run)) | dict(mlflow or {})
     facts, columns = index.index(groups, history, report=report)
     ids = sorted(groups.chunks.ids)
     vocabulary = _vocabulary(ids, groups.texts.one_by_one(ids))
     packed = pack(facts, columns)
-    room = limits.max_bytes - len(packed) - len(vocabulary) - index.MARGIN_BYTES
-    groups.chunks.shrink(room)
-    about = index.contents(groups)
+    available_bytes = limits.max_bytes - len(packed) - len(vocabulary) - index.MARGIN_BYTES
+    groups.chunks.shrink(available_bytes)
+    page_contents = index.contents(groups)
     html = assemble(
-        title=f"{run} · Penstock", index=pack({**facts, "contents": about}, columns), vocabulary=vocabulary, chunks=groups.chunks
+        title=f"{run} · Penstock", index=pack({**facts, "contents": page_contents}, columns), vocabulary=vocabulary, chunks=groups.chunks
     )
-    return Page(html=html, facts={"bytes": len(html), **about})
+    return Page(html=html, facts={"bytes": len(html), **page_contents})
 
 
 def write(page: Page, path: Path) -> None:
-    """Write the page aside and then give it its name."""
-    beside = path.with_name(f".{path.name}.tmp")
+    """Write the page to a temporary file and rename it to `path`."""
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        beside.write_bytes(page.html)
-        beside.replace(path)
+        temporary.write_bytes(page.html)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _vocabulary(ids: list[int], texts: list[str]) -> str:
-    """Token ids and their texts."""
     return deflated(json.dumps([ids, texts], separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace"))
 
 

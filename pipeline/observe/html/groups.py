@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.pipeline.observe.html.advantages import Advantages
-from penstock.pipeline.observe.html.chunks import Chunks, Place
+from penstock.pipeline.observe.html.chunks import Chunks, ChunkSlot
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.live.completions import shared
 from penstock.pipeline.observe.run_status import fates
@@ -24,10 +24,10 @@ from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
 
 EXCERPT = 2000
-"""Characters of a prompt that are kept for the list until it is known what all prompts begin with."""
+"""Characters of a prompt that are held in memory until the common prefix of all prompts has been computed."""
 
 
-class Wanted(NamedTuple):
+class Selection(NamedTuple):
     """Groups whose numbers, texts and tokens go into a page, each a subset of the one before."""
 
     listed: frozenset[int]
@@ -35,8 +35,8 @@ class Wanted(NamedTuple):
     tokens: frozenset[int]
 
 
-class Drawn(NamedTuple):
-    """What stays of a sample in memory."""
+class SampleNumbers(NamedTuple):
+    """The numbers of a sample that stay in memory."""
 
     sample: int
     tokens: int
@@ -48,8 +48,8 @@ class Drawn(NamedTuple):
     ended_ns: int
 
     @classmethod
-    def of(cls, rollout: Rollout) -> "Drawn":
-        """The numbers of a sample."""
+    def of(cls, rollout: Rollout) -> "SampleNumbers":
+        """Take the numbers from a rollout."""
         return cls(
             rollout.sample,
             len(generated(rollout)),
@@ -74,20 +74,20 @@ class Row:
     created_ns: int
     scored_ns: int
     reward_ns: int | None
-    rollouts: tuple[Drawn, ...]
+    rollouts: tuple[SampleNumbers, ...]
     rewards: npt.NDArray[np.float64]
     components: tuple[tuple[float | None, ...], ...]
     advantages: npt.NDArray[np.float32]
-    place: Place | None
+    chunk_slot: ChunkSlot | None
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupPages:
-    """Reads the wanted groups of a run; `rows` and `chunks` hold them afterwards."""
+    """Reads the selected groups of a run into `rows` and `chunks`."""
 
     reader: RunReader
     view: RunView
-    wanted: Wanted
+    selection: Selection
     texts: TokenTexts
     advantages: Advantages
     rows: list[Row] = field(default_factory=list)
@@ -95,35 +95,35 @@ class GroupPages:
     reward_names: tuple[str, ...] = ()
     reward_weights: tuple[float, ...] = ()
     common: str | None = None
-    """What all prompts begin with."""
+    """Common prefix of all prompts."""
 
     def read(self) -> None:
-        """Groups with samples come from `groups`, the others from `prompts` and `rollouts`."""
-        left = set(self.wanted.listed)
+        """Read groups with samples from `groups`, the others from `prompts` and `rollouts`."""
+        unread = set(self.selection.listed)
         unscored: dict[int, tuple[str, Group]] = {}
-        for outcome in self.reader.groups(only=self.wanted.listed):
+        for outcome in self.reader.groups(only=self.selection.listed):
             group, worker = outcome.payload, (outcome.headers and outcome.headers.worker) or ""
             if group is None:
                 continue
             if group.samples:
-                left.discard(group.group)
+                unread.discard(group.group)
                 self._scored(group, worker)
             else:
                 unscored[group.group] = worker, group
-        if left:
-            self._unscored(left, unscored)
+        if unread:
+            self._unscored(unread, unscored)
         self.chunks.close()
         self.rows.sort(key=lambda row: row.group)
 
     def _scored(self, group: Group, worker: str) -> None:
         self.reward_names = self.reward_names or group.reward_names
         self.reward_weights = self.reward_weights or group.reward_weights
-        drawn = [sample.rollout for sample in group.samples]
-        place = self._detail(group.group, group.prompt, group.columns, [sample.completion for sample in group.samples], drawn)
+        rollouts = [sample.rollout for sample in group.samples]
+        chunk_slot = self._detail(group.group, group.prompt, group.columns, [sample.completion for sample in group.samples], rollouts)
         self._row(
             group.group,
             group.prompt,
-            [Drawn.of(rollout) for rollout in drawn],
+            [SampleNumbers.of(rollout) for rollout in rollouts],
             reason=group.reason,
             scorer=worker,
             created_ns=group.created_ns,
@@ -132,20 +132,20 @@ class GroupPages:
             rewards=np.array([sample.reward for sample in group.samples], np.float64),
             components=tuple(sample.components for sample in group.samples),
             advantages=self.advantages.of(group),
-            place=place,
+            chunk_slot=chunk_slot,
         )
 
-    def _unscored(self, left: AbstractSet[int], outcomes: Mapping[int, tuple[str, Group]]) -> None:
-        """Groups without rewards: their prompts, and the samples that were drawn for them, whole only where tokens are wanted."""
-        prompts = {read.payload.group: read.payload for read in self.reader.prompts(only=left) if read.payload is not None}
-        drawn: dict[int, dict[int, tuple[Drawn, Rollout | None]]] = {}
-        for read in self.reader.samples(only={group for group in left if self.view.samples.get(group)}):
+    def _unscored(self, unread: AbstractSet[int], outcomes: Mapping[int, tuple[str, Group]]) -> None:
+        """Add groups without rewards: prompts and samples; rollouts stay in memory only for groups with texts."""
+        prompts = {read.payload.group: read.payload for read in self.reader.prompts(only=unread) if read.payload is not None}
+        samples_of: dict[int, dict[int, tuple[SampleNumbers, Rollout | None]]] = {}
+        for read in self.reader.samples(only={group for group in unread if self.view.samples.get(group)}):
             if (rollout := read.payload) is not None:
-                kept = rollout if rollout.group in self.wanted.texts else None
-                drawn.setdefault(rollout.group, {})[rollout.sample] = Drawn.of(rollout), kept
-        for number in sorted(left):
+                full_rollout = rollout if rollout.group in self.selection.texts else None
+                samples_of.setdefault(rollout.group, {})[rollout.sample] = SampleNumbers.of(rollout), full_rollout
+        for number in sorted(unread):
             prompt, (worker, group) = prompts.get(number), outcomes.get(number, ("", None))
-            samples = [sample for _, sample in sorted(drawn.get(number, {}).items())]
+            samples = [sample for _, sample in sorted(samples_of.get(number, {}).items())]
             if prompt is None and group is None and not samples:
                 continue
             text = prompt.prompt if prompt else group.prompt if group else ""
@@ -161,26 +161,28 @@ class GroupPages:
                 rewards=np.full(len(samples), np.nan),
                 components=((),) * len(samples),
                 advantages=np.full(len(samples), np.nan, np.float32),
-                place=self._undecoded(number, text, prompt, [whole for _, whole in samples if whole is not None]),
+                chunk_slot=self._undecoded(number, text, prompt, [full for _, full in samples if full is not None]),
             )
 
-    def _undecoded(self, number: int, text: str, prompt: Prompt | None, drawn: list[Rollout]) -> Place | None:
-        completions = [self.texts.completion(generated(rollout)) for rollout in drawn]
-        return self._detail(number, text, prompt.columns if prompt else "{}", completions, drawn)
+    def _undecoded(self, number: int, text: str, prompt: Prompt | None, rollouts: list[Rollout]) -> ChunkSlot | None:
+        completions = [self.texts.completion(generated(rollout)) for rollout in rollouts]
+        return self._detail(number, text, prompt.columns if prompt else "{}", completions, rollouts)
 
-    def _detail(self, number: int, prompt: str, columns: str, completions: Sequence[str | None], drawn: list[Rollout]) -> Place | None:
-        if number not in self.wanted.texts:
+    def _detail(
+        self, number: int, prompt: str, columns: str, completions: Sequence[str | None], rollouts: list[Rollout]
+    ) -> ChunkSlot | None:
+        if number not in self.selection.texts:
             return None
-        return self.chunks.add(prompt, columns, completions, drawn if number in self.wanted.tokens else [])
+        return self.chunks.add(prompt, columns, completions, rollouts if number in self.selection.tokens else [])
 
-    def _row(self, number: int, prompt: str, drawn: list[Drawn], **fields: Any) -> None:
+    def _row(self, number: int, prompt: str, samples: list[SampleNumbers], **fields: Any) -> None:
         if prompt:
             self.common = prompt if self.common is None else shared(self.common, prompt)
-        self.rows.append(Row(group=number, prompt=prompt[:EXCERPT], rollouts=tuple(drawn), **fields))
+        self.rows.append(Row(group=number, prompt=prompt[:EXCERPT], rollouts=tuple(samples), **fields))
 
 
-def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wanted:
-    """The newest groups that have together at most so many samples, tokens with texts, and tokens with every detail.
+def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Selection:
+    """Select the newest groups with at most `samples` samples, `text_tokens` tokens with texts and `tokens` detailed tokens.
 
     Only groups that the report counts are listed.
     """
@@ -188,10 +190,10 @@ def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wan
     texts: set[int] = set()
     detailed: set[int] = set()
     for number in sorted(fates(view), reverse=True):
-        drawn = view.samples.get(number, {})
+        sample_tokens = view.samples.get(number, {})
         outcome = view.groups.get(number)
-        samples -= max(1, len(drawn))
-        size = max(sum(drawn.values()), outcome.tokens if outcome else 0)
+        samples -= max(1, len(sample_tokens))
+        size = max(sum(sample_tokens.values()), outcome.tokens if outcome else 0)
         tokens, text_tokens = tokens - size, text_tokens - size
         if samples < 0:
             break
@@ -200,4 +202,4 @@ def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wan
             texts.add(number)
         if tokens >= 0 and text_tokens >= 0:
             detailed.add(number)
-    return Wanted(frozenset(listed), frozenset(texts), frozenset(detailed))
+    return Selection(frozenset(listed), frozenset(texts), frozenset(detailed))

@@ -16,14 +16,14 @@ CODE = ("data.js", "dom.js", "timeline.js", "pointer.js", "curves.js", "samples.
 
 
 def assemble(*, title: str, index: str, vocabulary: str, chunks: Chunks) -> bytes:
-    """The whole page; the index and the code come first, so that a browser draws while it still reads the rest."""
+    """The complete page; index and code come first, so that a browser renders before it has read the rest."""
     style, code = _asset("page.css"), "\n".join(['"use strict";', *map(_asset, CODE)])
     parts = {
         **{f"x{number}": text for number, text in chunks.texts.items()},
         **{f"k{number}": text for number, text in chunks.tokens.items()},
     }
     blocks = [_block(name, text) for name, text in {"vocabulary": vocabulary, **parts}.items()]
-    filled = {
+    values = {
         "TITLE": html.escape(title),
         "POLICY": f"default-src 'none'; script-src '{_digest(code)}'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'",
         "STYLE": f"<style>{style}</style>",
@@ -31,21 +31,21 @@ def assemble(*, title: str, index: str, vocabulary: str, chunks: Chunks) -> byte
         "CODE": f"<script>{code}</script>",
         "CHUNKS": "\n".join(blocks),
     }
-    return _fill(_asset("page.html"), filled).encode("utf-8", "replace")
+    return _fill(_asset("page.html"), values).encode("utf-8", "replace")
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    """Replace `{{NAME}}`, each once, in the order of the template; what was filled in is not looked at again."""
-    found, rest = [], template
+    """Replace `{{NAME}}`, each once, in the order of the template; inserted values are not expanded."""
+    pieces, rest = [], template
     for name, value in values.items():
         before, mark, rest = rest.partition(f"{{{{{name}}}}}")
         assert mark, f"the template has no {name}"
-        found += [before, value]
-    return "".join([*found, rest])
+        pieces += [before, value]
+    return "".join([*pieces, rest])
 
 
 def _block(name: str, data: str) -> str:
-    """Base64 has no character that ends a script element."""
+    """A script element; base64 has no character that ends it."""
     return f'<script type="application/octet-stream" id="{name}">{data}</script>'
 
 

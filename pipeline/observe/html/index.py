@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.pipeline.config.plugins import short_name
-from penstock.pipeline.observe.html.groups import Drawn, GroupPages, Row
+from penstock.pipeline.observe.html.groups import GroupPages, Row, SampleNumbers
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, Column, smallest
 from penstock.pipeline.observe.html.run_history import MAX_TEXT, RunHistory
 from penstock.pipeline.observe.html.shares import component_means, fate_shares
@@ -25,17 +25,17 @@ from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.samples import FINISHES
 
 NONE = np.iinfo(np.uint16).max
-"""Stands for nothing in a uint16 column."""
+"""No value, in a uint16 column."""
 MARGIN_BYTES = 150_000
-"""For the page's own code and for the notes of what was left out."""
+"""Space for the page's code and for the notes about missing parts."""
 TRIMMED_FROM = 24
-"""Characters that all prompts have to begin with before the list leaves them out."""
+"""Shortest common prefix of all prompts that the list leaves out, in characters."""
 SHOWN = 160
 """Characters of a prompt in the list."""
 
 
 def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Column]]:
-    """(facts, columns) of a page. Columns are named by what they are about: g groups, s samples, i intervals, a activities, m steps."""
+    """(facts, columns) of a page. A column's prefix names its table: g groups, s samples, i intervals, a activities, m steps."""
     view = groups.view
     spans = timeline(groups.rows, history)
     names = _workers(groups, spans, history)
@@ -77,24 +77,27 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
         "reward_names": [short_name(name) for name in groups.reward_names],
         "reward_weights": list(groups.reward_weights),
         "advantage": {"name": groups.advantages.name, "why_not": groups.advantages.why_not},
-        "letters": [_letter(view, letter) for letter in history.letters],
+        "letters": [_dead_letter(view, dead_letter) for dead_letter in history.dead_letters],
         "no_texts": groups.texts.why_not,
         "logprob_step": LOGPROB_STEP,
     }
     return facts, columns
 
 
-def _letter(view: RunView, letter: DeadLetter) -> list[Any]:
-    topic, time_ms = letter.topic.removeprefix(f"{view.run}."), letter.time_ns // 1_000_000
-    return [letter.kind, topic, letter.partition, letter.offset, letter.worker, time_ms, letter.reason]
+def _dead_letter(view: RunView, dead_letter: DeadLetter) -> list[Any]:
+    topic, time_ms = dead_letter.topic.removeprefix(f"{view.run}."), dead_letter.time_ns // 1_000_000
+    return [dead_letter.kind, topic, dead_letter.partition, dead_letter.offset, dead_letter.worker, time_ms, dead_letter.reason]
 
 
 def contents(groups: GroupPages) -> dict[str, Any]:
-    """What of the run is in the page, once its pieces are final, and a note for everything that is not."""
+    """Counts of the run's parts in the page, once its chunks are final, and a note for each part that is incomplete."""
     view, chunks, rows = groups.view, groups.chunks, groups.rows
-    texts = [row for row in rows if row.place is not None and row.place.chunk in chunks.texts]
-    detailed = [row for row in texts if row.place and row.place.chunk in chunks.tokens and row.group in groups.wanted.tokens]
-    samples, tokens = sum(map(len, view.samples.values())), sum(sum(drawn.values()) for drawn in view.samples.values())
+    texts = [row for row in rows if row.chunk_slot is not None and row.chunk_slot.chunk in chunks.texts]
+    detailed = [row for row in texts if row.chunk_slot and row.chunk_slot.chunk in chunks.tokens and row.group in groups.selection.tokens]
+    samples, tokens = (
+        sum(map(len, view.samples.values())),
+        sum(sum(tokens_by_sample.values()) for tokens_by_sample in view.samples.values()),
+    )
     counts = {
         "groups": [len(rows), len(fates(view))],
         "samples": [sum(len(row.rollouts) for row in rows), samples],
@@ -106,8 +109,8 @@ def contents(groups: GroupPages) -> dict[str, Any]:
         "texts": "{0} of {1} samples have their texts here, the newest.",
         "tokens": "{0} of {1} tokens are here one by one, the newest.",
     }
-    left_out = [text.format(*(f"{count:,}" for count in counts[name])) for name, text in notes.items() if counts[name][0] < counts[name][1]]
-    return {**counts, "left_out": left_out}
+    omitted = [text.format(*(f"{count:,}" for count in counts[name])) for name, text in notes.items() if counts[name][0] < counts[name][1]]
+    return {**counts, "left_out": omitted}
 
 
 def _about_run(view: RunView) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def _about_run(view: RunView) -> dict[str, Any]:
 
 
 def _workers(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> list[str]:
-    """Everybody who is named anywhere, in the order of the pipeline."""
+    """All workers named in any record, in the order of the pipeline."""
     names = {*groups.view.workers, *(span.worker for span in spans), *(activity.worker for activity in history.activities)}
     names |= {sample.worker for row in groups.rows for sample in row.rollouts} | {row.scorer for row in groups.rows if row.scorer}
     return sorted(names, key=lambda name: (order(_role(groups.view, name)), len(name), name))
@@ -140,7 +143,7 @@ def _role(view: RunView, worker: str) -> str:
 
 
 def _clock(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> Clock:
-    """Time counts from when the run was registered."""
+    """A clock that starts when the run was registered."""
     moments = [span.ended for span in spans] + [activity.ended_ns for activity in history.activities]
     moments += [row.scored_ns for row in groups.rows]
     record, opened = groups.view.record, groups.view.opened
@@ -154,7 +157,7 @@ def _columns(specs: Mapping[str, tuple[type[np.generic], Callable[[Any], Any]]],
 
 
 def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
-    """The texts of the list, each once and without what all prompts begin with, and the number of each group's text."""
+    """The prompts in the list, each once and without the common prefix, and the index of each group's prompt."""
     rows, common = groups.rows, len(groups.common or "")
     cut = common if common >= TRIMMED_FROM and len({row.prompt for row in rows}) > 1 else 0
     numbers: dict[str, int] = {}
@@ -172,17 +175,17 @@ def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tu
         "g_step": (np.int32, lambda row: step_of.get(row.group, -1)),
         "g_reward": (np.float32, lambda row: _mean(row.rewards)),
         "g_size": (np.uint16, lambda row: len(row.rollouts)),
-        "g_chunk": (np.uint16, lambda row: row.place.chunk if row.place else NONE),
-        "g_slot": (np.uint16, lambda row: row.place.slot if row.place else NONE),
+        "g_chunk": (np.uint16, lambda row: row.chunk_slot.chunk if row.chunk_slot else NONE),
+        "g_slot": (np.uint16, lambda row: row.chunk_slot.slot if row.chunk_slot else NONE),
         "g_scorer": (np.uint16, lambda row: workers.get(row.scorer, NONE)),
-        "g_detail": (np.uint8, lambda row: row.group in groups.wanted.tokens and row.place is not None),
+        "g_detail": (np.uint8, lambda row: row.group in groups.selection.tokens and row.chunk_slot is not None),
     }
 
 
 def _mean(rewards: npt.NDArray[np.float64]) -> float:
-    """Of the samples that have a reward; NaN if none has."""
-    known = rewards[~np.isnan(rewards)]
-    return float(known.mean()) if len(known) else math.nan
+    """Mean over the samples with a reward; NaN if none has one."""
+    scored = rewards[~np.isnan(rewards)]
+    return float(scored.mean()) if len(scored) else math.nan
 
 
 def _step_of(view: RunView) -> dict[int, int]:
@@ -190,9 +193,9 @@ def _step_of(view: RunView) -> dict[int, int]:
 
 
 def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) -> dict[str, Column]:
-    """A line for every sample of the listed groups, group after group."""
-    drawn = [sample for row in groups.rows for sample in row.rollouts]
-    specs: dict[str, tuple[type[np.generic], Callable[[Drawn], Any]]] = {
+    """One row per sample of the listed groups, group after group."""
+    samples = [sample for row in groups.rows for sample in row.rollouts]
+    specs: dict[str, tuple[type[np.generic], Callable[[SampleNumbers], Any]]] = {
         "s_number": (np.uint16, lambda sample: sample.sample),
         "s_tokens": (np.uint32, lambda sample: sample.tokens),
         "s_finish": (np.uint8, lambda sample: FINISHES.index(sample.finish)),
@@ -202,27 +205,27 @@ def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) ->
     }
     nothing = np.zeros(0, np.float32)
     return {
-        **_columns(specs, drawn),
+        **_columns(specs, samples),
         "s_reward": np.concatenate([nothing, *(row.rewards for row in groups.rows)]).astype(np.float32),
         "s_advantage": np.concatenate([nothing, *(row.advantages for row in groups.rows)]),
-        "s_start": clock.ticks([sample.started_ns for sample in drawn]),
-        "s_end": clock.ticks([sample.ended_ns for sample in drawn]),
+        "s_start": clock.ticks([sample.started_ns for sample in samples]),
+        "s_end": clock.ticks([sample.ended_ns for sample in samples]),
         **_components(groups),
     }
 
 
 def _components(groups: GroupPages) -> dict[str, Column]:
-    """A column for each reward function, NaN where it has not judged a sample."""
-    given = [values for row in groups.rows for values in row.components]
-    table = np.full((len(given), len(groups.reward_names)), np.nan, np.float32)
-    for line, values in zip(table, given, strict=True):
+    """A column for each reward function; NaN for samples that it did not score."""
+    components = [values for row in groups.rows for values in row.components]
+    table = np.full((len(components), len(groups.reward_names)), np.nan, np.float32)
+    for line, values in zip(table, components, strict=True):
         for number, value in enumerate(values[: len(line)]):
             line[number] = np.nan if value is None else value
     return {f"s_component{number}": column.copy() for number, column in enumerate(table.T)}
 
 
 def _steps(view: RunView, *, clock: Clock) -> dict[str, Column]:
-    """A line for every step, with all its metrics by name."""
+    """One row per step, with all its metrics by name."""
     steps = [view.steps[number] for number in sorted(view.steps)]
     names = sorted({name for step in steps for name in step.metrics if not name.endswith("_at") and not name.startswith("tokens_at_lag_")})
     return {

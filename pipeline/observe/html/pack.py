@@ -13,13 +13,13 @@ import numpy.typing as npt
 from penstock.pipeline.observe.report.summary import finite
 
 LOGPROB_STEP = 0.001
-"""[nat] Behaviour logprobs are kept to half of this; the lowest is -65.534."""
+"""[nat] Behaviour logprobs are rounded to multiples of this; the lowest is -65.534."""
 NO_LOGPROB = 0xFFFF
 Column = npt.NDArray[Any]
 
 
 def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) -> str:
-    """Facts and numeric columns [N] as base64: a length, JSON with null for what is no finite number, then the columns' byte planes."""
+    """Facts and numeric columns [N] as base64: a length, JSON with null for numbers that are not finite, then the columns' byte planes."""
     arrays = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in (columns or {}).items()}
     layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in arrays.items()]
     header = json.dumps({"facts": finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -44,10 +44,10 @@ def logprobs(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
 
 
 def smallest(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
-    """The same numbers, 16 bits each where that is enough for all of them, none of them negative."""
+    """Non-negative numbers as uint16 if all of them fit, otherwise as uint32."""
     return values.astype(np.uint16 if not len(values) or int(values.max()) < 1 << 16 else np.uint32)
 
 
 def _planes(array: Column) -> bytes:
-    """First bytes of all numbers, then their second bytes, and so on: high bytes hardly differ, and deflate sees it."""
+    """First bytes of all numbers, then their second bytes, and so on: high bytes hardly differ, which compresses well."""
     return array.view(np.uint8).reshape(len(array), array.dtype.itemsize).T.tobytes()

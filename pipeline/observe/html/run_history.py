@@ -12,9 +12,9 @@ from penstock.topics.metrics import Activity, Measurement, activity_of
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
-MAX_LETTERS = 300
+MAX_DEAD_LETTERS = 300
 MAX_STATUSES = 200_000
-"""The newest ones: of five workers, eleven hours."""
+"""The newest ones; eleven hours of five workers."""
 TIMED = ("startup_s", "load_s", "version", "eval_s")
 LABELS = ("doing", "activity")
 MAX_TEXT = 500
@@ -36,27 +36,27 @@ class ActivitySpan(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RunHistory:
-    """What the view does not keep, gathered while it is folded."""
+    """Facts that a `RunView` does not hold, collected while records are folded into it."""
 
     entries: list[Entry] = field(default_factory=list)
     """Steps, versions and checkpoints, without plans."""
     measured: deque[Measurement] = field(default_factory=lambda: deque(maxlen=MAX_STATUSES))
-    """With the values and labels that `penstock.pipeline.observe.tables.timeline` looks at."""
+    """With the values and labels that `penstock.pipeline.observe.tables.timeline` reads."""
     written_ns: dict[int, int] = field(default_factory=dict)
     """When the last sample of each group was written."""
-    letters: list[DeadLetter] = field(default_factory=list)
-    """The first `MAX_LETTERS`, without the records themselves."""
+    dead_letters: list[DeadLetter] = field(default_factory=list)
+    """The first `MAX_DEAD_LETTERS`, without the records themselves."""
     activities: list[ActivitySpan] = field(default_factory=list)
     _last: dict[str, tuple[Measurement, Activity, str]] = field(default_factory=dict)
     _open: dict[str, ActivitySpan] = field(default_factory=dict)
 
     def apply(self, folded: Folded | None, record: Record) -> None:
-        """Keep what a page shows of a folded record."""
+        """Add the facts of a folded record that a page shows."""
         match folded:
             case Entry(kind="step" | "version" | "checkpoint"):
                 self.entries.append(replace(folded, plan=(), boundaries=(), details=None))
-            case DeadLetter() if len(self.letters) < MAX_LETTERS:
-                self.letters.append(replace(folded, value=b"", headers=(), reason=folded.reason[:MAX_TEXT]))
+            case DeadLetter() if len(self.dead_letters) < MAX_DEAD_LETTERS:
+                self.dead_letters.append(replace(folded, value=b"", headers=(), reason=folded.reason[:MAX_TEXT]))
             case Measurement():
                 values = {name: folded.values[name] for name in TIMED if name in folded.values}
                 self.measured.append(
@@ -68,28 +68,32 @@ class RunHistory:
                 self.written_ns[group] = max(self.written_ns.get(group, 0), record.timestamp_ms * 1_000_000)
 
     def finish(self) -> None:
-        """End the activities that are under way: no more records follow."""
+        """End the activities in progress: no more records follow."""
         self.activities += self._open.values()
         self._open.clear()
 
     def _status(self, status: Measurement) -> None:
-        before = self._last.get(status.worker)
-        doing = status.labels.get("doing") or (before[2] if before else "")
+        previous = self._last.get(status.worker)
+        doing = status.labels.get("doing") or (previous[2] if previous else "")
         self._last[status.worker] = status, activity_of(status.labels), doing
-        if before is None or before[0].incarnation != status.incarnation or status.time_ns <= before[0].time_ns:
+        if previous is None or previous[0].incarnation != status.incarnation or status.time_ns <= previous[0].time_ns:
             return
-        last, activity, label = before[0], before[1], generic(before[2])
-        running = self._open.get(status.worker)
-        if running is not None and (running.activity, running.label, running.ended_ns) == (activity, label, last.time_ns):
-            self._open[status.worker] = running._replace(ended_ns=status.time_ns)
+        previous_status, activity, label = previous[0], previous[1], generic(previous[2])
+        open_span = self._open.get(status.worker)
+        if open_span is not None and (open_span.activity, open_span.label, open_span.ended_ns) == (
+            activity,
+            label,
+            previous_status.time_ns,
+        ):
+            self._open[status.worker] = open_span._replace(ended_ns=status.time_ns)
         else:
-            if running is not None:
-                self.activities.append(running)
-            self._open[status.worker] = ActivitySpan(status.worker, activity, label, last.time_ns, status.time_ns)
+            if open_span is not None:
+                self.activities.append(open_span)
+            self._open[status.worker] = ActivitySpan(status.worker, activity, label, previous_status.time_ns, status.time_ns)
 
 
 def generic(doing: str) -> str:
-    """A worker's activity with every number as N, so that repetitions of it fall together.
+    """A worker's activity with every number as N, so that its repetitions have one text.
 
     Example:
         generic("step 12: 3 of 8 groups are here")  # -> "step N: N of N groups are here"

@@ -12,12 +12,12 @@ from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.scheduling.fates import OPEN
 
 LEAST_GROUPS = 16
-"""Groups a point stands for, at least."""
+"""Smallest number of groups in a point."""
 MOST_POINTS = 60
 
 
 def fate_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
-    """(optimizer step, fate -> share) along the run, of every fate that occurs; a group without samples counts with the one before it."""
+    """(optimizer step, fate -> share) over the run, for all fates in it; a group without samples counts with the previous group."""
     ended = [(group, fate) for group, fate in sorted(fates(view).items()) if fate != OPEN]
     names, per_version = sorted({fate for _, fate in ended}), steps_per_version(view)
     size = max(LEAST_GROUPS, -(-len(ended) // MOST_POINTS))
@@ -41,15 +41,15 @@ def _point(counted: Counter[str], step: int, names: Sequence[str]) -> tuple[int,
 
 
 def component_means(rows: Sequence[Row], *, step_of: Mapping[int, int], count: int) -> list[list[list[Any]]]:
-    """For each reward function [step, mean] over the samples of the listed groups of each step, None where it applies to none."""
+    """For each reward function [step, mean] over the samples of each step's listed groups; None if it applies to none of them."""
     by_step: dict[int, list[tuple[float | None, ...]]] = {}
     for row in rows:
         if row.group in step_of:
             by_step.setdefault(step_of[row.group], []).extend(row.components)
     curves: list[list[list[Any]]] = [[] for _ in range(count)]
-    for step, judged in sorted(by_step.items()):
+    for step, components in sorted(by_step.items()):
         for number, curve in enumerate(curves):
-            values = [one[number] for one in judged if number < len(one)]
-            known = [value for value in values if value is not None]
-            curve.append([step, float(np.mean(known)) if known else None])
+            values = [scores[number] for scores in components if number < len(scores)]
+            applicable = [value for value in values if value is not None]
+            curve.append([step, float(np.mean(applicable)) if applicable else None])
     return curves

@@ -10,18 +10,18 @@ from penstock.pipeline.observe.html.pack import Column
 from penstock.pipeline.observe.html.run_history import RunHistory
 from penstock.pipeline.observe.report.time_spent import by_role
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.tables.timeline import Drawn, Ended, Facts, Interval, intervals
+from penstock.pipeline.observe.tables.timeline import Ended, Facts, Interval, SampleTimes, intervals
 from penstock.pipeline.runtime.reporting.time_uses import USES, kind_of
 
 KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "eval", "start")
 TICKS_MS = (0.1, 1.0, 10.0, 100.0)
 NEVER = -(1 << 31) + 1
 MAX_INTERVALS = 60_000
-"""Intervals kept for the page, the newest; as many activities."""
+"""Largest number of intervals in a page, the newest ones; the same for activities."""
 
 
 class Clock(NamedTuple):
-    """Moments as whole numbers."""
+    """Converts moments to whole numbers of ticks."""
 
     zero_ns: int
     tick_ms: float
@@ -37,7 +37,7 @@ class Clock(NamedTuple):
         return cls(zero_ns, next((tick for tick in TICKS_MS if span_ms / tick < 1 << 30), TICKS_MS[-1]))
 
     def ticks(self, moments_ns: Any) -> Column:
-        """Moments [N] in nanoseconds as ticks, int32; `NEVER` for one that is not known (0)."""
+        """Moments [N] in nanoseconds as ticks, int32; `NEVER` for an unknown one (0)."""
         moments = np.asarray(moments_ns, np.int64)
         since = np.clip(np.rint((moments - self.zero_ns) / (self.tick_ms * 1e6)), NEVER + 1, (1 << 31) - 1)
         return np.where(moments == 0, NEVER, since).astype(np.int32)
@@ -51,30 +51,30 @@ def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
             facts.ended[row.group] = Ended(row.group, row.scorer, row.scored_ns, row.reward_ns)
         for sample in row.rollouts:
             span = sample.started_ns, sample.ended_ns, history.written_ns.get(row.group, sample.ended_ns)
-            facts.drawn[row.group, sample.sample] = Drawn(row.group, sample.sample, sample.worker, sample.version_min, *span)
+            facts.samples[row.group, sample.sample] = SampleTimes(row.group, sample.sample, sample.worker, sample.version_min, *span)
     for measured in history.measured:
         facts.add_measurement(measured)
     return list(intervals(facts))
 
 
 def interval_columns(spans: Iterable[Interval], *, workers: Mapping[str, int], clock: Clock) -> tuple[list[str], dict[str, Column]]:
-    """The causes by number, and the intervals [N] in the order in which they began; samples and scoring are columns of their own."""
-    rest = sorted((span for span in spans if span.what not in ("rollout", "score")), key=lambda span: span.started)[-MAX_INTERVALS:]
-    causes = ["", *sorted({span.cause for span in rest if span.cause})]
-    number = {cause: place for place, cause in enumerate(causes)}
+    """The causes by number, and the intervals [N] in the order of their starts; samples and scoring have their own columns."""
+    other_spans = sorted((span for span in spans if span.what not in ("rollout", "score")), key=lambda span: span.started)[-MAX_INTERVALS:]
+    causes = ["", *sorted({span.cause for span in other_spans if span.cause})]
+    number = {cause: index for index, cause in enumerate(causes)}
     return causes, {
-        "i_kind": np.array([KINDS.index(span.what) for span in rest], np.uint8),
-        "i_worker": np.array([workers[span.worker] for span in rest], np.uint16),
-        "i_start": clock.ticks([span.started for span in rest]),
-        "i_end": clock.ticks([span.ended for span in rest]),
-        "i_step": np.array([-1 if span.step is None else span.step for span in rest], np.int32),
-        "i_version": np.array([-1 if span.version is None else span.version for span in rest], np.int32),
-        "i_cause": np.array([number[span.cause or ""] for span in rest], np.uint16),
+        "i_kind": np.array([KINDS.index(span.what) for span in other_spans], np.uint8),
+        "i_worker": np.array([workers[span.worker] for span in other_spans], np.uint16),
+        "i_start": clock.ticks([span.started for span in other_spans]),
+        "i_end": clock.ticks([span.ended for span in other_spans]),
+        "i_step": np.array([-1 if span.step is None else span.step for span in other_spans], np.int32),
+        "i_version": np.array([-1 if span.version is None else span.version for span in other_spans], np.int32),
+        "i_cause": np.array([number[span.cause or ""] for span in other_spans], np.uint16),
     }
 
 
 def scoring_columns(rows: Sequence[Row], spans: Iterable[Interval], *, clock: Clock) -> dict[str, Column]:
-    """When scoring of each group [G] began and ended."""
+    """Start and end of the scoring of each group [G]."""
     scoring = {span.group: (span.started, span.ended) for span in spans if span.what == "score"}
     return {
         "g_scoring": clock.ticks([scoring.get(row.group, (0, 0))[0] for row in rows]),
@@ -97,7 +97,7 @@ def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: 
 
 
 def time_spent(view: RunView) -> list[dict[str, Any]]:
-    """Seconds by role and by what its workers' time was spent on, most first within a role, as in the report."""
+    """Seconds by role and use of its workers' time, largest first within a role, as in the report."""
     rows = [
         {"role": role, "doing": use.replace("_", " "), "kind": kind_of(use), "seconds": round(seconds[f"{use}_s"], 3)}
         for role, seconds in by_role(view).items()

@@ -13,9 +13,9 @@ from penstock.pipeline.runtime.registration.run_registry import find
 
 
 class TokenTexts:
-    """Decodes by the tokenizer in a model's directory; `why_not` says why there is none, if so.
+    """Decodes with the tokenizer in a model's directory; `why_not` is the reason if there is none.
 
-    `digest` is the SHA-256 (hex) of the one that the run was created with, None where it is unknown.
+    `digest` is the SHA-256 (hex) of the tokenizer that the run was created with, None if it is unknown.
     """
 
     def __init__(self, model: str | None, digest: str | None) -> None:
@@ -28,35 +28,35 @@ class TokenTexts:
 
     @classmethod
     def of(cls, view: RunView) -> "TokenTexts":
-        """By the model that a run's configuration names."""
+        """Open the tokenizer of the model that a run's configuration names."""
         return cls(config_of(view).get("model", {}).get("path"), info_of(view).get("digests", {}).get("tokenizer"))
 
     @property
     def there(self) -> bool:
-        """True if ids can be given texts."""
+        """True if a tokenizer is open."""
         return self._tokenizer is not None
 
     def completion(self, ids: Iterable[int]) -> str | None:
         """The text of a completion as the scorer decodes it, None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        return str(self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=True))
+        return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def one_by_one(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id as it stands behind another token, special ones by their names; [] without a tokenizer."""
+        """The text of each id as it follows another token, special tokens by name; [] without a tokenizer."""
         if self._tokenizer is None:
             return []
-        # Behind a letter, since decoders drop the blank that a first word begins with.
+        # After a letter, since decoders drop the leading blank of the first word.
         anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[:1]
         before = len(self._decode(anchor))
-        return [self._decode([*anchor, one])[before:] for one in ids]
+        return [self._decode([*anchor, token_id])[before:] for token_id in ids]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def texts_of(log: Log, run: str) -> TokenTexts:
-    """By the run's record alone, which is read within milliseconds."""
+    """Open the tokenizer by the run's registry record alone, which is read within milliseconds."""
     return TokenTexts.of(RunView(run=run, record=find(log, run)))
 
 

@@ -26,11 +26,11 @@ from penstock.topics.wire.record import Outgoing, RecordId
 
 FORMAT = 1
 EVERY_S = 15.0
-"""What is written in this time is read by everybody who looks."""
+"""Interval between saved views; a reader folds the records written since the newest one."""
 MOST_BYTES = 8 << 20
 """A larger view is not written: it has too many dead letters or too many incarnations of workers."""
 REWARDS = 256
-"""Versions of which a saved view knows the rewards one by one; of more it knows them by as many stretches."""
+"""Largest number of reward entries in a saved view; older versions are merged into ranges to stay below it."""
 
 Saved = tuple[RunView, dict[Partition, int]]
 
@@ -45,7 +45,7 @@ class ViewWriter:
     _written_s: float = float("-inf")
 
     def write(self, view: RunView, positions: Mapping[Partition, int], *, now: bool = False) -> Pending | None:
-        """Write the view if that is due; its record if it was. `positions` are those up to which the view has read."""
+        """Write the view if that is due, and return its record. `positions` are the offsets up to which it was folded."""
         if not now and time.monotonic() - self._written_s < EVERY_S:
             return None
         self._written_s = time.monotonic()
@@ -62,11 +62,11 @@ class ViewWriter:
 
 def newest(log: Log, run: str) -> Saved:
     """The newest saved view and the offsets after it; an empty view and no offsets if none is usable. Raises `LogError`."""
-    at = (f"{run}.{STATE}", 0)
-    if log.partitions(at[0]) is None:
+    state_partition = (f"{run}.{STATE}", 0)
+    if log.partitions(state_partition[0]) is None:
         return RunView(run=run), {}
-    end = log.end_offsets([at])[at]
-    for record in reversed(list(scan(log, at[0], since={at: max(0, end - 2)}))):
+    end = log.end_offsets([state_partition])[state_partition]
+    for record in reversed(list(scan(log, state_partition[0], since={state_partition: max(0, end - 2)}))):
         try:
             saved = state.read(record, run=run)[1]
             positions = {_partition(run, name): int(offset) for name, offset in json.loads(saved.positions).items()}
@@ -82,8 +82,8 @@ def newest(log: Log, run: str) -> Saved:
 
 
 def to_json(view: RunView) -> str:
-    """A view without its register records, which are few and read each time."""
-    made = {
+    """A view as JSON, without its registry records, which are few and read each time."""
+    document = {
         "format": FORMAT,
         "opened": _entry(view.opened),
         "closed": _entry(view.closed),
@@ -96,8 +96,8 @@ def to_json(view: RunView) -> str:
         "open": [[group, *opened] for group, opened in view.open.items()],
         "groups": [[group, *facts] for group, facts in view.groups.items()],
         "workers": [_worker(worker) for worker in view.workers.values()],
-        "evals": [asdict(found) for found in view.evals.values()],
-        "dead_letters": [[*place, kind] for place, kind in view.dead_letters.items()],
+        "evals": [asdict(evaluation) for evaluation in view.evals.values()],
+        "dead_letters": [[*record_id, kind] for record_id, kind in view.dead_letters.items()],
         "reward_errors": dict(view.reward_errors),
         "mlflow": view.mlflow,
         "rewards": [[version, *tally] for version, tally in _stretches(view).items()],
@@ -110,56 +110,56 @@ def to_json(view: RunView) -> str:
         "measured": [[*source, numbers.as_json()] for source, numbers in view.measured.items()],
         "past": {field.name: _plain(getattr(view.past, field.name)) for field in fields(Ended)},
     }
-    return json.dumps(made, separators=(",", ":"))
+    return json.dumps(document, separators=(",", ":"))
 
 
 def from_json(run: str, text: str) -> RunView:
-    """The view. Raises `ValueError`, `KeyError`, `TypeError` for what `to_json` of this release did not make."""
-    made = json.loads(text)
-    if made["format"] != FORMAT:
-        raise ValueError(f"a view of format {made['format']}, this release reads {FORMAT}")
-    steps = [StepFacts(number, version, time_s, tuple(groups), found) for number, version, time_s, groups, found in made["steps"]]
-    versions = [_as_entry(entry) for entry in made["versions"]]
-    past = made["past"]
+    """The view in `text`. Raises `ValueError`, `KeyError`, `TypeError` for text that `to_json` of this release did not write."""
+    document = json.loads(text)
+    if document["format"] != FORMAT:
+        raise ValueError(f"a view of format {document['format']}, this release reads {FORMAT}")
+    steps = [StepFacts(number, version, time_s, tuple(groups), values) for number, version, time_s, groups, values in document["steps"]]
+    versions = [_as_entry(entry) for entry in document["versions"]]
+    past = document["past"]
     return RunView(
         run=run,
-        opened=None if made["opened"] is None else _as_entry(made["opened"]),
-        closed=None if made["closed"] is None else _as_entry(made["closed"]),
+        opened=None if document["opened"] is None else _as_entry(document["opened"]),
+        closed=None if document["closed"] is None else _as_entry(document["closed"]),
         steps={step.step: step for step in steps},
         versions={entry.version: entry for entry in versions if entry.version is not None},
-        rebased=[_as_entry(entry) for entry in made["rebased"]],
-        stale=set(made["stale"]),
-        admitted=IdSet.from_json(made["admitted"]),
-        repeated=made["repeated"],
-        open={group: Opened(*opened) for group, *opened in made["open"]},
-        groups={group: GroupFacts(*facts) for group, *facts in made["groups"]},
-        workers={plain["worker"]: _as_worker(plain) for plain in made["workers"]},
-        evals={found["version"]: Measurement(**found) for found in made["evals"]},
-        dead_letters={(topic, partition, offset): kind for topic, partition, offset, kind in made["dead_letters"]},
-        reward_errors=Counter(made["reward_errors"]),
-        mlflow=made["mlflow"],
-        rewards={version: Tally(*tally) for version, *tally in made["rewards"]},
-        no_reward=made["no_reward"],
-        moved_ms=made["moved_ms"],
-        worked=WorkingTime([(low, high) for low, high in made["worked"]], made["stops"]),
-        killers={RecordId(*record_id) for record_id in made["killers"]},
-        last_seq=made["last_seq"],
-        measured={(worker, incarnation): IdSet.from_json(numbers) for worker, incarnation, numbers in made["measured"]},
+        rebased=[_as_entry(entry) for entry in document["rebased"]],
+        stale=set(document["stale"]),
+        admitted=IdSet.from_json(document["admitted"]),
+        repeated=document["repeated"],
+        open={group: Opened(*opened) for group, *opened in document["open"]},
+        groups={group: GroupFacts(*facts) for group, *facts in document["groups"]},
+        workers={plain["worker"]: _as_worker(plain) for plain in document["workers"]},
+        evals={values["version"]: Measurement(**values) for values in document["evals"]},
+        dead_letters={(topic, partition, offset): kind for topic, partition, offset, kind in document["dead_letters"]},
+        reward_errors=Counter(document["reward_errors"]),
+        mlflow=document["mlflow"],
+        rewards={version: Tally(*tally) for version, *tally in document["rewards"]},
+        no_reward=document["no_reward"],
+        moved_ms=document["moved_ms"],
+        worked=WorkingTime([(low, high) for low, high in document["worked"]], document["stops"]),
+        killers={RecordId(*record_id) for record_id in document["killers"]},
+        last_seq=document["last_seq"],
+        measured={(worker, incarnation): IdSet.from_json(numbers) for worker, incarnation, numbers in document["measured"]},
         past=Ended(**{name: _as_sets(past[name]) for name in past} | {name: Counter(past[name]) for name in ("outcomes", "fates")}),
     )
 
 
 def _stretches(view: RunView) -> dict[int, Tally]:
-    """Rewards by version, or by the first of so many versions that there are not more than `REWARDS` stretches; the newest one by one."""
+    """Rewards by first version of a range, wide enough for `REWARDS` ranges; the newest versions have their own entries."""
     width, newest = 1, max(view.rewards, default=0)
     while newest // width > REWARDS:
         width *= 2
     single = newest - max(REWARDS, 2 * steps_per_version(view))
-    found: dict[int, Tally] = {}
+    tallies: dict[int, Tally] = {}
     for version in sorted(view.rewards):
         first = version if version > single else version // width * width
-        found[first] = found.get(first, Tally()).plus(view.rewards[version])
-    return found
+        tallies[first] = tallies.get(first, Tally()).plus(view.rewards[version])
+    return tallies
 
 
 def _entry(entry: Entry | None) -> dict[str, Any] | None:
@@ -177,12 +177,12 @@ def _worker(worker: WorkerView) -> dict[str, Any]:
 
 def _as_worker(plain: dict[str, Any]) -> WorkerView:
     values = plain["incarnations"].get(plain["incarnation"], {})
-    recent = deque(((time_ns, found) for time_ns, found in plain["recent"]), maxlen=RATE_WINDOW)
+    recent = deque(((time_ns, totals) for time_ns, totals in plain["recent"]), maxlen=RATE_WINDOW)
     return WorkerView(**{**plain, "values": values, "recent": recent})
 
 
-def _plain(held: Any) -> Any:
-    return held.as_json() if isinstance(held, IdSet) else held
+def _plain(value: Any) -> Any:
+    return value.as_json() if isinstance(value, IdSet) else value
 
 
 def _as_sets(plain: Any) -> Any:

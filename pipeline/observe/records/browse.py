@@ -20,7 +20,7 @@ from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords
 
 COUNTED_BYTES, COUNTED_OFFSETS = 64 << 20, 200_000
-"""Records of topics up to this size are counted, which takes reading them."""
+"""Largest topic whose records are counted, since counting means reading them."""
 SHOWN_BYTES = 32
 
 _READERS: Mapping[str, Callable[..., object]] = {
@@ -43,15 +43,15 @@ class TopicRow:
     kafka_name: str
     partitions: int
     offsets: int
-    """Offsets in use: records and the markers of transactions, less what retention released."""
+    """Offsets in use: records and transaction markers, without those deleted by retention."""
     records: int | None
-    """None for a topic that is too large to be read for it."""
+    """None for a topic that is too large to count."""
     bytes: int | None
-    """On the disk of this machine's broker; None for any other."""
+    """Disk space in this machine's broker; None for any other broker."""
 
 
 def kafka_topic(run: str, topic: str) -> str:
-    """The Kafka name of a run's topic, or of the register of runs. Raises `ConfigError` naming the nearest topic."""
+    """The Kafka name of a run's topic, or of the registry of runs. Raises `ConfigError` naming the nearest topic."""
     plain = topic.removeprefix(f"{run}.")
     if plain in (RUNS_TOPIC, "runs"):
         return RUNS_TOPIC
@@ -61,16 +61,16 @@ def kafka_topic(run: str, topic: str) -> str:
 
 
 def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyType({})) -> list[TopicRow]:
-    """A run's topics in the order in which a sample's life passes them; missing ones are left out. `sizes` are bytes by Kafka name."""
+    """A run's topics in pipeline order, without missing ones. `sizes` are bytes by Kafka name."""
     counts = {topic: log.partitions(topic_name(run, topic)) for topic in (*TOPICS, *TURNS)}
     rows = []
     for topic, count in counts.items():
         if count is None:
             continue
         name = topic_name(run, topic)
-        held = [(name, partition) for partition in range(count)]
-        begins, ends = log.beginning_offsets(held), log.end_offsets(held)
-        offsets = sum(ends[at] - begins[at] for at in held)
+        partitions = [(name, partition) for partition in range(count)]
+        beginning_offsets, end_offsets = log.beginning_offsets(partitions), log.end_offsets(partitions)
+        offsets = sum(end_offsets[tp] - beginning_offsets[tp] for tp in partitions)
         small = topic != "weights" and sizes.get(name, 0) <= COUNTED_BYTES and offsets <= COUNTED_OFFSETS
         rows.append(
             TopicRow(
@@ -86,20 +86,20 @@ def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyTy
 
 
 def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: float = 0.5) -> Iterator[Record]:
-    """The newest `count` records of a topic over all its partitions, by time; then, with `follow`, every new one for ever."""
+    """The newest `count` records of a topic over all its partitions, by time; with `follow`, then every new record without end."""
     name = kafka_topic(run, topic)
     partitions = [(name, partition) for partition in range(log.partitions(name) or 0)]
-    begins, ends = log.beginning_offsets(partitions), log.end_offsets(partitions)
+    beginning_offsets, end_offsets = log.beginning_offsets(partitions), log.end_offsets(partitions)
     window, newest = max(16, 2 * count), []
     while count:  # offsets are not records: markers of transactions take some, so a window may hold too few
-        reader = log.tail({at: max(begins[at], ends[at] - window) for at in partitions})
-        newest = list(drain(reader, ends))
-        if len(newest) >= count or all(ends[at] - window <= begins[at] for at in partitions):
+        reader = log.tail({tp: max(beginning_offsets[tp], end_offsets[tp] - window) for tp in partitions})
+        newest = list(drain(reader, end_offsets))
+        if len(newest) >= count or all(end_offsets[tp] - window <= beginning_offsets[tp] for tp in partitions):
             break
         reader.close()
         window *= 4
     else:
-        reader = log.tail({at: ends[at] for at in partitions})
+        reader = log.tail({tp: end_offsets[tp] for tp in partitions})
     try:
         yield from sorted(newest, key=lambda record: (record.timestamp_ms, record.partition, record.offset))[-count:] if count else ()
         while follow:
@@ -109,7 +109,7 @@ def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: fl
 
 
 def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) -> Record:
-    """One record by its place. Raises `RecordMissing` where there is none."""
+    """One record by partition and offset. Raises `RecordMissing` if there is none."""
     name = kafka_topic(run, topic)
     if partition >= (count := log.partitions(name) or 0):
         raise RecordMissing(f"{name} has no partition {partition}: {f'0 to {count - 1}' if count else 'there is no such topic'}")
@@ -117,14 +117,14 @@ def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) ->
 
 
 def view(record: Record, *, run: str) -> dict[str, Any]:
-    """A record as plain data: its place, headers, payload, and why it cannot be used if so.
+    """A record as plain data: partition, offset, headers, payload, and the reason if it cannot be used.
 
-    Of a dead letter also `refused`, the view of the record in it, and `claims_group`, which group that record says it is about.
+    For a dead letter also `refused`, the view of the record in it, and `claims_group`, the group that this record names.
     """
     payload, problem = _payload(record, run)
-    letter = _refused(record, run) if record.topic == topic_name(run, "dead-letters") and problem is None else {}
+    dead_letter_fields = _refused(record, run) if record.topic == topic_name(run, "dead-letters") and problem is None else {}
     return {
-        **letter,
+        **dead_letter_fields,
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
@@ -138,10 +138,12 @@ def view(record: Record, *, run: str) -> dict[str, Any]:
 
 
 def _refused(record: Record, run: str) -> dict[str, Any]:
-    letter = dead_letters.read(record, run=run)[1]
-    # What ended the processes that decoded it is not decoded here either.
-    refused = None if letter.kind == POISON or letter.topic == record.topic else view(dead_letters.to_record(letter), run=run)
-    return {"refused": refused, "claims_group": dead_letters.claimed_group(letter)}
+    dead_letter = dead_letters.read(record, run=run)[1]
+    # A poison record is not decoded here either.
+    refused = (
+        None if dead_letter.kind == POISON or dead_letter.topic == record.topic else view(dead_letters.to_record(dead_letter), run=run)
+    )
+    return {"refused": refused, "claims_group": dead_letters.claimed_group(dead_letter)}
 
 
 def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -149,7 +151,7 @@ def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | Non
         _read(record, run)
     except Unusable as error:
         return None, f"{error.kind}: {error}; begins with {_text(record.value[:SHOWN_BYTES])}"
-    # The columns as any Arrow library sees them: our reader has vouched for the bytes just now.
+    # The columns as any Arrow library reads them: the bytes were checked above.
     table = pa.ipc.open_stream(record.value).read_all()
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
     rows = [{name: dict(value) if name in maps else _plain(value) for name, value in row.items()} for row in table.to_pylist()]
@@ -183,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: bytes | None) -> str | None:
-    """Bytes as text where they are ASCII, else in hexadecimal."""
+    """Bytes as text if they are printable ASCII, otherwise in hexadecimal."""
     if value is None:
         return None
     text = value.decode("ascii", "replace")

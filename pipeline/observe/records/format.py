@@ -13,7 +13,7 @@ SHOWN_ITEMS = 24
 SHOWN_TEXT = 80
 SHOWN_SAMPLE = 24
 HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens", "sample-tokens", "samples", "no-reward", "reward-mean"})
-"""Headers that a line leaves out: they are the same for all records, or stand in its gist."""
+"""Headers that a line leaves out: they are the same for all records or part of the payload's summary."""
 
 
 def as_json_line(record: Record, *, run: str) -> str:
@@ -22,18 +22,18 @@ def as_json_line(record: Record, *, run: str) -> str:
 
 
 def as_line(record: Record, *, run: str, texts: TokenTexts | None = None) -> str:
-    """A record as one line: when, where, what its headers say, and the gist of its payload; `texts` decodes the tokens of samples."""
-    seen = view(record, run=run)
-    moment = clock("%H:%M:%S", seen["time_s"])
+    """A record as one line: time, partition, offset, headers, and a summary of its payload; `texts` decodes the tokens of samples."""
+    fields = view(record, run=run)
+    moment = clock("%H:%M:%S", fields["time_s"])
     topic = record.topic.rpartition(".")[2]
     hidden = HIDDEN | {"outcome"} if topic == "rollouts" else HIDDEN
-    shown = " ".join(f"{name}={value}" for name, value in seen["headers"].items() if name not in hidden)
-    gist = f"UNUSABLE {seen['unusable']}" if seen["unusable"] else _gist(topic, seen["payload"], texts)
+    shown = " ".join(f"{name}={value}" for name, value in fields["headers"].items() if name not in hidden)
+    gist = f"UNUSABLE {fields['unusable']}" if fields["unusable"] else _gist(topic, fields["payload"], texts)
     return f"{moment} {record.partition}/{record.offset} {shown}  {gist}".rstrip()
 
 
 def clock(form: str, time_s: float) -> str:
-    """The local time; of one that no calendar has, which a record may name, its seconds."""
+    """The local time; the seconds if it is outside the calendar, which a record may contain."""
     try:
         return time.strftime(form, time.localtime(time_s))
     except (ValueError, OverflowError, OSError):
@@ -52,8 +52,8 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
         case "replies":
             gist = f"turn {payload['turn']}: {payload['finish']} after {len(payload['token_ids'])} tokens"
         case "groups":
-            judged = " ".join(f"{_number(sample['reward'])} {_quoted(sample['completion'])}" for sample in payload["samples"])
-            gist = " · ".join(filter(None, (payload["reason"], judged)))
+            scored = " ".join(f"{_number(sample['reward'])} {_quoted(sample['completion'])}" for sample in payload["samples"])
+            gist = " · ".join(filter(None, (payload["reason"], scored)))
         case "ledger" | "metrics":
             numbers = payload.get("metrics") or payload.get("values") or {}
             doing = (payload.get("labels") or {}).get("doing", "")
@@ -87,21 +87,21 @@ def _quoted(text: str) -> str:
     return repr(text if len(text) <= SHOWN_SAMPLE else text[:SHOWN_SAMPLE] + "…")
 
 
-def as_page(seen: Mapping[str, Any]) -> str:
+def as_page(data: Mapping[str, Any]) -> str:
     """A record over many lines, long lists cut short."""
-    when = clock("%Y-%m-%d %H:%M:%S", seen["time_s"])
+    when = clock("%Y-%m-%d %H:%M:%S", data["time_s"])
     lines = [
-        f"{seen['topic']} partition {seen['partition']} offset {seen['offset']}, {when}, key {seen['key']}, {seen['bytes']} bytes",
+        f"{data['topic']} partition {data['partition']} offset {data['offset']}, {when}, key {data['key']}, {data['bytes']} bytes",
         "headers",
     ]
-    lines += [f"  {name:<20} {value}" for name, value in seen["headers"].items()]
-    if seen["unusable"]:
-        return "\n".join([*lines, f"unusable: {seen['unusable']}"])
-    lines += ["payload", *_nested(seen["payload"], indent=2)]
-    if seen.get("claims_group") is not None:
-        lines.append(f"it claims group {seen['claims_group']}: `penstock explain RUN {seen['claims_group']}` says what became of that")
-    if seen.get("refused") is not None:
-        lines += ["", "the refused record", "", as_page(seen["refused"])]
+    lines += [f"  {name:<20} {value}" for name, value in data["headers"].items()]
+    if data["unusable"]:
+        return "\n".join([*lines, f"unusable: {data['unusable']}"])
+    lines += ["payload", *_nested(data["payload"], indent=2)]
+    if data.get("claims_group") is not None:
+        lines.append(f"it claims group {data['claims_group']}: `penstock explain RUN {data['claims_group']}` says what became of that")
+    if data.get("refused") is not None:
+        lines += ["", "the refused record", "", as_page(data["refused"])]
     return "\n".join(lines)
 
 

@@ -10,37 +10,37 @@ from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 
 NEWEST = 16
-"""Records of groups that are looked at."""
+"""Number of newest group records that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picked:
-    """One sample, and what its prompt's row says is the answer."""
+    """One sample with the reference answer of its prompt's row."""
 
     which: str
     group: int
     prompt: str
-    """Without what all prompts begin and end with."""
+    """Without the common prefix and suffix of all prompts."""
     answer: str | None
     completion: str
     reward: float
 
 
 def newest_samples(log: Log, run: str) -> list[Picked]:
-    """Best, median and worst by reward, of the newest groups that have rewards; [] before there are any."""
+    """Best, median and worst sample by reward of the newest groups with rewards; [] if there are none."""
     scored = []
     for record in browse.tail(log, run, "groups", count=NEWEST, follow=False):
         try:
             group = groups.read(record, run=run)[1]
         except Unusable:
-            continue  # the trainer sets it aside
+            continue  # the trainer sends it to the dead-letter topic
         scored += [(sample.reward, group, sample.completion) for sample in group.samples if sample.reward is not None]
     if not scored:
         return []
-    ordered = sorted(scored, key=lambda found: -found[0])
-    places = {"best": 0, "median": len(ordered) // 2, "worst": len(ordered) - 1}
+    ordered = sorted(scored, key=lambda candidate: -candidate[0])
+    index_of = {"best": 0, "median": len(ordered) // 2, "worst": len(ordered) - 1}
     prompts = sorted({group.prompt for _, group, _ in scored})
-    return [_picked(which, *ordered[place], prompts) for which, place in places.items()]
+    return [_picked(which, *ordered[index], prompts) for which, index in index_of.items()]
 
 
 def _picked(which: str, reward: float, group: groups.Group, completion: str, prompts: list[str]) -> Picked:

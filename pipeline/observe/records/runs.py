@@ -20,25 +20,25 @@ from penstock.topics.wire.record import Record
 
 
 def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Every run, oldest first: status, reason, steps, age, model, reward, parent, bytes; None where this machine does not know it.
+    """Every run, oldest first: status, reason, steps, age, model, reward, parent, bytes; None for a value that is not on this machine.
 
-    The reason is that of a run that ended before all its steps were done. `refused` gets why a record of the register cannot be used.
+    Only a run that ended before its last step has a reason. `refused` receives the error of each unusable registry record.
     """
     records = all_runs(log, refused=refused)
-    made = _made(log, records)
+    own_records = _own_records(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
     done, reasons = dict.fromkeys(names.values(), 0), dict[str, str | None]()
     for entry in scan(log, *names):
         run = names[entry.topic]
-        kind = _kind(entry, run)
+        kind = _entry_kind(entry, run)
         done[run] += kind == "step"
         if kind == "run-closed":
-            reasons[run] = _reason(entry, run)
+            reasons[run] = _end_reason(entry, run)
     sizes, now = own_sizes(log), time.time_ns()
     rows: list[dict[str, Any]] = []
     models: dict[str | None, str | None] = {}
     for record in records:
-        full = made.get(record.run, record)
+        full = own_records.get(record.run, record)
         config, info, folder = json.loads(full.config or "{}"), json.loads(full.info or "{}"), state_path() / "runs" / record.run
         parent = (info.get("forked_from") or info.get("rescored_from") or {}).get("run")
         rows.append(
@@ -56,18 +56,18 @@ def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> l
                 "bytes": log_bytes(sizes, record.run) + folder_bytes(folder),
             }
         )
-        models[record.run] = rows[-1]["model"]  # a fork begins with a copy in its own folder, whose name says nothing
+        models[record.run] = rows[-1]["model"]  # a fork starts from a copy in its own folder, whose name does not identify the model
     return rows
 
 
 def own_sizes(log: Log) -> dict[str, int]:
-    """Topic -> bytes, where the log is this machine's own broker; {} for any other."""
+    """Topic -> bytes if the log is this machine's own broker; {} for any other."""
     own = embedded.status().bootstrap
     return embedded.topic_bytes() if own and getattr(log, "bootstrap", None) == own else {}
 
 
 def reported_reward(folder: Path) -> float | None:
-    """The last reward in the report that a run's folder holds, None without one."""
+    """The last reward in the report in a run's folder; None without a report."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         value = json.loads((folder / "report.json").read_text(encoding="utf-8"))["reward"]["last"]
         return None if value is None else float(value)
@@ -80,34 +80,34 @@ def log_bytes(sizes: dict[str, int], run: str) -> int:
 
 
 def folder_bytes(folder: Path, *, without: str | None = None) -> int:
-    """Bytes of the files in a folder, 0 where there is none; `without` names a folder in it that does not count."""
+    """Bytes of the files in a folder, 0 if it does not exist; `without` names a subfolder that does not count."""
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # a run may be at work on it
+        with contextlib.suppress(OSError):  # a run may be writing to it
             if path.is_file() and not path.is_symlink() and path.relative_to(folder).parts[0] != without:
                 total += path.stat().st_blocks * 512
     return total
 
 
-def _made(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
-    """Run -> its own record, of those that have a topic for it."""
-    made: dict[str, RunRecord] = {}
+def _own_records(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
+    """Run -> the record in its topic `run`, for runs that have this topic."""
+    own_records: dict[str, RunRecord] = {}
     for record in scan(log, *(f"{record.run}.run" for record in records)):
         run = record.topic.removesuffix(".run")
         with contextlib.suppress(Unusable, NewerSchema):
-            made[run] = runs.read(record, run=run)[1]
-    return made
+            own_records[run] = runs.read(record, run=run)[1]
+    return own_records
 
 
-def _kind(record: Record, run: str) -> str | None:
-    """The kind of a ledger's entry by its headers; None for a record that cannot be used."""
+def _entry_kind(record: Record, run: str) -> str | None:
+    """The kind of a ledger entry by its headers; None for an unusable record."""
     try:
         return ledger.check(record, run=run).outcome
     except (Unusable, NewerSchema):
         return None
 
 
-def _reason(record: Record, run: str) -> str | None:
+def _end_reason(record: Record, run: str) -> str | None:
     """The reason in a ledger's last entry."""
     with contextlib.suppress(Unusable, ValueError, AttributeError):
         return end_reason(json.loads(ledger.read(record, run=run)[1].details or "{}").get("reason"))
@@ -127,7 +127,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for a person.
+    """Bytes in their largest fitting unit.
 
     Example:
         size(2_500_000_000)  # -> "2.5 GB"

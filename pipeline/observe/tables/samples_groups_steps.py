@@ -81,11 +81,11 @@ STEPS = pa.schema(
         ("digest", pa.string()),
     ]
 )
-"""What every step has; its metrics follow as float64 columns, by name."""
+"""Columns of every step; its metrics follow as float64 columns, by name."""
 
 
 class RunTables:
-    """The tables of one run as it is at the first question; what two of them need is read once."""
+    """The tables of one run; outcomes that two tables need are read once."""
 
     def __init__(self, log: Log, run: str) -> None:
         self.log, self.run = log, run
@@ -95,25 +95,28 @@ class RunTables:
     def samples(self) -> pa.Table:
         """`SAMPLES`: every finished sample; completion, reward, its components and its advantage are null until its group is scored.
 
-        The advantage is the trainer's; null where it is a user's own function, which is not run for looking, or leaves the sample out.
+        The advantage is the trainer's; null if a user's own function computes it, which is not run here, or if it leaves the sample out.
         """
-        outcomes, judged = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
+        outcomes, scored_columns = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
         record = find(self.log, self.run)
         advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
         for read in self._reader.groups():
             if (group := read.payload) is not None:
                 outcomes[group.group] = _outcome_columns(group, read)
-                taken = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
-                for sample, advantage in zip(group.samples, taken, strict=True):
-                    given = {name: getattr(sample, name) for name in ("completion", "reward", "components", "reward_error", "logged")}
-                    judged[group.group, sample.rollout.sample] = {**given, "advantage": advantage}
+                values = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
+                for sample, advantage in zip(group.samples, values, strict=True):
+                    columns = {name: getattr(sample, name) for name in ("completion", "reward", "components", "reward_error", "logged")}
+                    scored_columns[group.group, sample.rollout.sample] = {**columns, "advantage": advantage}
         self._outcomes = outcomes
-        drawn = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
-        rows = [{**_attributes(drawn[key], SAMPLES), **judged.get(key, {}), "tokens": len(generated(drawn[key]))} for key in sorted(drawn)]
+        rollouts = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
+        rows = [
+            {**_attributes(rollouts[key], SAMPLES), **scored_columns.get(key, {}), "tokens": len(generated(rollouts[key]))}
+            for key in sorted(rollouts)
+        ]
         return _table(rows, SAMPLES)
 
     def groups(self) -> pa.Table:
-        """`GROUPS`: every admitted group; `fate` as in the report, `open` while the run goes on."""
+        """`GROUPS`: every admitted group; `fate` as in the report, `open` for an unfinished group of a live run."""
         fate_of = fates(read_view(self._reader, topics=WATCHED))
         if (outcomes := self._outcomes) is None:
             payloads = ((read.payload, read) for read in self._reader.groups())
@@ -148,17 +151,17 @@ class RunTables:
 
 
 def samples(log: Log, run: str) -> pa.Table:
-    """The samples of a run, as `RunTables` says."""
+    """The samples of a run (`RunTables.samples`)."""
     return RunTables(log, run).samples()
 
 
 def groups(log: Log, run: str) -> pa.Table:
-    """The groups of a run, as `RunTables` says."""
+    """The groups of a run (`RunTables.groups`)."""
     return RunTables(log, run).groups()
 
 
 def steps(log: Log, run: str) -> pa.Table:
-    """The steps of a run, as `RunTables` says."""
+    """The steps of a run (`RunTables.steps`)."""
     return RunTables(log, run).steps()
 
 
@@ -170,7 +173,7 @@ ATTRIBUTES = {
     "ended": "ended_ns",
     "admitted": "created_ns",
 }
-"""Columns of samples and prompts that are called otherwise in the records."""
+"""Columns of samples and prompts with another name in the records."""
 
 
 def _attributes(record: Rollout | Prompt, schema: pa.Schema) -> dict[str, Any]:
@@ -180,14 +183,14 @@ def _attributes(record: Rollout | Prompt, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
-    drawn = [sample.rollout for sample in group.samples]
+    rollouts = [sample.rollout for sample in group.samples]
     return {
         "reason": group.reason,
-        "samples": len(drawn),
-        "no_reward": len(drawn) - len(group.rewards),
+        "samples": len(rollouts),
+        "no_reward": len(rollouts) - len(group.rewards),
         "reward_mean": sum(group.rewards) / len(group.rewards) if group.rewards else None,
-        "policy_version_min": min((rollout.version_min for rollout in drawn), default=None),
-        "policy_version_max": max((rollout.version_max for rollout in drawn), default=None),
+        "policy_version_min": min((rollout.version_min for rollout in rollouts), default=None),
+        "policy_version_max": max((rollout.version_max for rollout in rollouts), default=None),
         "scored": group.scored_ns,
         "outcome": group.outcome,
         "sha256": read.headers and read.headers.sha256,
@@ -197,6 +200,6 @@ def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    # from_pandas: a NaN in memory stands for a null, also within lists.
+    # from_pandas: a NaN in memory becomes a null, also within lists.
     columns = {field.name: pa.array([row.get(field.name) for row in rows], field.type, from_pandas=True) for field in schema}
     return pa.table(columns, schema=schema)

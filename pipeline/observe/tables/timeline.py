@@ -62,8 +62,8 @@ class Interval(NamedTuple):
     cause: str | None = None
 
 
-class Drawn(NamedTuple):
-    """When a sample was drawn, and when it was written."""
+class SampleTimes(NamedTuple):
+    """Times at which a sample was generated and written."""
 
     group: int
     sample: int
@@ -75,7 +75,7 @@ class Drawn(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """When the outcome of a group was known."""
+    """Time at which a group was scored."""
 
     group: int
     worker: str
@@ -85,26 +85,26 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class Facts:
-    """The facts from which the intervals follow, each once."""
+    """Deduplicated facts from which the intervals are computed."""
 
-    drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
+    samples: dict[tuple[int, int], SampleTimes] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     measured: dict[tuple[str, str], dict[int, Measurement]] = field(default_factory=dict)
     """(worker, incarnation) -> number -> report."""
 
     def add_measurement(self, measured: Measurement) -> None:
-        """Note a worker's report; of two with the same number the first counts."""
+        """Add a worker's report; of two with the same number the first counts."""
         self.measured.setdefault((measured.worker, measured.incarnation), {}).setdefault(measured.seq, measured)
 
     def add_sample(self, rollout: Rollout, *, written_ns: int) -> None:
-        """Note when a sample was drawn and written."""
+        """Add the times at which a sample was generated and written."""
         span = rollout.started_ns, rollout.ended_ns, written_ns
-        self.drawn[rollout.group, rollout.sample] = Drawn(rollout.group, rollout.sample, rollout.worker, rollout.version_min, *span)
+        self.samples[rollout.group, rollout.sample] = SampleTimes(rollout.group, rollout.sample, rollout.worker, rollout.version_min, *span)
 
 
 def timeline(log: Log, run: str) -> pa.Table:
-    """`TIMELINE`: every interval the run's topics tell of, by role, worker and time; complete up to the ends the topics have now."""
+    """`TIMELINE`: every interval in the run's topics, by role, worker and time, up to their current end offsets."""
     reader, facts = RunReader(log, run), Facts()
     for record in reader.records("metrics"):
         with contextlib.suppress(Unusable):
@@ -131,7 +131,7 @@ def intervals(facts: Facts) -> Iterator[Interval]:
     """All intervals of a run, in no order."""
     roles = {worker: next(iter(reports.values())).role for (worker, _), reports in facts.measured.items()}
     by_worker: dict[str, list[Interval]] = {}
-    work = [*_draws(facts, roles), *_scores(facts, roles), *_trainer(facts, roles), *_measured(facts)]
+    work = [*_generations(facts, roles), *_scores(facts, roles), *_trainer(facts, roles), *_measured(facts)]
     for span in work:
         by_worker.setdefault(span.worker, []).append(span)
     yield from work
@@ -140,8 +140,8 @@ def intervals(facts: Facts) -> Iterator[Interval]:
             yield from _waits(worker, roles[worker], _in_order(reports), by_worker.get(worker, []))
 
 
-def _draws(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
-    for sample in facts.drawn.values():
+def _generations(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
+    for sample in facts.samples.values():
         role = roles.get(sample.worker, "rollout")
         yield Interval(
             role, sample.worker, "rollout", sample.started_ns, sample.ended_ns, sample.group, sample.sample, version=sample.version
@@ -149,26 +149,26 @@ def _draws(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _scores(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
-    """The time of a group's reward functions; of an earlier release, from the last of its samples to be written to its outcome."""
+    """Time of a group's reward functions; in records of an earlier release, from its last written sample to its outcome."""
     written: dict[int, int] = {}
-    for sample in facts.drawn.values():
+    for sample in facts.samples.values():
         outcome = facts.ended.get(sample.group)
         if outcome is not None and sample.written_ns <= outcome.scored_ns:
             written[sample.group] = max(written.get(sample.group, 0), sample.written_ns)
     for group, outcome in facts.ended.items():
-        began = written.get(group, outcome.scored_ns) if outcome.reward_ns is None else outcome.scored_ns - outcome.reward_ns
-        yield Interval(roles.get(outcome.worker, "scorer"), outcome.worker, "score", began, outcome.scored_ns, group)
+        started = written.get(group, outcome.scored_ns) if outcome.reward_ns is None else outcome.scored_ns - outcome.reward_ns
+        yield Interval(roles.get(outcome.worker, "scorer"), outcome.worker, "score", started, outcome.scored_ns, group)
 
 
 def _trainer(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
-    """A step waits from its begin to its first backward pass, and trains from there until it is committed."""
+    """A step waits from its start to its first backward pass, and trains from there until it is committed."""
     worker = next((name for name, role in roles.items() if role == TRAINER), TRAINER)
     for entry in facts.entries:
         end, measured = entry.time_ns, entry.metrics
         if entry.kind == "step":
             backward = _ns(measured.get("first_backward_at")) or end - _ns(measured.get("compute_s", 0.0))
-            began = min(_ns(measured.get("started_at")) or backward - _ns(measured.get("wait_s", 0.0)), backward)
-            yield Interval(TRAINER, worker, "wait", began, backward, step=entry.step, version=entry.version, cause="groups")
+            started = min(_ns(measured.get("started_at")) or backward - _ns(measured.get("wait_s", 0.0)), backward)
+            yield Interval(TRAINER, worker, "wait", started, backward, step=entry.step, version=entry.version, cause="groups")
             yield Interval(TRAINER, worker, "train", backward, end, step=entry.step, version=entry.version)
         elif entry.kind in ("version", "checkpoint"):
             took = _ns(measured.get("publish_s" if entry.kind == "version" else "write_s", 0.0))
@@ -177,11 +177,11 @@ def _trainer(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _measured(facts: Facts) -> Iterator[Interval]:
-    """What only measurements tell: starts, evaluations, and the loading of versions."""
-    begun: dict[tuple[str, int], int] = {}
-    for drawn in facts.drawn.values():
-        key = (drawn.worker, drawn.version)
-        begun[key] = min(begun.get(key, drawn.started_ns), drawn.started_ns)
+    """Intervals from measurements: starts, evaluations, and loading of versions."""
+    first_started: dict[tuple[str, int], int] = {}
+    for sample in facts.samples.values():
+        key = (sample.worker, sample.version)
+        first_started[key] = min(first_started.get(key, sample.started_ns), sample.started_ns)
     for reports in facts.measured.values():
         loaded, started = 0.0, False
         for report in _in_order(reports):
@@ -195,12 +195,12 @@ def _measured(facts: Facts) -> Iterator[Interval]:
             took_s = report.values.get("load_s", loaded) - loaded
             if took_s > 0.0 and "version" in report.values:
                 version, loaded = int(report.values["version"]), loaded + took_s
-                ended = min(begun.get((report.worker, version), report.time_ns), report.time_ns)
+                ended = min(first_started.get((report.worker, version), report.time_ns), report.time_ns)
                 yield Interval(report.role, report.worker, "load", ended - _ns(took_s), ended, version=version)
 
 
 def _waits(worker: str, role: str, reports: Sequence[Measurement], work: Sequence[Interval]) -> Iterator[Interval]:
-    """The time in which one process of a worker had no work under way, from when it was ready to its last report."""
+    """Time in which one process of a worker had no work in progress, from its startup to its last report."""
     ready = next((report.time_ns for report in reports if "startup_s" in report.values), None)
     if ready is None:
         return

@@ -30,9 +30,11 @@ TURNS = pa.schema(
 
 
 def turns(log: Log, run: str) -> pa.Table:
-    """`TURNS`: every part of every trajectory, in order; versions are null where the policy drew nothing. Single completions have none."""
-    drawn = {(read.payload.group, read.payload.sample): read.payload for read in RunReader(log, run).samples() if read.payload is not None}
-    rows = [row for _, rollout in sorted(drawn.items(), key=lambda item: item[0]) for row in _rows(rollout)]
+    """`TURNS`: every part of every trajectory, in order; versions are null for parts of the environment. Single completions have none."""
+    rollouts = {
+        (read.payload.group, read.payload.sample): read.payload for read in RunReader(log, run).samples() if read.payload is not None
+    }
+    rows = [row for _, rollout in sorted(rollouts.items(), key=lambda item: item[0]) for row in _rows(rollout)]
     return pa.Table.from_pylist(rows, schema=TURNS)
 
 

@@ -1,4 +1,4 @@
-// Curves over optimizer steps. The rule: every point is drawn where it was measured; of very many, the extremes of each stretch.
+// Curves over optimizer steps. Points are not interpolated; of very many, the extremes of each range are drawn.
 
 const MOST_POINTS = 700, WIDE = 350, HIGH = 136, EDGE = { left: 50, right: 8, top: 8, bottom: 18 };
 
@@ -45,7 +45,7 @@ function buildCurves() {
   ($("still") ?? box).after(more);
 }
 
-// One chart; null where nothing is known. With `cut` a few extreme points do not flatten the others: they end at the edge.
+// One chart; null without data. With `cut` a few extreme points end at the edge and do not flatten the others.
 function chart(title, unit, series, { dots = false, cut = false } = {}) {
   const known = series.map((one) => ({ ...one, points: one.points.filter(([, y]) => y !== null && Number.isFinite(y)) })).filter((one) => one.points.length);
   if (!known.length) return null;
@@ -126,7 +126,7 @@ function niceRange(low, high) {
   return { low: from, high: ticks[ticks.length - 1], ticks, write };
 }
 
-// Of more points than pixels the lowest and the highest of each stretch.
+// Of more points than pixels the lowest and the highest of each range.
 function thin(points) {
   if (points.length <= MOST_POINTS) return points;
   const found = [], long = Math.ceil(points.length / (MOST_POINTS / 2));

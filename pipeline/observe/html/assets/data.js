@@ -1,4 +1,4 @@
-// What the page carries, unpacked. The rule: a piece is inflated when it is asked for, once, and never from anywhere but this file.
+// Unpacks the page's data. A chunk is inflated once, at its first use, and from this file alone.
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, i8: BigInt64Array, f4: Float32Array, f8: Float64Array };
 const NOTHING = 0xffff;
@@ -17,7 +17,7 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// The bytes of a piece, null where the page has none of that name.
+// The bytes of a chunk, null if the page has none of that name.
 function piece(name) {
   if (!pieces.has(name)) pieces.set(name, fetchPiece(name));
   return pieces.get(name);
@@ -59,13 +59,13 @@ function unpack(bytes) {
 const texts = new Map();
 const tokens = new Map();
 
-// [prompt, columns, completions] of every group of a piece.
+// [prompt, columns, completions] of every group of a chunk.
 function textsOf(chunk) {
   if (!texts.has(chunk)) texts.set(chunk, piece(`x${chunk}`).then((bytes) => bytes && fromJson(bytes)));
   return texts.get(chunk);
 }
 
-// Columns of a piece's tokens, with where each group's samples and each sample's tokens and spans begin.
+// Columns of a chunk's tokens, with the start index of each group's samples and each sample's tokens and spans.
 function tokensOf(chunk) {
   if (!tokens.has(chunk)) tokens.set(chunk, piece(`k${chunk}`).then((bytes) => bytes && placed(unpack(bytes))));
   return tokens.get(chunk);

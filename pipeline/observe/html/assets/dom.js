@@ -1,4 +1,4 @@
-// Small things for the document. The rule: a text of the run is only ever a text node.
+// Helpers for the document. A text of the run only becomes a text node, never markup.
 
 const $ = (id) => document.getElementById(id);
 

@@ -1,9 +1,9 @@
-// One group: its prompt and its samples side by side, tokens coloured by what is chosen. The rule: no more tokens than shown are made.
+// One group: its prompt and its samples in columns, tokens coloured by the selected value. Only the visible tokens are created.
 
 const FIRST_TOKENS = 1500, FAINTEST = 6; // nat: tokens of that surprise and more have the full colour
 const group = { number: -1, by: "logprob", sample: -1 };
 
-// `quiet` leaves the address and the timeline as they are: nobody has chosen the group.
+// `quiet` leaves the address and the timeline as they are: the user has not selected the group.
 async function openGroup(g, { sample = -1, scroll = false, quiet = false } = {}) {
   Object.assign(group, { g, sample });
   choose(g, quiet);
@@ -48,7 +48,7 @@ function leftOut(what, found) {
   return `This page has no ${what} of group ${found}, to stay small. \`penstock report ${data.run} --html PATH --tokens N\` takes more along; \`penstock sql ${data.run} "select * from samples where \\"group\\" = ${found}"\` has them.`;
 }
 
-// What the row says is right, null where it has no column of that name.
+// The reference answer in the row, null if it has no such column.
 function answerOf(columns) {
   try { return String(JSON.parse(columns ?? "{}").answer ?? "") || null; } catch { return null; }
 }
@@ -155,7 +155,7 @@ function card(g, s, k, completion, detail, words, answer) {
   return node;
 }
 
-// Text with what is searched for marked.
+// Text with the search matches marked.
 function marked(text) {
   const wanted = $("f-text").value.toLowerCase(), low = text.toLowerCase(), found = [];
   if (!wanted || low.length !== text.length) return [text];
@@ -200,7 +200,7 @@ function tokenText(g, s, k, detail, words) {
   return el("div", {}, box, more);
 }
 
-// Mark the tokens in which what is searched for stands.
+// Mark the tokens that contain a search match.
 function markTokens(box) {
   const wanted = $("f-text").value.toLowerCase(), nodes = [...box.children];
   if (!wanted) return;

@@ -1,4 +1,4 @@
-// The page put together: head, figures and flow, then the parts that answer. The rule: ready means drawn and listening.
+// Builds the page: head, figures and flow, then the interactive parts. Ready means drawn and listening.
 
 function buildHead() {
   const found = data.report, schedule = found.schedule ?? {};

@@ -1,4 +1,4 @@
-// The best, the median and the worst sample of the newest step. The rule: what a model writes is seen before any figure is read.
+// The best, the median and the worst sample of the newest step, shown before any figure.
 
 const PICKS = ["best", "median", "worst"];
 

@@ -1,4 +1,4 @@
-// How the timeline answers to mouse, wheel and keys. The rule: whatever the mouse does, keys and buttons do as well.
+// Mouse, wheel and key events of the timeline. Every mouse action has a key or a button.
 
 let dragging = null; // {x, time, move}: where a drag began, and whether it moves the view
 
@@ -112,7 +112,7 @@ function key(event) {
   found();
 }
 
-// The next or the one before of all intervals, in the order in which they began.
+// The next or the previous interval, in the order of their starts.
 function walk(by) {
   timeline.ordered ??= timeline.lanes.flatMap((lane) => lane.items.map((item) => ({ lane, item }))).sort((a, b) => a.item.start - b.item.start);
   const order = timeline.ordered;

@@ -1,4 +1,4 @@
-// The list of groups: filters, search, and rows that are made only where they are seen.
+// The list of groups: filters, search, and rows that are created when they are visible.
 
 const ROW = 26;
 const list = { shown: [], chosen: -1, search: 0 };
@@ -26,7 +26,7 @@ function startSamples() {
   if (newest !== undefined) openGroup(newest, { quiet: true });
 }
 
-// Groups in the order that is asked for; without a reward they come last.
+// Groups in the selected order; groups without a reward come last.
 function ordered(groups) {
   const order = $("f-order").value, sign = order === "best" ? -1 : 1;
   if (order === "oldest") return groups.sort((a, b) => a - b);
@@ -48,7 +48,7 @@ function limits(name) {
   return low === "" && high === "" ? null : [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
 }
 
-// What the fields ask of a group, texts aside.
+// True if a group passes the filters other than the text search.
 function asked() {
   const fate = $("f-fate").value, worker = $("f-worker").value, reward = limits("reward"), version = limits("version"), step = limits("step");
   const anySample = (g, fits) => {
@@ -106,7 +106,7 @@ function tell(more) {
   $("found").dataset.shown = list.shown.length;
 }
 
-// Make the rows that are in sight.
+// Create the visible rows.
 function rows() {
   const box = $("list"), first = Math.max(0, Math.floor(box.scrollTop / ROW) - 6), last = Math.min(list.shown.length, first + Math.ceil(box.clientHeight / ROW) + 14);
   $("rows").style.height = `${list.shown.length * ROW}px`;

@@ -1,4 +1,4 @@
-// The timeline: one lane per worker on a canvas. The rule: only what lies in view is drawn, and what is behind it not once more.
+// Timeline: one lane per worker on a canvas. Only visible items are drawn, without the items hidden behind them.
 
 const LABELS = 112, AXIS = 22, PAD = 8, STRIP = 5, MAX_ROWS = 16;
 const timeline = { lanes: [], from: 0, to: 1, least: 0, most: 1, chosen: -1, cursor: null, height: 0 };
@@ -41,7 +41,7 @@ function buildTimeline() {
   Object.assign(timeline, working());
 }
 
-// From the first sample to the last step: loading, or a pause before it, would squeeze what matters.
+// From the first sample to the last step, without loading or a pause before it.
 function working() {
   const trains = data.kinds.indexOf("train"), moments = (column) => Array.from(column).filter((moment) => moment !== UNKNOWN);
   const ends = Array.from(data.i_end).filter((_, i) => data.i_kind[i] === trains).concat(moments(data.s_end)), begun = moments(data.s_start);
@@ -51,7 +51,7 @@ function working() {
   return { from: Math.max(timeline.least, from - room), to: Math.min(timeline.most, to + room) };
 }
 
-// Rows so that nothing overlaps, as far as there are that many; gives how many are in use.
+// Assign rows so that no items overlap, up to the largest number of rows; returns the number in use.
 function stack(items, most) {
   const ends = [];
   for (const item of items) {
@@ -64,7 +64,7 @@ function stack(items, most) {
   return Math.max(1, ends.length);
 }
 
-// One item per group where samples are too many to draw side by side.
+// One item per group if there are too many samples to draw each.
 function byGroup(items) {
   const found = new Map(), rest = items.filter((item) => item.group < 0);
   for (const item of items) {
