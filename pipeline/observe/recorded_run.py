@@ -18,11 +18,11 @@ from penstock.topics.runs import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class StoredDeadLetter:
     """A dead letter and its offset; without the payload of the refused record, which may be large."""
 
     offset: int
-    letter: DeadLetter
+    dead_letter: DeadLetter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class RecordedRun:
     """None if the registry has lost it."""
     config: Config
     past: LedgerHistory
-    letters: tuple[Letter, ...]
+    dead_letters: tuple[StoredDeadLetter, ...]
 
     @property
     def run(self) -> str:
@@ -49,12 +49,12 @@ class RecordedRun:
 
     @property
     def planned_steps(self) -> int:
-        """Optimizer steps that the run was to take; 0 where the register of runs has lost it."""
+        """Optimizer steps that the run was to take; 0 if the registry of runs has lost it."""
         return int(self._info.get("steps") or 0)
 
     @property
     def tokenizer_digest(self) -> str | None:
-        """SHA-256 (hex) of the tokenizer's files it was created with."""
+        """SHA-256 (hex) of the tokenizer's files at the creation of the run."""
         digest: str | None = self._info.get("digests", {}).get("tokenizer")
         return digest
 
@@ -78,7 +78,7 @@ class RecordedRun:
 
 
 def read_run(log: Log, run: str) -> RecordedRun:
-    """The run's small topics. Raises `RunNotFound`; `LogError` also if the first records of the ledger were deleted."""
+    """Read the run's small topics. Raises `RunNotFound`; `LogError` also if the first records of the ledger were deleted."""
     if lost := deleted(log, f"{run}.ledger"):  # without them every group would seem to be waiting
         raise LogError(f"{'; '.join(lost)}: the first records of the ledger were deleted, so group statuses of {run} cannot be computed")
     record, reader = find(log, run), RunReader(log, run)
@@ -87,12 +87,12 @@ def read_run(log: Log, run: str) -> RecordedRun:
     if record is None and opened is None:
         raise RunNotFound(run)
     config = record.config if record is not None else json.dumps(json.loads((opened and opened.details) or "{}").get("config", {}))
-    letters = tuple(
-        Letter(offset=read.record.offset, letter=replace(read.payload, value=b""))
+    dead_letters = tuple(
+        StoredDeadLetter(offset=read.record.offset, dead_letter=replace(read.payload, value=b""))
         for read in reader.dead_letters()
         if read.payload is not None
     )
-    return RecordedRun(reader=reader, record=record, config=from_json(config), past=past, letters=letters)
+    return RecordedRun(reader=reader, record=record, config=from_json(config), past=past, dead_letters=dead_letters)
 
 
 def no_prompt(recorded: RecordedRun, group: int) -> Exception:

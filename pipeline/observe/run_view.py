@@ -209,27 +209,27 @@ class RunView:
     def _fold_rollouts(self, record: Record) -> Headers | None:
         headers = rollouts.check(record, run=self.run)
         assert headers.group is not None
-        drawn, tokens = self.samples.setdefault(headers.group, {}), rollouts.tokens_of(headers)
-        if tokens.keys() <= drawn.keys():
+        samples, tokens = self.samples.setdefault(headers.group, {}), rollouts.tokens_of(headers)
+        if tokens.keys() <= samples.keys():
             return None
-        drawn.update(tokens | drawn)
+        samples.update(tokens | samples)
         return headers
 
     def _fold_dead_letters(self, record: Record) -> DeadLetter | None:
-        _, letter = dead_letters.read(record, run=self.run)
-        if letter.record_id in self.dead_letters:
+        _, dead_letter = dead_letters.read(record, run=self.run)
+        if dead_letter.record_id in self.dead_letters:
             return None
-        self.dead_letters[letter.record_id] = letter.kind
-        if letter.kind == "reward-failed":
-            error = letter.reason.partition(": ")[2]  # behind the group's number
+        self.dead_letters[dead_letter.record_id] = dead_letter.kind
+        if dead_letter.kind == "reward-failed":
+            error = dead_letter.reason.partition(": ")[2]  # behind the group's number
             self.reward_errors[error if error in self.reward_errors or len(self.reward_errors) < REWARD_ERRORS else "others"] += 1
-        if letter.kind == "killer" and letter.topic.removeprefix(f"{self.run}.") in DECODED:
-            self.killers.add(letter.record_id)
-        return letter
+        if dead_letter.kind == "killer" and dead_letter.topic.removeprefix(f"{self.run}.") in DECODED:
+            self.killers.add(dead_letter.record_id)
+        return dead_letter
 
     def forget(self) -> None:
         """Drop what has ended, except the newest; cheap if there is little more than that."""
-        if all(len(held) < 2 * KEPT[name] for name, held in self._growing().items()):
+        if all(len(items) < 2 * KEPT[name] for name, items in self._growing().items()):
             return
         past = self.past
         for number in range(past.counted_steps, max(self.steps, default=-1) + 1):

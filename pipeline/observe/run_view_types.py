@@ -14,13 +14,13 @@ from penstock.topics.metrics import Measurement
 PAUSE_S = 60.0
 """Workers report each second, and in long computations somebody still does: a longer silence of all is a pause."""
 SILENCE_S = 5.0
-"""Signs of life no farther apart than this are kept as one stretch: a stop that is heard of later can only be in a longer silence."""
+"""Signs of life no farther apart than this form one span: a stop that is read later can only be in a longer silence."""
 RATE_WINDOW = 10
 """Statuses, one a second, over which a worker's rates are taken."""
 
 
 class GroupFacts(NamedTuple):
-    """What the headers of a group's outcome say."""
+    """Facts from the headers of a group's outcome."""
 
     outcome: str
     samples: int
@@ -36,7 +36,7 @@ class GroupFacts(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A group whose prompt is out and whose outcome is not known yet."""
+    """A group with a prompt and no outcome yet."""
 
     partition: int
     time_s: float
@@ -64,7 +64,7 @@ class Tally(NamedTuple):
 
 
 class StepFacts(NamedTuple):
-    """A committed optimizer step, without the places of its groups."""
+    """A committed optimizer step, without the offsets of its groups."""
 
     step: int
     version: int
@@ -113,33 +113,33 @@ class WorkerView:
     """Newest values of the newest incarnation."""
     labels: dict[str, str] = field(default_factory=dict)
     since_ns: int = 0
-    """When it said first what it does now, up to the first comma: a step is one activity, its micro-batches are not."""
+    """First report of the current activity, compared up to the first comma: a step is one activity, its micro-batches are not."""
     ended: bool = False
     incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Last cumulative values of each incarnation."""
     recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     """Moments and cumulative values of the last statuses."""
 
-    def add(self, found: Measurement) -> None:
-        """Take in a measurement; one of an earlier incarnation counts for the totals only.
+    def add(self, measurement: Measurement) -> None:
+        """Fold a measurement; one of an earlier incarnation counts for the totals only.
 
-        Which is the newest, the order in the log says: a worker that begins again on another machine has another clock.
+        The order in the log determines the newest: a worker restarted on another machine has another clock.
         """
-        known = found.incarnation in self.incarnations
-        self.incarnations.setdefault(found.incarnation, {}).update(found.values)
-        if found.incarnation != self.incarnation:
-            if known:
+        known_incarnation = measurement.incarnation in self.incarnations
+        self.incarnations.setdefault(measurement.incarnation, {}).update(measurement.values)
+        if measurement.incarnation != self.incarnation:
+            if known_incarnation:
                 return
-            self.incarnation, self.ended = found.incarnation, False
-            self.labels = {}  # the last words of the one before are not its own
+            self.incarnation, self.ended = measurement.incarnation, False
+            self.labels = {}  # labels of the previous incarnation do not apply
             self.recent.clear()
-        if _activity(found.labels) != _activity(self.labels) and "doing" in found.labels:
-            self.since_ns = found.time_ns
-        self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
-        self.labels = {**self.labels, **found.labels}
-        self.ended = self.ended or found.kind == "final"
-        if found.kind == "status":
-            self.recent.append((found.time_ns, found.values))
+        if _activity(measurement.labels) != _activity(self.labels) and "doing" in measurement.labels:
+            self.since_ns = measurement.time_ns
+        self.time_ns, self.values = measurement.time_ns, self.incarnations[measurement.incarnation]
+        self.labels = {**self.labels, **measurement.labels}
+        self.ended = self.ended or measurement.kind == "final"
+        if measurement.kind == "status":
+            self.recent.append((measurement.time_ns, measurement.values))
 
     def total(self, name: str) -> float:
         """A cumulative value over all incarnations."""
@@ -162,7 +162,7 @@ class WorkingTime:
     """The stretches in which a run was worked on, so that no clock counts a pause.
 
     Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work, unless
-    the run was stopped between them, or the later one is the first of a worker that had to begin again.
+    the run was stopped between them, or the later one is the first of a restarted worker.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
@@ -171,28 +171,28 @@ class WorkingTime:
     """When the run was stopped, in order."""
 
     def add(self, moment_s: float) -> None:
-        """Note a sign of life."""
-        place = bisect_right(self.spans, (moment_s, float("inf")))
-        if place and moment_s <= self.spans[place - 1][1]:
+        """Add a sign of life."""
+        index = bisect_right(self.spans, (moment_s, float("inf")))
+        if index and moment_s <= self.spans[index - 1][1]:
             return
         low = high = moment_s
-        if place < len(self.spans) and self.spans[place][0] - moment_s <= SILENCE_S:
-            high = self.spans.pop(place)[1]
-        if place and moment_s - self.spans[place - 1][1] <= SILENCE_S:
-            low = self.spans.pop(place - 1)[0]
+        if index < len(self.spans) and self.spans[index][0] - moment_s <= SILENCE_S:
+            high = self.spans.pop(index)[1]
+        if index and moment_s - self.spans[index - 1][1] <= SILENCE_S:
+            low = self.spans.pop(index - 1)[0]
         insort(self.spans, (low, high))
 
     def stop(self, moment_s: float) -> None:
-        """Note that the run was stopped: the silence after it is a pause, however short."""
+        """Add a stop of the run: the silence after it is a pause, however short."""
         if moment_s not in self.stops:
             insort(self.stops, moment_s)
 
     def begin_again(self, moment_s: float) -> None:
-        """Note the first sign of a worker that began again: a silence that it ends is a pause, as after a launcher that was killed."""
+        """Add the first sign of a restarted worker: a silence that it ends is a pause, as after a killed launcher."""
         self.stop(moment_s - 1e-3)
 
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
-        """Seconds of work from one moment to another; None where one is not known.
+        """Seconds of work from one moment to another; None if a moment is None.
 
         Example:
             work.between(0.0, 3600.0)  # -> 90.0, with signs of life at 0, 30, 60, 1000 and 1030
@@ -218,7 +218,7 @@ class WorkingTime:
         return joined
 
     def _went_on(self, last_s: float, next_s: float) -> bool:
-        """Whether there was work between one sign of life and the next."""
+        """True if there was work between one sign of life and the next."""
         stop = bisect_left(self.stops, last_s)
         return next_s - last_s <= PAUSE_S and not (stop < len(self.stops) and self.stops[stop] < next_s)
 

@@ -109,14 +109,14 @@ def _group(snapshot: RunSnapshot, rules: Schedule, group: int) -> Stuck:
     step = f"step {view.steps_done} waits for group {group}"
     if opened is None:
         return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(snapshot, 'feeder')}")
-    place = f"{step} (partition {opened.partition})"
+    waiting = f"{step} (partition {opened.partition})"
     if drawn is not None and drawn.samples >= rules.samples_per_prompt:
         since = "" if drawn.newest_s is None else f" since {max(0.0, snapshot.now_s - drawn.newest_s):.0f} s"
-        return Stuck(stage="scorer", group=group, reason=f"{place}, complete{since}; {_role(snapshot, 'scorer', opened.partition)}")
+        return Stuck(stage="scorer", group=group, reason=f"{waiting}, complete{since}; {_role(snapshot, 'scorer', opened.partition)}")
     admitted = f"prompt admitted {max(0.0, snapshot.now_s - opened.time_s):.0f} s ago"
     there = "" if drawn is None else f", {drawn.samples} of {rules.samples_per_prompt} samples there"
     owners = "; ".join(_role(snapshot, role, opened.partition) for role in _drawers(view))
-    return Stuck(stage=_drawers(view)[0], group=group, reason=f"{place}: {admitted}{there}; {owners}")
+    return Stuck(stage=_drawers(view)[0], group=group, reason=f"{waiting}: {admitted}{there}; {owners}")
 
 
 def _drawers(view: RunView) -> tuple[str, ...]:

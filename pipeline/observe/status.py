@@ -125,9 +125,9 @@ def _named(who: str, why: str) -> Bottleneck:
     return Bottleneck(who, why, ADVICE[who])
 
 
-def bottleneck_as_json(found: Bottleneck | None) -> dict[str, str] | None:
+def bottleneck_as_json(slowest: Bottleneck | None) -> dict[str, str] | None:
     """A bottleneck as plain data."""
-    return None if found is None else found._asdict()
+    return None if slowest is None else slowest._asdict()
 
 
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:

@@ -45,13 +45,13 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
         return []
     shares = {fate: len(by_fate.get(fate, ())) / ended for fate in LIMITS}
     scale = reward_scale(view)
-    found = [Waste(fate, share, *EXPLAINED[fate](share, by_fate[fate], scale)) for fate, share in shares.items() if share >= LIMITS[fate]]
-    return sorted(found, key=lambda waste: -waste.share)
+    causes = [Waste(fate, share, *EXPLAINED[fate](share, by_fate[fate], scale)) for fate, share in shares.items() if share >= LIMITS[fate]]
+    return sorted(causes, key=lambda waste: -waste.share)
 
 
-def as_json(found: list[Waste]) -> list[dict[str, Any]]:
+def as_json(causes: list[Waste]) -> list[dict[str, Any]]:
     """The same as plain data."""
-    return [waste._asdict() for waste in found]
+    return [waste._asdict() for waste in causes]
 
 
 def _longest_masked(view: RunView) -> int | None:

@@ -16,7 +16,7 @@ from penstock.pipeline.observe.explain.group_history import GroupHistory, read_g
 from penstock.pipeline.observe.explain.stage_times import stages
 from penstock.pipeline.observe.explain.turn_times import summed, turn_times
 from penstock.pipeline.observe.html.token_texts import TokenTexts
-from penstock.pipeline.observe.recorded_run import Letter, read_run
+from penstock.pipeline.observe.recorded_run import StoredDeadLetter, read_run
 from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.scheduling import rules
@@ -30,7 +30,7 @@ NS = 1e9
 
 
 def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """Everything the log holds about one group, ready for JSON.
+    """Read everything in the log about one group, as plain data for JSON.
 
     Raises `ValueError` for a run or group that does not exist, `LogError` for a group whose prompt the broker has deleted.
     """
@@ -38,14 +38,14 @@ def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], tr
 
 
 def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """The same of a group whose records were read. Raises `LogError`."""
+    """Trace of a group whose records were read, as plain data for JSON. Raises `LogError`."""
     step, shares_of = _step(history, notify=notify, trust_code=trust_code) if history.step is not None else (None, {})
     return {
         "run": history.run.run,
         "group": history.number,
         "fate": history.fate,
         "why": why(history),
-        "prompt": _prompt(history.asked),
+        "prompt": _prompt(history.prompt_read),
         "samples": _samples(history, shares_of),
         "rewards": _rewards(history.group),
         "outcome": _outcome(history.outcome),
@@ -56,7 +56,7 @@ def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bo
         "moments": asdict(history.timestamps),
         "records": _records(history),
         "gone": list(history.gone),
-        "dead_letters": [_letter(letter) for letter in history.letters],
+        "dead_letters": [_dead_letter(dead_letter) for dead_letter in history.dead_letters],
     }
 
 
@@ -78,14 +78,14 @@ def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
 
 def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> list[dict[str, Any]]:
     """All samples of the group by number; `counts` is True for those among its K."""
-    drawn, counted, scored = history.drawn, history.counted, history.scored
-    rollouts = {number: rollout for number, (_, rollout) in drawn.items()} | counted
+    first_rollouts, counted, scored = history.first_rollouts, history.counted, history.scored
+    rollouts = {number: rollout for number, (_, rollout) in first_rollouts.items()} | counted
     names, trained = history.group.reward_names if history.group else (), history.step is not None
-    played = turn_times(history.run.reader.log, history.run.run, group=history.number, partition=history.partition)
+    times_of = turn_times(history.run.reader.log, history.run.run, group=history.number, partition=history.partition)
     texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest) if rollouts.keys() - scored.keys() else None
     rows = []
     for number, rollout in sorted(rollouts.items()):
-        record, result, share = drawn.get(number, (None,))[0], scored.get(number), shares_of.get(number)
+        record, result, share = first_rollouts.get(number, (None,))[0], scored.get(number), shares_of.get(number)
         rows.append(
             {
                 "sample": number,
@@ -99,8 +99,8 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "tokens": len(generated(rollout)),
                 **_fields(rollout, "finish", "temperature", "environment", "environment_version", "environment_seed"),
                 "turns": _turns(rollout),
-                "turn_times": [asdict(time) for time in played.get(number, [])] or None,
-                "time_spent": summed(played[number], rollout) if number in played else None,
+                "turn_times": [asdict(time) for time in times_of.get(number, [])] or None,
+                "time_spent": summed(times_of[number], rollout) if number in times_of else None,
                 "completion": result.completion if result else texts and texts.completion(generated(rollout)),
                 "reward": result and result.reward,
                 "components": result and dict(zip(names, result.components, strict=False)),
@@ -133,7 +133,7 @@ def _spans(rollout: Rollout) -> list[dict[str, int]]:
 
 
 def _trained(rollout: Rollout, share: SampleShare | None, scored: ScoredSample | None) -> str:
-    """yes, or why a sample of a trained group is not trained."""
+    """`yes`, or the reason why a sample of a trained group is not trained."""
     if share is not None:
         return "yes" if share.tokens else "no token of it is in the loss mask"
     if scored is not None and scored.reward is None:
@@ -241,12 +241,12 @@ def _records(history: GroupHistory) -> list[dict[str, Any]]:
     return rows + [row(read.records[-1], f"unusable: {read.problem}", counts=False) for read in history.unusable]
 
 
-def _letter(kept: Letter) -> dict[str, Any]:
+def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
     """A dead letter without the record in it."""
-    letter = kept.letter
+    dead_letter = stored.dead_letter
     return {
-        "offset": kept.offset,
-        "of": shown_place(letter),
-        **_fields(letter, "kind", "reason", "worker"),
-        "time_s": letter.time_ns / NS,
+        "offset": stored.offset,
+        "of": shown_place(dead_letter),
+        **_fields(dead_letter, "kind", "reason", "worker"),
+        "time_s": dead_letter.time_ns / NS,
     }

@@ -1,6 +1,6 @@
 """Share of each sample in its step's gradient: advantage, micro-batch and weight.
 
-Computed by the run's own functions from the recorded groups of the step. Text says what would need logprobs that are not recorded.
+Computed by the run's own functions from the recorded groups of the step. Effects that need unrecorded logprobs are named in `left_out`.
 """
 
 from bisect import bisect_right
@@ -23,39 +23,39 @@ class SampleShare:
     sample: int
     advantage: float
     tokens: int
-    """Trained ones."""
+    """Number of trained tokens."""
     micro_batch: int | None
-    """None where the ledger's boundaries do not reach it."""
+    """None if the ledger's boundaries end before it."""
     token_weight: float
     """Coefficient of each trained token's log-probability in the step's descent direction, before any importance ratio."""
 
     @property
     def weight(self) -> float:
-        """The same, summed over the sample's trained tokens."""
+        """`token_weight` summed over the sample's trained tokens."""
         return self.token_weight * self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:
-    """All trained samples of a step."""
+    """Shares of all trained samples of a step."""
 
     samples: tuple[SampleShare, ...]
     aggregate: str
     denominator: float
-    """What the step's loss sum was divided by."""
+    """Divisor of the step's loss sum."""
     tokens: int
 
     def of(self, group: int) -> dict[int, SampleShare]:
-        """Sample -> its share, of one group."""
+        """Sample -> its share, for one group."""
         return {share.sample: share for share in self.samples if share.group == group}
 
 
 def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = (), trust_code: bool = False) -> StepShares:
-    """The shares of the samples of a step's groups, in plan order, its micro-batches ending at `boundaries`.
+    """Compute the shares of a step's samples, in plan order; its micro-batches end at `boundaries`.
 
-    A trained token's weight is A · c / D: A the sample's advantage, c what the token counts (`token_share`), D the step's
-    denominator. It is -dL/dlogprob where current, proximal and behaviour policy are equal, for every built-in loss without its KL term.
-    Raises `PluginError` for an own advantage that is not here, `ValueError` for one without `trust_code`.
+    A trained token's weight is A · c / D: A the sample's advantage, c the token's weight (`token_share`), D the step's
+    denominator. It is -dL/dlogprob if current, proximal and behaviour policy are equal, for every built-in loss without its KL term.
+    Raises `PluginError` if the user's advantage function is missing, `ValueError` if it needs `trust_code`.
     """
     function = training_samples.advantage_function(config.advantage, trust_code=trust_code)
     advantages = training_samples.combined_advantages(function, combine=config.algorithm.combine)
@@ -82,7 +82,7 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
 
 
 def left_out(config: Config) -> list[str]:
-    """What the gradient weights leave out because the log does not hold it, a sentence each."""
+    """Sentences about the effects that the gradient weights leave out because the log does not hold them."""
     algorithm, lines = config.algorithm, []
     if algorithm.loss not in LOSSES:
         lines.append(f"the loss is the run's own, {algorithm.loss}: what it makes of advantage and denominator is its business")
@@ -118,7 +118,7 @@ def left_out(config: Config) -> list[str]:
 
 
 def clipped(entry: Entry, config: Config) -> float | None:
-    """The factor by which the step's gradient was cut to `trainer.max_grad_norm`, 1 where it was not; None without a recorded norm."""
+    """Factor by which the step's gradient was clipped to `trainer.max_grad_norm`, 1 if it was not; None without a recorded norm."""
     norm, limit = entry.metrics.get("grad_norm"), config.trainer.max_grad_norm
     if norm is None:
         return None

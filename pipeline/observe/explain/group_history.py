@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.observe.explain.stage_times import GroupProgress, GroupTimestamps, timestamps_of, waits_for
-from penstock.pipeline.observe.recorded_run import Letter, RecordedRun, no_prompt
+from penstock.pipeline.observe.recorded_run import RecordedRun, StoredDeadLetter, no_prompt
 from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.fates import fate_of
@@ -22,7 +22,7 @@ NS = 1e9
 
 @dataclass(slots=True, kw_only=True)
 class GroupHistory:
-    """One group's records as they stand in the log, those that do not count among them, and the entries of the ledger about it."""
+    """All records of one group in the log, including those that do not count, and its ledger entries."""
 
     run: RecordedRun
     number: int
@@ -32,13 +32,13 @@ class GroupHistory:
     step: Entry | None
     stale: Entry | None
     version: Entry | None
-    """The entry of the version that its step led to."""
+    """Ledger entry of the policy version that its step produced."""
     gone: Sequence[str] = ()
-    """Which records were deleted, among which samples or the outcome of this group may have been."""
+    """Ranges of deleted records that may have included samples or the outcome of this group."""
 
     @property
     def reads(self) -> list[Read[Any]]:
-        """Every record about it."""
+        """All records about the group."""
         return [*self.prompts, *self.samples, *self.outcomes]
 
     @property
@@ -47,24 +47,24 @@ class GroupHistory:
         return [read for read in self.reads if read.problem is not None]
 
     @property
-    def asked(self) -> Read[Prompt] | None:
-        """The prompt that counts."""
+    def prompt_read(self) -> Read[Prompt] | None:
+        """The prompt record that counts."""
         return next((read for read in self.prompts if read.payload is not None), None)
 
     @property
     def prompt(self) -> Prompt | None:
-        """Its payload."""
-        return self.asked.payload if self.asked else None
+        """Payload of the prompt record that counts."""
+        return self.prompt_read.payload if self.prompt_read else None
 
     @property
     def outcome(self) -> Read[Group] | None:
-        """The outcome that counts: the first that can be read, or one that ended its readers, or else the last."""
+        """The outcome record that counts: the last with usable headers that is not a duplicate."""
         usable = [read for read in self.outcomes if read.headers is not None and not read.repeats]
         return usable[-1] if usable else None
 
     @property
     def group(self) -> Group | None:
-        """The outcome's payload, where there is one that can be read."""
+        """Payload of the outcome; None if there is no readable one."""
         return self.outcome.payload if self.outcome else None
 
     @property
@@ -74,22 +74,22 @@ class GroupHistory:
 
     @property
     def scored(self) -> Mapping[int, ScoredSample]:
-        """Sample -> what the reward functions gave it."""
+        """Sample -> its rewards."""
         return {sample.rollout.sample: sample for sample in self.group.samples} if self.group else {}
 
     @property
-    def drawn(self) -> dict[int, tuple[Record, Rollout]]:
-        """Sample -> its first record, by number."""
+    def first_rollouts(self) -> dict[int, tuple[Record, Rollout]]:
+        """Sample -> its first record and rollout, by number."""
         firsts = {read.payload.sample: (read.record, read.payload) for read in self.samples if read.payload and not read.repeats}
         return dict(sorted(firsts.items()))
 
     @property
     def partition(self) -> int:
-        """Where all its records are."""
+        """Partition of all its records."""
         return next((read.record.partition for read in self.reads), 0)
 
     @property
-    def wanted(self) -> int:
+    def samples_requested(self) -> int:
         """Number of samples that the prompt requests."""
         return self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt
 
@@ -98,13 +98,13 @@ class GroupHistory:
         """Sample -> the rollout that counts: those of the outcome, otherwise the first ones in the log."""
         if scored := self.scored:
             return {number: sample.rollout for number, sample in sorted(scored.items())}
-        firsts = sorted(self.drawn.values(), key=lambda drawn: drawn[0].offset)[: self.wanted]
-        return {rollout.sample: rollout for _, rollout in sorted(firsts, key=lambda drawn: drawn[1].sample)}
+        firsts = sorted(self.first_rollouts.values(), key=lambda recorded: recorded[0].offset)[: self.samples_requested]
+        return {rollout.sample: rollout for _, rollout in sorted(firsts, key=lambda recorded: recorded[1].sample)}
 
     @property
     def complete(self) -> bool:
         """True if the group has all requested samples."""
-        return self.prompt is not None and len(self.counted) >= self.wanted
+        return self.prompt is not None and len(self.counted) >= self.samples_requested
 
     @property
     def fate(self) -> str:
@@ -113,14 +113,18 @@ class GroupHistory:
         return fate_of(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
 
     @property
-    def letters(self) -> list[Letter]:
+    def dead_letters(self) -> list[StoredDeadLetter]:
         """Dead letters about this group's records, or about records that claim to be."""
         record_ids = {record.id for read in self.reads for record in read.records}
-        return [kept for kept in self.run.letters if kept.letter.record_id in record_ids or claimed_group(kept.letter) == self.number]
+        return [
+            stored
+            for stored in self.run.dead_letters
+            if stored.dead_letter.record_id in record_ids or claimed_group(stored.dead_letter) == self.number
+        ]
 
     @property
     def timestamps(self) -> GroupTimestamps:
-        """When what happened to it."""
+        """Times of the group's events."""
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
@@ -137,35 +141,37 @@ class GroupHistory:
 
 
 def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) -> GroupHistory:
-    """Everything about one group. Raises `ConfigError` for one that was never admitted, `LogError` for one whose prompt is gone."""
-    wanted, reader = {number}, run.reader
+    """Read all records of one group. Raises `ConfigError` if it was never admitted, `LogError` if its prompt was deleted."""
+    numbers, reader = {number}, run.reader
     notify(f"reading the prompts of {run.run}")
-    prompts = list(reader.prompts(only=wanted, repeats=True))
+    prompts = list(reader.prompts(only=numbers, repeats=True))
     if not prompts:
         raise no_prompt(run, number)
     partition = next((read for read in prompts if read.payload), prompts[0]).record.partition
     notify(f"reading partition {partition} of rollouts and groups")
     entries = run.past.entries
     step = next((entry for entry in entries if entry.kind == "step" and any(planned.group == number for planned in entry.plan)), None)
-    done = None if step is None else (step.step or 0) + 1
+    committed = None if step is None else (step.step or 0) + 1
     history = GroupHistory(
         run=run,
         number=number,
         prompts=prompts,
-        samples=list(reader.samples(only=wanted, partitions=[partition], repeats=True)),
-        outcomes=list(reader.groups(only=wanted, partitions=[partition], repeats=True)),
+        samples=list(reader.samples(only=numbers, partitions=[partition], repeats=True)),
+        outcomes=list(reader.groups(only=numbers, partitions=[partition], repeats=True)),
         step=step,
         stale=next((entry for entry in entries if entry.kind == "stale" and number in entry.groups), None),
-        version=next((entry for entry in entries if done is not None and entry.kind == "version" and (entry.step or 0) >= done), None),
+        version=next(
+            (entry for entry in entries if committed is not None and entry.kind == "version" and (entry.step or 0) >= committed), None
+        ),
     )
-    absent = {"rollouts": len(history.drawn) < history.wanted, "groups": history.outcome is None}
+    absent = {"rollouts": len(history.first_rollouts) < history.samples_requested, "groups": history.outcome is None}
     names = [f"{run.run}.{topic}" for topic, is_absent in absent.items() if is_absent]
     history.gone = deleted(reader.log, *names, partition=partition)
     return history
 
 
 def why(history: GroupHistory) -> str:
-    """The fate's reason, in one clause, and what would make it another."""
+    """The reason of the group's fate, in one clause, with the deleted records that might change it."""
     include_open = history.fate in ("open", "unused") and history.outcome is None
     return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if include_open and history.gone else _why(history)
 
@@ -174,19 +180,19 @@ def _why(history: GroupHistory) -> str:
     run, step = history.run, history.step
     match history.fate:
         case "trained" if step is not None:
-            place = 1 + [planned.group for planned in step.plan].index(history.number)
-            return f"step {step.step}, place {place} of {len(step.plan)} in its plan, under learner version {step.version}"
+            position = 1 + [planned.group for planned in step.plan].index(history.number)
+            return f"step {step.step}, place {position} of {len(step.plan)} in its plan, under learner version {step.version}"
         case "stale":
             return _why_stale(history)
         case "open":
-            return f"waits for {waits_for(_standing(history), run.config.rules)}"
+            return f"waits for {waits_for(_progress(history), run.config.rules)}"
         case "unused" if run.rescored_from is not None:
             return f"this is a re-scoring of {run.rescored_from}, without a trainer: `penstock replay train {run.run}` trains from it"
         case "unused":
             closed = run.past.ledger_state.closed
             reason = json.loads((closed and closed.details) or "{}").get("reason")
             ended = f"the run ended first ({reason})" if reason else "the run ended first"
-            return f"{ended}; it waited for {waits_for(_standing(history), run.config.rules)}"
+            return f"{ended}; it waited for {waits_for(_progress(history), run.config.rules)}"
         case fate:
             return (history.group.reason if history.group else None) or f"its record says {fate} and no more"
 
@@ -210,9 +216,9 @@ def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
 
 def _why_stale(history: GroupHistory) -> str:
     facts = stale_facts(history) or {}
-    for letter in (kept.letter for kept in history.letters):
-        if letter.kind == POISON and letter.topic.endswith(".groups"):
-            return f"its record could not be read ({letter.reason}): it was set aside like one that is too old"
+    for dead_letter in (stored.dead_letter for stored in history.dead_letters):
+        if dead_letter.kind == POISON and dead_letter.topic.endswith(".groups"):
+            return f"its record could not be read ({dead_letter.reason}): it was set aside like one that is too old"
     if facts["lag"] is None:
         return f"the ledger says so (entry {facts['entry']}); the record it judged is not here"
     return (
@@ -221,11 +227,11 @@ def _why_stale(history: GroupHistory) -> str:
     )
 
 
-def _standing(history: GroupHistory) -> GroupProgress:
+def _progress(history: GroupHistory) -> GroupProgress:
     prompt, past = history.prompt, history.run.past
     return GroupProgress(
         samples=len(history.counted),
-        wanted=history.wanted,
+        samples_requested=history.samples_requested,
         scored=history.outcome is not None,
         readable=prompt is not None,
         min_version=prompt.min_version if prompt else 0,

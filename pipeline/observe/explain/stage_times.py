@@ -15,22 +15,22 @@ NS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTimestamps:
-    """When what happened to a group; None where it did not, or not yet."""
+    """Times of a group's events; None for an event that has not happened."""
 
     admitted: float | None = None
     begun: float | None = None
-    """The first sample's beginning."""
+    """Start of the first sample."""
     first_ended: float | None = None
     last_ended: float | None = None
-    """Known once the group is complete."""
+    """None until the group is complete."""
     judged: float | None = None
-    """When its reward functions were called."""
+    """Call of its reward functions."""
     scored: float | None = None
     taken: float | None = None
     """First backward pass of its step, or the time when the group was scored if that is later."""
     committed: float | None = None
     published: float | None = None
-    """When the version came out that its step led to."""
+    """Publication of the policy version that its step produced."""
 
 
 STAGES: Sequence[tuple[str, str, str]] = (
@@ -44,9 +44,9 @@ STAGES: Sequence[tuple[str, str, str]] = (
     ("training", "taken", "committed"),
     ("publishing", "committed", "published"),
 )
-"""Name, and the moments between which it lies; the first sample's end is when the slowest one begins to be waited for.
+"""Name of a stage, and the timestamps at its start and end. The wait for the slowest sample starts at the first sample's end.
 
-`scoring` is of records that do not say how long the reward functions took.
+`scoring` is used for records without the duration of the reward functions.
 """
 
 
@@ -56,23 +56,23 @@ class Stage:
 
     name: str
     begins_s: float
-    """After its admission."""
+    """Start of the stage, after the group's admission."""
     seconds: float
 
 
-def timestamps_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | None) -> GroupTimestamps:
+def timestamps_of(rollouts: Iterable[Rollout], *, complete: bool, **other_times: float | None) -> GroupTimestamps:
     """Timestamps of a group from its counted samples and its other records."""
-    samples = list(drawn)
+    samples = list(rollouts)
     return GroupTimestamps(
         begun=min(sample.started_ns for sample in samples) / NS if samples else None,
         first_ended=min(sample.ended_ns for sample in samples) / NS if samples else None,
         last_ended=max(sample.ended_ns for sample in samples) / NS if samples and complete else None,
-        **known,
+        **other_times,
     )
 
 
 def stages(timestamps: GroupTimestamps) -> list[Stage]:
-    """The stages with two known ends, in order; a negative duration is a difference between two machines' clocks."""
+    """The stages whose start and end are known, in order; a negative duration is a difference between two machines' clocks."""
     zero, rows = timestamps.admitted, []
     shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.judged is None]
     for name, first, last in shown:
@@ -84,10 +84,10 @@ def stages(timestamps: GroupTimestamps) -> list[Stage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """How far an unfinished group has come, and how far its run."""
+    """Progress of an unfinished group and of its run."""
 
     samples: int
-    wanted: int
+    samples_requested: int
     scored: bool
     readable: bool
     """True if its prompt can be decoded."""
@@ -95,11 +95,11 @@ class GroupProgress:
     policy_version_min: int | None
     newest_version: int
     steps: int
-    """Committed ones."""
+    """Number of committed steps."""
 
 
 def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
-    """What an unfinished group waits for, in one clause."""
+    """The event that an unfinished group waits for, in one clause."""
     if not progress.readable:
         return "its prompt cannot be read: the scorer ends the group, or its deadline does"
     if progress.scored:
@@ -110,10 +110,10 @@ def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
             f"the trainer, which {first} and has {progress.steps} steps done; the group is {behind} behind the newest, "
             f"{schedule.max_lag} are allowed"
         )
-    if progress.samples >= progress.wanted:
+    if progress.samples >= progress.samples_requested:
         return "the scorer that owns its partition: all its samples are there"
     if progress.samples:
-        return f"samples: {progress.samples} of {progress.wanted} are there"
+        return f"samples: {progress.samples} of {progress.samples_requested} are there"
     if progress.min_version > progress.newest_version:
         newest = f"the newest is {progress.newest_version}" if progress.newest_version >= 0 else "none is published"
         return f"weights: it may be drawn under version {progress.min_version} or newer, {newest}"

@@ -15,7 +15,7 @@ Plain = Mapping[str, Any]
 
 
 def as_page(life: Plain) -> str:
-    """A group's life over many lines."""
+    """A group's trace as text of many lines."""
     zero = life["moments"]["admitted"]
     lines = [f"group {life['group']} of run {life['run']}: {life['fate']}", f"  {life['why']}", ""]
     lines += _prompt(life["prompt"], life["group"])
@@ -27,13 +27,13 @@ def as_page(life: Plain) -> str:
     lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in life["times"]])
     lines += _section("records", _records(life["records"], zero))
     lines += _section("deleted", life["gone"])
-    lines += _section("dead letters", [letter_line(letter) for letter in life["dead_letters"]])
+    lines += _section("dead letters", [letter_line(dead_letter) for dead_letter in life["dead_letters"]])
     return "\n".join(lines)
 
 
-def letter_line(letter: Plain) -> str:
+def letter_line(refusal: Plain) -> str:
     """A dead letter as one line."""
-    return f"dead-letters/0/{letter['offset']} of {letter['of']} by {letter['worker']}, {letter['kind']}: {letter['reason']}"
+    return f"dead-letters/0/{refusal['offset']} of {refusal['of']} by {refusal['worker']}, {refusal['kind']}: {refusal['reason']}"
 
 
 def _section(name: str, lines: Iterable[str]) -> list[str]:
@@ -70,23 +70,23 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
         ]
         for sample in samples
     ]
-    played = [f"{sample['sample']:>6}  {_played(sample)}" for sample in samples if sample.get("turns")]
+    trajectories = [f"{sample['sample']:>6}  {_trajectory(sample)}" for sample in samples if sample.get("turns")]
     texts = [
         (sample["sample"], sample["completion"]) for sample in samples if sample["components"] is None and sample["completion"] is not None
     ]
-    return [*_table(head, rows), *played, *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
+    return [*_table(head, rows), *trajectories, *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
 
 
-def _played(sample: Plain) -> str:
-    """A trajectory's turns in one line: where they were played, what they gave, and why it broke."""
+def _trajectory(sample: Plain) -> str:
+    """A trajectory in one line: turns, environment, rewards, and the error of a broken environment."""
     turns = [turn for turn in sample["turns"] if turn["source"] == "model"]
     rewards = " ".join("-" if turn["reward"] is None else f"{turn['reward']:g}" for turn in turns)
     last = sample["turns"][-1]
     broken = f"; {last['finish']}" if last["source"] == "environment" else ""
-    where = f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
-    spent = sample.get("time_spent") or {}
+    episode = f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
+    seconds_of = sample.get("time_spent") or {}
     names = {"waited_s": "waited for engines", "drawing_s": "drawing", "environment_s": "environment"}
-    return "; ".join([where, *(f"{names[name]} {seconds:.3f} s" for name, seconds in spent.items())])
+    return "; ".join([episode, *(f"{names[name]} {seconds:.3f} s" for name, seconds in seconds_of.items())])
 
 
 def _versions(spans: Sequence[Plain]) -> str:
@@ -172,15 +172,15 @@ def _step(step: Plain | None) -> list[str]:
     if step["clipped"] is not None and step["clipped"] < 1.0:
         lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
     lines += [_rebased(rebased, step["step"]) for rebased in step["rebased"]]
-    return lines + [f"left out: {said}" for said in step["left_out"]]
+    return lines + [f"left out: {sentence}" for sentence in step["left_out"]]
 
 
 def _rebased(rebased: Plain, step: int) -> str:
-    """A rebase of the run, and what it means for this step."""
+    """A rebase of the run, and its effect on this step."""
     if rebased["steps"] <= step:
         return f"{rebased_line(rebased)}; this step came after it"
-    mine = any(one["step"] == step for one in rebased["differences"])
-    return f"{rebased_line(rebased)}; this step was {'among those repeated' if mine else 'not among those that differ'}"
+    is_repeated = any(difference["step"] == step for difference in rebased["differences"])
+    return f"{rebased_line(rebased)}; this step was {'among those repeated' if is_repeated else 'not among those that differ'}"
 
 
 def _version(version: Plain | None, zero: float | None) -> list[str]:
@@ -219,7 +219,7 @@ def _number(value: float | None) -> str:
 
 
 def _short(text: str, shown: int = SHOWN_TEXT) -> str:
-    """A text; of a long one both ends, as a question stands at the end of its chat template."""
+    """A text; of a long one start and end, since the question is at the end of a chat template."""
     if len(text) <= shown:
         return text
     return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"

@@ -33,22 +33,22 @@ class TurnTime:
 
 
 def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int, list[TurnTime]]:
-    """Sample -> its answered turns; empty where turns do not travel through the log. Raises `LogError`."""
+    """Sample -> its turns with a reply; empty if the run's turns are not sent through the log. Raises `LogError`."""
     if log.partitions(topic_name(run, "calls")) is None:
         return {}
-    asked: dict[TurnKey, int] = {}
-    for record in _about(log, topic_name(run, "calls"), group, partition):
+    requested: dict[TurnKey, int] = {}
+    for record in _records_of(log, topic_name(run, "calls"), group, partition):
         with contextlib.suppress(Unusable):
             call = calls.read(record, run=run)[1]
-            asked.setdefault(call.key, call.asked_ns)
+            requested.setdefault(call.key, call.asked_ns)
     times: dict[int, list[TurnTime]] = {}
-    for record in _about(log, topic_name(run, "replies"), group, partition):
+    for record in _records_of(log, topic_name(run, "replies"), group, partition):
         with contextlib.suppress(Unusable):
             reply = replies.read(record, run=run)[1]
-            if (asked_ns := asked.pop(reply.key, None)) is not None:
+            if (requested_ns := requested.pop(reply.key, None)) is not None:
                 times.setdefault(reply.sample, []).append(
                     TurnTime(
-                        turn=reply.turn, attempt=reply.attempt, worker=reply.worker, asked_s=asked_ns / NS,
+                        turn=reply.turn, attempt=reply.attempt, worker=reply.worker, asked_s=requested_ns / NS,
                         started_s=reply.started_ns / NS, ended_s=reply.ended_ns / NS,
                     )
                 )  # fmt: skip
@@ -58,7 +58,7 @@ def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int
 def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
     """Seconds of a trajectory: waiting for an engine, generation, and the rest, which is the environment's.
 
-    After a loss turns are taken from the log that were drawn before the trajectory was begun again: then the rest is unknown, and left out.
+    A restarted trajectory reuses turns generated before its start: the environment's time is then unknown and left out.
     """
     waited = sum(time.started_s - time.asked_s for time in times)
     generated = sum(time.ended_s - time.started_s for time in times)
@@ -67,7 +67,7 @@ def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
     return {"waited_s": waited, "drawing_s": generated, **rest}
 
 
-def _about(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:
+def _records_of(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:
     tail = log.tail({(topic, partition): "earliest"})
     try:
         for record in drain(tail, log.end_offsets([(topic, partition)])):

@@ -49,7 +49,7 @@ class Completions:
     _stale: bool = False
 
     def add(self, folded: object, record: Record) -> None:
-        """Keep a record that a view was given, if it is a group with rewards in one part, which may have been in the view already."""
+        """Add a record if it is a group with rewards in one part; `folded` is the view's result for it."""
         if record.topic != f"{self.run}.groups":
             return
         headers = folded if isinstance(folded, Headers) else self._checked(record)
@@ -61,7 +61,7 @@ class Completions:
         """The best sample of the recent group with the highest mean reward, and the first one of the newest group."""
         if self._stale:
             self._stale = False
-            best = self._read(max(self._records, key=lambda kept: kept[0])[1])
+            best = self._read(max(self._records, key=lambda entry: entry[0])[1])
             newest = self._read(self._records[-1][1])
             top = [self._completion("best", best, max(best.samples, key=_reward))] if best else []
             self._shown = top + ([self._completion("newest", newest, newest.samples[0])] if newest else [])
@@ -77,7 +77,7 @@ class Completions:
         try:
             group = groups.read(record, run=self.run)[1]
         except Unusable:
-            return None  # the trainer sets it aside
+            return None  # the trainer sends it to the dead-letter topic
         if group.prompt not in self._prompts:
             self._prompts.append(group.prompt)
         return group
@@ -91,7 +91,7 @@ def _reward(sample: groups.ScoredSample) -> float:
 
 
 def without_template(prompt: str, prompts: list[str]) -> str:
-    """A prompt without what all prompts begin and end with.
+    """A prompt without the common prefix and suffix of all prompts.
 
     Example:
         without_template("Answer briefly: 1+1?", ["Answer briefly: 1+1?", "Answer briefly: 2+3?"])  # -> "1+1?"
@@ -105,14 +105,14 @@ def without_template(prompt: str, prompts: list[str]) -> str:
 
 
 def shared(*texts: str) -> str:
-    """What all of these texts begin with.
+    """Common prefix of the texts.
 
     Example:
         shared("ask: 1+1", "ask: 2+2")  # -> "ask: "
     """
     low, high = min(texts), max(texts)
     length = min(len(low), len(high))
-    return low[: next((place for place in range(length) if low[place] != high[place]), length)]
+    return low[: next((index for index in range(length) if low[index] != high[index]), length)]
 
 
 def _cut(text: str, limit: int) -> str:

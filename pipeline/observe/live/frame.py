@@ -67,18 +67,18 @@ def frame(
     parts += [_progress(view, now_s=now_s), _learning(view)]
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s, narrow=width < WIDE))
-    found = wastes(view, last=RECENT_GROUPS)
-    parts += [Text(str(waste), style="yellow") for waste in found]
-    parts += [Text(one.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for one in completions]
+    causes = wastes(view, last=RECENT_GROUPS)
+    parts += [Text(str(waste), style="yellow") for waste in causes]
+    parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
     absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
     errors = [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if worker.ended and "error" in worker.labels]
     errors = errors[:FAILURES]
     parts += [Text(error, style="red") for error in errors]
-    rows = max(4, height - HEADER_LINES - 2 * len(found) - len(completions) - bool(absent) - 2 * len(errors))
+    rows = max(4, height - HEADER_LINES - 2 * len(causes) - len(completions) - bool(absent) - 2 * len(errors))
     parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
     chosen = config_of(view).get("schedule", {})
-    sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
+    sizes = " · ".join(f"{symbol} {chosen[key]}" for symbol, key in _SIZES if chosen.get(key) is not None)
     subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
     title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status, 'dim')}]{status}[/]"
     return Panel(
@@ -104,7 +104,7 @@ def line(view: RunView, *, now_s: float) -> str:
         parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
     parts += _news(view, now_s=now_s)
     if view.dead_letters:
-        parts.append(_letters(view))
+        parts.append(_dead_letters(view))
     return "  ".join(parts)
 
 
@@ -116,8 +116,8 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
         return [waiting_for(view, now_s=now_s)]
     if (computing := _computing(view, now_s=now_s)) is not None:
         return [computing]
-    if found := wastes(view, last=RECENT_GROUPS):
-        return [", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in found)]
+    if causes := wastes(view, last=RECENT_GROUPS):
+        return [", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in causes)]
     return [_named(slowest)] if (slowest := bottleneck(view)) is not None else []
 
 
@@ -201,16 +201,16 @@ def _held_out(view: RunView) -> list[Text]:
         return []
     version = max(view.evals)
     values = view.evals[version].values
-    known = [score for name in ("greedy", "sampled") if (score := held_out(values, name)) is not None]
-    return [Text.assemble(("eval   ", "dim"), (" · ".join(known), "bold"), (f" at version {version}", "dim"))]
+    scores = [score for name in ("greedy", "sampled") if (score := held_out(values, name)) is not None]
+    return [Text.assemble(("eval   ", "dim"), (" · ".join(scores), "bold"), (f" at version {version}", "dim"))]
 
 
 def _episodes(view: RunView) -> list[str]:
-    found = episodes(view)
-    if found is None:
+    figures = episodes(view)
+    if figures is None:
         return []
-    broken = [f"{found['broken']} environments broken"] if found["broken"] else []
-    return [f"{found['turns_mean']:.1f} turns", f"environment {1000 * found['environment_s_mean']:.0f} ms", *broken]
+    broken = [f"{figures['broken']} environments broken"] if figures["broken"] else []
+    return [f"{figures['turns_mean']:.1f} turns", f"environment {1000 * figures['environment_s_mean']:.0f} ms", *broken]
 
 
 def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
@@ -234,7 +234,7 @@ def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
     elif not has_ended(view):
         text.append(" · starting" if not view.steps else "", style="dim")
     if view.dead_letters:
-        text.append(f" · {_letters(view)}", style="yellow")
+        text.append(f" · {_dead_letters(view)}", style="yellow")
     return text
 
 
@@ -245,25 +245,25 @@ def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: 
     workers = ordered(view)
     lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in workers[:rows]]
     shown = COLUMNS if width >= WIDE else ("version", "tokens/s") if width >= NARROW else ()
-    wanted = [number for number, name in enumerate(COLUMNS) if name in shown]
-    kept = [number for number in wanted if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
-    for number in kept:
+    candidates = [number for number, name in enumerate(COLUMNS) if name in shown]
+    columns = [number for number in candidates if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
+    for number in columns:
         table.add_column(COLUMNS[number], justify="right", no_wrap=True)
-    for worker, (name, said, *numbers) in lines:
-        table.add_row(name, said, *(numbers[number] for number in kept), style="dim" if worker.ended else "")
+    for worker, (name, activity, *numbers) in lines:
+        table.add_row(name, activity, *(numbers[number] for number in columns), style="dim" if worker.ended else "")
     if len(workers) > rows:
         table.add_row(f"and {len(workers) - rows} more", style="dim")
     return table
 
 
 def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) -> Sequence[RenderableType]:
-    said = Text(doing(worker, now_s=now_s, silent_s=silent_s))
+    activity = Text(doing(worker, now_s=now_s, silent_s=silent_s))
     if worker.ended:
-        said = Text("ended" if "error" not in worker.labels else "failed")
+        activity = Text("ended" if "error" not in worker.labels else "failed")
     elif silent_s > SILENT_S and activity_of(worker.labels).reports:
-        said = Text(f"silent for {silent_s:.0f} s", style="red")
+        activity = Text(f"silent for {silent_s:.0f} s", style="red")
     if (again := len(worker.incarnations) - 1 - resumptions(view)) > 0:
-        said.append(f" (started again {again}x)", style="dim")
+        activity.append(f" (started again {again}x)", style="dim")
     version, lag = worker.values.get("version"), None
     rates: Sequence[float | None]
     if worker.role == "trainer":
@@ -276,7 +276,7 @@ def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) ->
     cpu = worker.rate("cpu_s")
     return (
         Text(worker.worker, style=ROLES[worker.role].colour if worker.role in ROLES else ""),
-        said,
+        activity,
         _number(version, digits=0),
         _number(lag, digits=0 if worker.role != "trainer" else 1),
         *(_number(rate) for rate in rates),
@@ -299,7 +299,7 @@ def ordered(view: RunView) -> list[WorkerView]:
     return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
 
 
-def _letters(view: RunView) -> str:
+def _dead_letters(view: RunView) -> str:
     count = len(view.dead_letters)
     return f"{count} dead letter{'s' if count != 1 else ''}"
 

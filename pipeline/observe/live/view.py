@@ -28,7 +28,7 @@ LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
 """Plain lines while no step is finished."""
 PLAIN_WIDTH = 110
-LETTERS_SHOWN = 3
+DEAD_LETTERS_SHOWN = 3
 """Dead letters of a kind that have a line each."""
 
 
@@ -40,7 +40,7 @@ class LiveView:
         self._log, self._console = log, console
         self._tail: Tail | None = None
         self._heard: dict[str, float] = {}
-        self._letters: Counter[str] = Counter()
+        self._dead_letter_counts: Counter[str] = Counter()
         self._completions = Completions(run)
         self.status: str | None = None
         """Set by the launcher; shown instead of the status in the log."""
@@ -141,10 +141,10 @@ class LiveView:
     def _tell(self, folded: object) -> None:
         """Lines for what happens seldom and should not be missed."""
         if isinstance(folded, DeadLetter):
-            self._tell_letter(folded)
+            self._tell_dead_letter(folded)
         elif isinstance(folded, Measurement) and folded.kind == "eval":
-            known = [score for how in ("greedy", "sampled") if (score := held_out(folded.values, how)) is not None]
-            self.tell(f"version {folded.version}: held out {', '.join(known)}", style="blue")
+            scores = [score for how in ("greedy", "sampled") if (score := held_out(folded.values, how)) is not None]
+            self.tell(f"version {folded.version}: held out {', '.join(scores)}", style="blue")
 
     def _frame(self) -> RenderableType:
         width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
@@ -166,12 +166,12 @@ class LiveView:
             shown = Constrain(shown, self._console.width - len("^C"))
         self._live.update(shown, refresh=True)
 
-    def _tell_letter(self, letter: DeadLetter) -> None:
+    def _tell_dead_letter(self, dead_letter: DeadLetter) -> None:
         """The first dead letters of a kind, then only how many they are, ever more seldom."""
-        self._letters[letter.kind] += 1
-        count = self._letters[letter.kind]
-        if count <= LETTERS_SHOWN:
-            place = f"{letter.topic.removeprefix(f'{self.view.run}.')}/{letter.partition}/{letter.offset}"
-            self.tell(f"dead letter: {place} {letter.kind}: {letter.reason}", style="yellow")
+        self._dead_letter_counts[dead_letter.kind] += 1
+        count = self._dead_letter_counts[dead_letter.kind]
+        if count <= DEAD_LETTERS_SHOWN:
+            record_name = f"{dead_letter.topic.removeprefix(f'{self.view.run}.')}/{dead_letter.partition}/{dead_letter.offset}"
+            self.tell(f"dead letter: {record_name} {dead_letter.kind}: {dead_letter.reason}", style="yellow")
         elif count in (10, 100, 1_000, 10_000, 100_000):
-            self.tell(f"dead letters: {count:,} of kind {letter.kind}; the newest says: {letter.reason}", style="yellow")
+            self.tell(f"dead letters: {count:,} of kind {dead_letter.kind}; the newest says: {dead_letter.reason}", style="yellow")

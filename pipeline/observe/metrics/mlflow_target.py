@@ -57,5 +57,5 @@ def lineage(info: Mapping[str, Any]) -> dict[str, str]:
     origin = info.get("forked_from")
     if not isinstance(origin, Mapping):
         return {}
-    found = {FORKED_TAG: str(origin["run"]), f"{FORKED_TAG}.step": str(origin["step"]), f"{FORKED_TAG}.digest": str(origin["digest"])}
-    return found | ({PARENT_TAG: str(origin["mlflow_run_id"])} if origin.get("mlflow_run_id") else {})
+    tags = {FORKED_TAG: str(origin["run"]), f"{FORKED_TAG}.step": str(origin["step"]), f"{FORKED_TAG}.digest": str(origin["digest"])}
+    return tags | ({PARENT_TAG: str(origin["mlflow_run_id"])} if origin.get("mlflow_run_id") else {})

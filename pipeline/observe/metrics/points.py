@@ -42,32 +42,32 @@ class Points:
         self._published: dict[int, int] = {}
         self._rewarded = -1
 
-    def of(self, found: Folded, record: Record, *, source: str) -> Iterator[Line]:
+    def of(self, folded: Folded, record: Record, *, source: str) -> Iterator[Line]:
         """Lines of a record, from what the view folded of it."""
-        if isinstance(found, Entry) and found.kind == "step":
+        if isinstance(folded, Entry) and folded.kind == "step":
             # Names ending in _at are moments, not measures.
-            values = {f"train/{name}": value for name, value in found.metrics.items() if not name.endswith("_at")}
-            labels = {"version": found.version}
-            yield self._line(record, source, kind="step", step=found.step or 0, values=values, labels=labels)
-        elif isinstance(found, Entry) and found.kind == "version" and found.version is not None:
-            self._published[found.version] = record.timestamp_ms
-        elif isinstance(found, Measurement) and found.kind == "eval":
-            step = (found.version or 0) * self._schedule.steps_per_version if found.step is None else found.step
-            values = {f"eval/{name}": value for name, value in found.values.items() if name not in CONSTANT}
-            yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": found.version, **found.labels})
-        elif isinstance(found, Measurement) and found.kind in ("status", "final") and self._samples(found, record):
-            values = {f"system/{found.worker}/{name}": value for name, value in found.values.items()}
+            values = {f"train/{name}": value for name, value in folded.metrics.items() if not name.endswith("_at")}
+            labels = {"version": folded.version}
+            yield self._line(record, source, kind="step", step=folded.step or 0, values=values, labels=labels)
+        elif isinstance(folded, Entry) and folded.kind == "version" and folded.version is not None:
+            self._published[folded.version] = record.timestamp_ms
+        elif isinstance(folded, Measurement) and folded.kind == "eval":
+            step = (folded.version or 0) * self._schedule.steps_per_version if folded.step is None else folded.step
+            values = {f"eval/{name}": value for name, value in folded.values.items() if name not in CONSTANT}
+            yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": folded.version, **folded.labels})
+        elif isinstance(folded, Measurement) and folded.kind in ("status", "final") and self._samples(folded, record):
+            values = {f"system/{folded.worker}/{name}": value for name, value in folded.values.items()}
             step = max(0, (record.timestamp_ms - self._created_ms) // 1000)
-            yield self._line(record, source, kind=found.kind, step=step, values=values, labels={"worker": found.worker})
+            yield self._line(record, source, kind=folded.kind, step=step, values=values, labels={"worker": folded.worker})
 
     def rewards(self, view: RunView, *, before: int) -> Iterator[Line]:
-        """Mean reward of all scored samples by version, for the versions below `before` that were not given yet, in their order."""
+        """Mean reward of all scored samples by version, for the versions below `before` that have no line yet, in order."""
         for version in range(self._rewarded + 1, before):
             self._rewarded = version
             tally = view.rewards.get(version, Tally())
             if tally.mean is None or not self._published:
                 continue
-            # Dated by the entry that made this version too old to be drawn from, or by the last one there is.
+            # Dated by the entry after which samples of this version are stale, or by the last entry.
             overtaken = min(version + self._schedule.max_lag + 1, max(self._published))
             values = {"reward": tally.mean, "reward_samples": float(tally.samples)}
             yield Line(
@@ -80,10 +80,10 @@ class Points:
                 labels={"version": version},
             )
 
-    def _samples(self, found: Measurement, record: Record) -> bool:
+    def _samples(self, measurement: Measurement, record: Record) -> bool:
         """True for a worker's first status of each ten seconds and for its final report."""
-        source, stretch = (found.worker, found.incarnation), record.timestamp_ms // STATUS_EVERY_MS
-        if found.kind == "status" and self._sampled.get(source, -1) >= stretch:
+        source, stretch = (measurement.worker, measurement.incarnation), record.timestamp_ms // STATUS_EVERY_MS
+        if measurement.kind == "status" and self._sampled.get(source, -1) >= stretch:
             return False
         self._sampled[source] = stretch
         return True
@@ -99,10 +99,10 @@ def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
     Example:
         flatten({"run": {"seed": 3, "epochs": None}})  # -> {"run.seed": "3"}
     """
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            found |= flatten(value, prefix=f"{prefix}{key}.")
+            flat |= flatten(value, prefix=f"{prefix}{key}.")
         elif value is not None:
-            found[f"{prefix}{key}"] = str(value)
-    return found
+            flat[f"{prefix}{key}"] = str(value)
+    return flat

@@ -85,8 +85,8 @@ def _time_of(report: Report) -> list[str]:
 
 
 def _bottleneck(report: Report) -> list[str]:
-    found = report["bottleneck"]
-    return [] if found is None else [f"{found['who']}: {found['why']}; {found['advice']}"]
+    slowest = report["bottleneck"]
+    return [] if slowest is None else [f"{slowest['who']}: {slowest['why']}; {slowest['advice']}"]
 
 
 def _rounds(report: Report) -> list[str]:

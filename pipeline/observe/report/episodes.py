@@ -9,11 +9,11 @@ _PREFIX = "engine_environment_"
 
 
 def episodes(view: RunView) -> dict[str, Any] | None:
-    """Trajectories, their turns, the environments' seconds, what broke by class; None where no worker has played one.
+    """Trajectories, their turns, the environments' seconds, failures by class; None if no worker has run one.
 
-    `turns_mean` and `environment_s_mean` are of a trajectory, `segments_mean` says in how many sequences one is trained. `losses` were
-    made good, `results_cut` were longer than `environment.max_result_tokens`. `engine_idle_s`: in which the engines had no turn to draw,
-    as every trajectory waited for its environment.
+    `turns_mean` and `environment_s_mean` are per trajectory, `segments_mean` is the number of sequences that one is trained in. `losses`
+    were recovered, `results_cut` were longer than `environment.max_result_tokens`. `engine_idle_s`: time in which the engines had no
+    turn to generate, since every trajectory waited for its environment.
     """
     workers = [worker for worker in view.workers.values() if worker.role in generating_roles()]
     engines = [worker for worker in workers if worker.role == "rollout"]
@@ -42,21 +42,21 @@ def episodes(view: RunView) -> dict[str, Any] | None:
     }
 
 
-def episodes_line(found: dict[str, Any]) -> str:
-    """The same for a person."""
+def episodes_line(figures: dict[str, Any]) -> str:
+    """The figures of `episodes` as one line of text."""
     parts = [
-        f"{found['trajectories']:,} of {found['turns_mean']:.1f} turns",
-        f"environments {found['environment_s']:,.1f} s, engines idle for them {found['engine_idle_s']:,.1f} s",
+        f"{figures['trajectories']:,} of {figures['turns_mean']:.1f} turns",
+        f"environments {figures['environment_s']:,.1f} s, engines idle for them {figures['engine_idle_s']:,.1f} s",
     ]
-    if found["segments_mean"] > 1.0:
-        parts.append(f"{found['segments_mean']:.2f} sequences each")
-    if found["results_cut"]:
-        parts.append(f"{found['results_cut']:,} results cut at environment.max_result_tokens")
-    if found["dropped"]:
-        parts.append(f"{found['dropped']:,} dropped after {found['dropped_turns_mean']:.1f} turns")
-    if found["losses"]:
-        parts.append(f"{found['losses']} losses made good")
-    if found["broken"]:
-        kinds = ", ".join(f"{number} {name}" for name, number in found["causes"].items())
-        parts.append(f"{found['broken']} broken ({kinds})")
+    if figures["segments_mean"] > 1.0:
+        parts.append(f"{figures['segments_mean']:.2f} sequences each")
+    if figures["results_cut"]:
+        parts.append(f"{figures['results_cut']:,} results cut at environment.max_result_tokens")
+    if figures["dropped"]:
+        parts.append(f"{figures['dropped']:,} dropped after {figures['dropped_turns_mean']:.1f} turns")
+    if figures["losses"]:
+        parts.append(f"{figures['losses']} losses made good")
+    if figures["broken"]:
+        kinds = ", ".join(f"{number} {name}" for name, number in figures["causes"].items())
+        parts.append(f"{figures['broken']} broken ({kinds})")
     return " · ".join(parts)

@@ -21,7 +21,7 @@ def examples(view: RunView) -> list[dict[str, Any]]:
     versions = sorted(view.evals)
     if len(versions) < 2:
         return []
-    before, after = (_answers(view.evals[version]) for version in (versions[0], versions[-1]))
+    before, after = (_completions(view.evals[version]) for version in (versions[0], versions[-1]))
     return [
         {
             "prompt": prompt,
@@ -46,7 +46,7 @@ def held_out(values: Mapping[str, float], how: str) -> str | None:
 
 
 def one_line(text: str, limit: int) -> str:
-    """A text on one line; of a long one both ends, as a question stands at the end of its prompt.
+    """A text on one line; of a long one start and end, since the question is at the end of a prompt.
 
     Example:
         one_line("abcdefghij", 6)  # -> "ab … ij"
@@ -56,11 +56,11 @@ def one_line(text: str, limit: int) -> str:
     return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
 
 
-def _answers(measured: Measurement) -> dict[str, dict[str, Any]]:
-    """Prompt -> completion and reward; nothing of an evaluator that recorded none, or something else."""
+def _completions(measured: Measurement) -> dict[str, dict[str, Any]]:
+    """Prompt -> completion and reward; empty if the evaluator recorded none or in another format."""
     try:
-        found = json.loads(measured.labels.get("examples", "[]"))
-        return {str(one["prompt"]): {"completion": str(one["completion"]), "reward": one["reward"]} for one in found}
+        recorded = json.loads(measured.labels.get("examples", "[]"))
+        return {str(example["prompt"]): {"completion": str(example["completion"]), "reward": example["reward"]} for example in recorded}
     except (ValueError, TypeError, KeyError):
         return {}
 

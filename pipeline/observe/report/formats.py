@@ -30,7 +30,7 @@ class Figure(NamedTuple):
 
 
 def figures(values: Mapping[str, Any], figures: Iterable[Figure]) -> list[str]:
-    """The figures that are known, formatted."""
+    """The figures that are not None, formatted."""
     return [figure.form.format(values[figure.key] * figure.factor) for figure in figures if values.get(figure.key) is not None]
 
 

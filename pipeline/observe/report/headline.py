@@ -11,7 +11,7 @@ from penstock.pipeline.observe.report.formats import percent
 NOISE = 2.5
 """Standard errors that the change between the curve's ends must exceed: rewards that only fluctuate do so in less than 5 % of runs."""
 LEAST_POINTS = 8
-"""Points of the curve below which their scatter says too little about the noise."""
+"""Smallest number of points for an estimate of the curve's noise."""
 LEAST_CHANGE = 0.01
 STAGES = {
     "trainer": "training is the bottleneck",
@@ -24,12 +24,12 @@ STAGES = {
 
 
 def headline(report: Mapping[str, Any]) -> list[str]:
-    """Summary sentences of a report; the first says whether the run learned."""
+    """Summary sentences of a report; the first is about whether the run learned."""
     return [learned(report), *warnings(report), *(f"{step[0].upper()}{step[1:]}." for step in next_steps(report))]
 
 
 def learned(report: Mapping[str, Any]) -> str:
-    """Whether the reward changed by more than the noise of its curve; with few points that cannot be told."""
+    """A sentence on the change of the reward against the noise of its curve; inconclusive with few points."""
     first, last = report["reward"]["first"], report["reward"]["last"]
     if not report["steps"]:
         return "No optimizer step was taken."

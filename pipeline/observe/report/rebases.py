@@ -1,4 +1,4 @@
-"""Rebases of a run, as plain data and as text: where repeated steps gave other bits than the ledger, and the run went on from them."""
+"""Rebases of a run as plain data and text: repeated steps gave other bits than the ledger, and the run continued from them."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from penstock.topics.ledger import Entry
 
 
 def rebased_fields(entry: Entry) -> dict[str, Any]:
-    """What a "rebased" entry of the ledger says, for JSON; `steps` is how many were done."""
+    """Fields of a "rebased" ledger entry, for JSON; `steps` is the number of committed steps."""
     details = json.loads(entry.details or "{}")
     return {
         "entry": entry.seq,
@@ -21,11 +21,11 @@ def rebased_fields(entry: Entry) -> dict[str, Any]:
 
 
 def rebased_line(rebased: Mapping[str, Any]) -> str:
-    """The same in one line, with the first number that differs."""
+    """A rebase as one line, with the first number that differs."""
     changed = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in rebased["changed"].items())
-    found, parts = rebased["differences"], [f"arithmetic {changed}"] if changed else []
-    if found:
-        steps, first = sorted({one["step"] for one in found}), found[0]
+    differences, parts = rebased["differences"], [f"arithmetic {changed}"] if changed else []
+    if differences:
+        steps, first = sorted({difference["step"] for difference in differences}), differences[0]
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         parts.append(f"{which} repeated with other bits, first {first['name']} {first['found']} where the ledger says {first['recorded']}")
     return f"rebased after {rebased['steps']} steps (ledger entry {rebased['entry']}): {'; '.join(parts)}"

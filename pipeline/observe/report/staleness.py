@@ -13,10 +13,10 @@ AT_LAG = "tokens_at_lag_"
 
 
 def weighted(values: Iterable[tuple[float | None, float]]) -> float | None:
-    """The mean of the known values by their weights; None where there is none."""
-    known = [(value, weight) for value, weight in values if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
+    """Weighted mean of the values that are not None; None if there are none."""
+    pairs = [(value, weight) for value, weight in values if value is not None]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None
 
 
 def mean(steps: Sequence[StepFacts], name: str, *, by: str = "samples") -> float | None:
@@ -83,15 +83,15 @@ def engines(view: RunView) -> dict[str, float | None]:
         return sum(worker.total(f"engine_{name}") for worker in workers)
 
     swaps, queries = total("swaps"), total("prefix_cache_queries")
-    known: Mapping[str, Iterable[float]] = {
+    values_of: Mapping[str, Iterable[float]] = {
         name: [worker.values[f"engine_{name}"] for worker in workers if f"engine_{name}" in worker.values]
         for name in ("occupancy", "swap_stall_max_s")
     }
     return {
         "swaps": swaps,
         "swap_stall_ms_mean": 1000 * total("swap_stall_s") / swaps if swaps else None,
-        "swap_stall_ms_max": 1000 * max(known["swap_stall_max_s"], default=0.0) if swaps else None,
-        "occupancy": weighted((value, 1.0) for value in known["occupancy"]),
+        "swap_stall_ms_max": 1000 * max(values_of["swap_stall_max_s"], default=0.0) if swaps else None,
+        "occupancy": weighted((value, 1.0) for value in values_of["occupancy"]),
         "prefix_cache_hits": total("prefix_cache_hits") / queries if queries else None,
         "aborted_groups": sum(worker.total("aborted_groups") for worker in workers),
     }

@@ -48,7 +48,7 @@ CURVE_POINTS = 60
 def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Read a run's topics and report on it, finished or not; plain data, ready for JSON.
 
-    It takes some minutes for a million groups. `alive` is called before every batch of records; whatever it raises ends the reading.
+    It takes some minutes for a million groups. `alive` is called before every batch of records; an exception from it ends the reading.
 
     Raises:
         RunNotFound: no such run on this broker.
@@ -69,8 +69,8 @@ def _counted(log: Log, run: str) -> dict[str, Any]:
         return {}
     read_view(RunReader(log, run), topics=("ledger", "prompts", "groups"), view=view, since=since)
     reward = _reward(view, steps=view.steps_done, per_version=steps_per_version(view))
-    found: dict[str, Any] = finite({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
-    return found
+    figures: dict[str, Any] = finite({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
+    return figures
 
 
 def gone_from(log: Log, run: str) -> list[str]:
@@ -291,7 +291,7 @@ def _overhead(view: RunView) -> dict[str, Any]:
 
 
 def _overlap(steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
-    """In how many rounds the first backward pass began before the round's last sample ended."""
+    """Number of rounds whose first backward pass started before their last sample ended."""
     rounds = before = 0
     for members in _rounds(steps, per_version=per_version):
         backward = [step.metrics["first_backward_at"] for step in members if "first_backward_at" in step.metrics]
@@ -309,7 +309,7 @@ def _digest(view: RunView) -> str | None:
 
 
 def _dead_letters(view: RunView) -> dict[str, Any]:
-    kinds, topics = list(view.dead_letters.values()), [place[0].removeprefix(f"{view.run}.") for place in view.dead_letters]
+    kinds, topics = list(view.dead_letters.values()), [record_id[0].removeprefix(f"{view.run}.") for record_id in view.dead_letters]
     return {
         "total": len(kinds),
         "by_kind": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
@@ -319,7 +319,7 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
 
 
 def _restarts(view: RunView) -> dict[str, int]:
-    """How often workers of a role began again under a name that was there before; where all did, the run was resumed."""
+    """Restarts by role; a resumption of the run, in which all workers restart, does not count."""
     restarts: dict[str, int] = {}
     for worker in view.workers.values():
         restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1 - resumptions(view)

@@ -56,10 +56,10 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
 
     `first_dispatch_s`: first sample begun to first backward pass. `rollout_s`: first sample begun to last one ended.
     `rollout_to_train_end_s`: first sample begun to last step committed. `wait_s`, `compute_s` and `other_s` (decoding, digests, the
-    ledger, publishing, checkpoints) add up to the time since the round before, or since the first step began, of which
-    `waiting_ratio` is the share of the first.
+    ledger, publishing, checkpoints) add up to the time since the previous round, or since the start of the first step;
+    `waiting_ratio` is the share of `wait_s` in it.
     """
-    found = []
+    rows = []
     before: float | None = None
     for low in range(0, len(steps), per_version):
         members = steps[low : low + per_version]
@@ -67,7 +67,7 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
         wait, compute = (sum(step.metrics.get(name, 0.0) for step in members) for name in ("wait_s", "compute_s"))
         first, last = _moments(members, "first_sample_at"), _moments(members, "last_sample_at")
         backward, lasted = _moments(members, "first_backward_at"), ended - begun if begun is not None else None
-        found.append(
+        rows.append(
             {
                 "first_dispatch_s": min(backward) - min(first) if backward and first else None,
                 "rollout_s": max(last) - min(first) if first and last else None,
@@ -79,19 +79,19 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
             }
         )
         before = ended
-    return found
+    return rows
 
 
 def length_order_correlation(view: RunView) -> float | None:
-    """Rank correlation between the mean length of a trained group and how much later it was trained than its number says.
+    """Rank correlation between the mean length of a trained group and its delay against submission order.
 
     Above 0 short completions are trained earlier than they were submitted; 0 under submission order. None for fewer than three groups.
     """
     trained = [group for number in sorted(view.steps) for group in view.steps[number].groups if view.samples.get(group)]
     if len(trained) < 3:
         return None
-    submitted = {group: place for place, group in enumerate(sorted(trained))}
-    later = np.array([place - submitted[group] for place, group in enumerate(trained)], float)
+    submitted = {group: index for index, group in enumerate(sorted(trained))}
+    later = np.array([index - submitted[group] for index, group in enumerate(trained)], float)
     lengths = np.array([np.mean(list(view.samples[group].values())) for group in trained])
     if not later.any() or np.ptp(lengths) == 0:
         return 0.0
@@ -113,6 +113,6 @@ def _moments(steps: Sequence[StepFacts], name: str) -> list[float]:
 
 def _ranks(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Ranks from 0; equal values get the mean of theirs."""
-    ordered, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ordered, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     del ordered
-    return ((np.cumsum(counts) - (counts + 1) / 2)[places]).astype(np.float64)
+    return ((np.cumsum(counts) - (counts + 1) / 2)[inverse]).astype(np.float64)

@@ -214,7 +214,7 @@ def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsy
     (folder / "report.txt").write_text("done", encoding="utf-8")
     removed = ["runs", "rm", run_id, "--bootstrap", broker]
     assert cli.main(removed) == 0
-    assert "would be freed; --yes does it" in capsys.readouterr().out
+    assert "would be freed; add --yes" in capsys.readouterr().out
     assert log.topics(f"{run_id}.")
     assert cli.main([*removed, "--yes", "--keep-model"]) == 0
     said = capsys.readouterr().out.splitlines()
