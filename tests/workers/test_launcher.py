@@ -176,8 +176,8 @@ def test_a_run_whose_worker_cannot_be_helped_is_given_up_in_its_own_words_and_ca
 class HopelessCrew(WorkersOfARun):
     """Cheap processes; the scorer's ends with a person's mistake."""
 
-    def _place(self, role: str, slot: int) -> Worker:
-        worker = super()._place(role, slot)
+    def _worker(self, role: str, slot: int) -> Worker:
+        worker = super()._worker(role, slot)
         program = "print('reward: no such function'); raise SystemExit(2)" if role == "scorer" else "import time; time.sleep(600)"
         worker.command = [sys.executable, "-c", program]
         return worker

@@ -39,8 +39,8 @@ class CheapSupervisor(Supervisor):
 
     programs: dict[str, str]
 
-    def _place(self, role: str, slot: int) -> Worker:
-        worker = super()._place(role, slot)
+    def _worker(self, role: str, slot: int) -> Worker:
+        worker = super()._worker(role, slot)
         worker.command = [sys.executable, "-c", self.programs.get(worker.name, PATIENT)]
         return worker
 
@@ -258,7 +258,7 @@ def test_who_does_not_end_when_asked_is_killed(tmp_path: Path):
     until(lambda: at_work(crew))
     before = pids(tmp_path)
     crew.stop(limit_s=0.3)
-    assert [line.split()[0] for line in said if line.endswith(" s and was killed")] == ["rollout-0"]
+    assert [line.split()[0] for line in said if line.endswith(" s: killed")] == ["rollout-0"]
     assert end_in_time(*before.values())
 
 
@@ -396,7 +396,7 @@ def test_each_worker_answers_at_a_port_of_its_own_where_the_run_has_one(tmp_path
     table = {"run": {"steps": 1, "health_port": 9100}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
     crew = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), tmp_path, lambda _: None)
     for slot in range(2):
-        crew.workers.append(crew._place("rollout", slot))
+        crew.workers.append(crew._worker("rollout", slot))
     assert [worker.environment["PENSTOCK_HEALTH"] for worker in crew.workers] == ["9100", "9101"]
     silent = Supervisor("r", crew.connection, from_table(table | {"run": {"steps": 1}}), tmp_path, lambda _: None)
-    assert "PENSTOCK_HEALTH" not in silent._place("rollout", 0).environment
+    assert "PENSTOCK_HEALTH" not in silent._worker("rollout", 0).environment
