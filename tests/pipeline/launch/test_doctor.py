@@ -26,7 +26,7 @@ def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "pinned", lambda: {"numpy": "<1.0"})
     found = doctor._package(Package(module="numpy", name="numpy", purpose="payloads", extra=""), imports=True)
     assert found.level == "fail"
-    assert "wanted <1.0" in found.found
+    assert "expected <1.0" in found.found
 
 
 def test_a_package_that_breaks_while_it_is_imported_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

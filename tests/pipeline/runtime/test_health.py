@@ -127,7 +127,7 @@ def test_a_clients_warning_is_a_dated_line_of_the_worker_and_its_repetitions_are
     kafka.warning("nobody hears this")
     first, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+ WARNING r scorer-0: kafka.net.manager: Connection 0 failed: ECONNREFUSED", first)
-    assert last.endswith("Connection 4 failed: ECONNREFUSED (2 more like it meanwhile)")
+    assert last.endswith("Connection 4 failed: ECONNREFUSED (2 more like it since the last one)")
 
 
 def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_one_line(
