@@ -6,8 +6,10 @@ neither scripts nor anything from elsewhere; the page of a run brings a policy o
 
 import hmac
 import select
+import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from penstock.infra.errors import PenstockError
@@ -58,6 +60,11 @@ class Server(ThreadingHTTPServer):
         """Stop listening and reading."""
         super().server_close()
         self.runs.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of the current exception, unless the browser has closed the connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -140,6 +140,17 @@ def test_an_answer_in_sql_has_its_first_rows_and_more_questions_than_two_are_ref
         assert "other questions are being computed" in asked(server, f"/secret/sql?id={RUN}&q=select")[1]
 
 
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError, ValueError])
+def test_a_browser_that_closes_the_connection_leaves_no_traceback(
+    server: Server, error: type[Exception], capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        raise error("sent nothing")
+    except error:
+        server.handle_error(None, ("127.0.0.1", 1))
+    assert ("Traceback" in capfd.readouterr().err) == (error is ValueError)
+
+
 @pytest.mark.costly
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install --no-install-recommends chromium")
 @pytest.mark.parametrize(("width", "scheme"), [(420, "light"), pytest.param(1280, "dark", marks=pytest.mark.slow)])
