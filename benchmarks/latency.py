@@ -99,7 +99,7 @@ def our_samples(home: Path, bootstrap: str) -> Iterator[tuple[Callable[[], float
     from tests.support.a_run import Teller
 
     log, run = KafkaLog(bootstrap, client_id="latency"), "latency"
-    settings = settings_of(home, bootstrap, Size(groups=10_000, per_step=1, window=1, keep_steps=None))
+    settings = settings_of(home, bootstrap, Size(groups=10_000, per_step=1, slots=1, window=1, keep_steps=None))
     settings["schedule"]["samples_per_prompt"], settings["kafka"]["partitions"] = SAMPLES, 1
     create(from_table(settings), log=log, run_id=run, notify=lambda _: None)
     command = [sys.executable, "-m", "penstock.workers", "scorer", "--run", run, "--bootstrap", bootstrap, "--slot", "0"]

@@ -24,9 +24,9 @@ from penstock.infra.engines.base import GroupRequest, Sampling
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.topics.catalogue import topics_of
-from penstock.workers.rollout.weight_prefetch import WeightPrefetch
 
 RUN, PARTITIONS, CHUNK_BYTES, TENSORS = "jitter", 10, 8 << 20, 64
 STEP_S, BEFORE_S = 0.005, 4.0

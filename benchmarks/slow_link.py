@@ -29,7 +29,8 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.envs.tiny.model import make_tiny_model
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import load, summarise
+from penstock.pipeline.observe.report.summary import summarise
+from penstock.pipeline.observe.run_view import load
 
 RUN, LIMIT_S, HIDDEN, CHANGED = "slow", 3000.0, 576, 0.01
 REWARD = "def even(prompts, completions, **columns):\n    return [len(text) % 2 for text in completions]\n"
