@@ -158,7 +158,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_the_device_ends(run_id: str
 
 def die_in_the_third_group() -> None:
     """Let this process kill itself while it draws: it has the device then."""
-    begin, left = TransformersEngine._work_of, [3]
+    begin, left = TransformersEngine._group_of, [3]
 
     def deadly(engine: TransformersEngine, request: Any) -> Any:
         left[0] -= 1
@@ -166,7 +166,7 @@ def die_in_the_third_group() -> None:
             signal_self(signal.SIGKILL)
         return begin(engine, request)
 
-    TransformersEngine._work_of = deadly  # type: ignore[method-assign, assignment]
+    TransformersEngine._group_of = deadly  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_fewer_processes_from_the_checkpoint_and_says_so(
         assert trainer.ended("trainer", limit_s=400.0) == 1
         record = find(log, run_id)
         assert record is not None
-        config = changed(from_json(record.config), ["trainer.processes=1"])
+        config = changed(from_json(record.config), ["trainer.processes=1"], run=run_id)
         write(log, replace(record, config=to_json(config), updated_ns=time.time_ns()))
         trainer.start("trainer")
         assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
