@@ -148,7 +148,7 @@ def test_a_planted_token_is_read_and_differs_from_the_plan(
     for step in read_ledger_history(log, run_id).steps:
         if step.step == 5:
             with pytest.raises(
-                Unrecoverable, match=rf"group {planned.group} .* the ledger says group {planned.group} \({planned.sha256[:16]}"
+                Unrecoverable, match=rf"group {planned.group} .* the ledger records group {planned.group} \({planned.sha256[:16]}"
             ):
                 read_planned(log, run_id, step.plan)
         else:

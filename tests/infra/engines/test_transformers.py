@@ -256,7 +256,7 @@ def test_a_completion_ends_with_the_token_that_makes_a_stop_text_whole(directory
 
 
 def test_a_stop_text_without_a_tokenizer_is_refused_with_its_key(directory: Path) -> None:
-    with pytest.raises(EngineError, match=r"sampling\.stop: there is no tokenizer"):
+    with pytest.raises(EngineError, match=r"sampling\.stop: cannot read the tokenizer"):
         drawn(TransformersEngine(directory), sampling=replace(SAMPLING, stop=("x",)))
 
 
