@@ -26,14 +26,14 @@ class SlowGroups(ToyEngine):
     """
 
     def step(self) -> list[Completion]:
-        held = [group for group in self._drawing if self._waits(group)]
-        self._drawing = [group for group in self._drawing if group not in held]
+        held = [group for group in self._running if self._waits(group)]
+        self._running = [group for group in self._running if group not in held]
         try:  # the others go on: both slow groups could wait for versions that only the groups beside them can bring
-            if not self._drawing:
+            if not self._running:
                 time.sleep(TOY["toy_delay_s"])
             return super().step()
         finally:
-            self._drawing += held
+            self._running += held
 
     def _waits(self, group: _Group) -> bool:
         return group.request.group in SLOW_GROUPS and group.steps > 0 and self.version < group.spans[0].version + min(group.tokens // 2, 2)
