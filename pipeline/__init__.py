@@ -1,1 +1,1 @@
-"""How the workers agree: configuration, schedule rules, plans, losses, and the command line. Imports infra and topics, never workers."""
+"""Shared by the workers: configuration, schedule rules, plans, losses, and the command line. Imports infra and topics, never workers."""

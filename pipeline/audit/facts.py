@@ -62,7 +62,7 @@ class Recomputed(NamedTuple):
 
     digest: str | None
     problem: str | None
-    """Why there is no digest."""
+    """Reason why there is no digest."""
     released: bool = False
     """True if retention has deleted a chunk, so that the digest cannot be checked."""
 

@@ -131,7 +131,7 @@ class KafkaSource:
         )
 
     def _after_skipped(self, message: Any) -> int:
-        """The offset after a damaged batch that the operator told the readers to skip. Raises `Unreadable` for another error."""
+        """The offset after a damaged batch that the operator chose to skip. Raises `Unreadable` for another error."""
         name, partition, error = message.topic(), message.partition(), message.error()
         records = self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ()
         for topic_partition, offsets in dead_letters.stretches(records, run=self.run):

@@ -53,7 +53,7 @@ class OutputError(OSError):
 
 
 class _Checked(VisibleStream):
-    """A text stream whose failures are told from those of files."""
+    """A text stream whose failures are distinguished from those of files."""
 
     def write(self, text: str) -> int:
         with self._checked():

@@ -24,7 +24,7 @@ class GroupOutcome:
 
     outcome: Outcome
     reason: str | None
-    """Why the group is filtered; None if it is scored."""
+    """Reason for the filter; None if the group is scored."""
     samples: tuple[ScoredSample, ...]
     metrics: str | None
     """JSON object with the metrics that reward functions logged; None if there are none."""

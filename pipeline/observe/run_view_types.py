@@ -40,7 +40,7 @@ class Opened(NamedTuple):
 
     partition: int
     time_s: float
-    """When the prompt was written."""
+    """Time of the prompt's record."""
 
 
 class Tally(NamedTuple):
@@ -75,7 +75,7 @@ class StepFacts(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Ended:
-    """What a view has forgotten, in numbers."""
+    """Counts of what a view no longer stores."""
 
     steps: int = 0
     versions: int = 0
@@ -168,7 +168,7 @@ class WorkingTime:
     spans: list[tuple[float, float]] = field(default_factory=list)
     """First and last moment of each stretch without a silence of more than `SILENCE_S`, in order."""
     stops: list[float] = field(default_factory=list)
-    """When the run was stopped, in order."""
+    """Times at which the run was stopped, in order."""
 
     def add(self, moment_s: float) -> None:
         """Add a sign of life."""

@@ -103,7 +103,7 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
 
 
 def _group(snapshot: RunSnapshot, rules: Schedule, group: int) -> Stuck:
-    """Why a group that the next step needs has no outcome."""
+    """Reason why a group that the next step needs has no outcome."""
     view, drawn = snapshot.view, snapshot.drawn
     opened = view.open.get(group)
     step = f"step {view.steps_done} waits for group {group}"

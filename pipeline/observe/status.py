@@ -48,7 +48,7 @@ ADVICE = {
 }
 """What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
 OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"
-"""What to change where rollout and training overlap already, and yet neither is busy."""
+"""Advice if rollout and training overlap already and neither is busy."""
 
 
 def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None:

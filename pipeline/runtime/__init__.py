@@ -1,1 +1,1 @@
-"""What a worker stands on: entry point, session, roles, reporter, run registry, topic reader, weight sync, dead letters, commit notes."""
+"""Shared by all workers: entry point, session, roles, leases, telemetry, run registry, topic reader, weights, dead letters, generation."""

@@ -33,7 +33,7 @@ from penstock.topics.catalogue import check_run_id
 from penstock.topics.wire.visible import visible
 
 EMBEDDED = "embedded"
-"""Address that stands for this machine's own broker."""
+"""Address that means this machine's embedded broker."""
 _SHARE_MEMORY = ("trainer", "rollout", "evaluator")
 """Roles whose memory other processes of the run open under /proc."""
 

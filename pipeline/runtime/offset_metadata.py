@@ -44,7 +44,7 @@ class FeederOffsetMetadata(NamedTuple):
     ended: int
     """Groups below this number have ended."""
     dropped: int
-    """How many of them a scorer dropped."""
+    """Number of them that a scorer dropped."""
     place: int
     """Next position in the order of prompts after those groups."""
 

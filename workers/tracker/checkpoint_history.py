@@ -15,7 +15,7 @@ MODEL = "model"
 
 @dataclass(slots=True)
 class CheckpointHistory:
-    """What the ledger says of each checkpoint."""
+    """The ledger's entries about each checkpoint."""
 
     session: Session
     _tags: dict[int, dict[str, str]] = field(default_factory=dict)

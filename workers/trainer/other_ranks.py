@@ -1,6 +1,6 @@
 """The other processes of a trainer: started here or by torchrun, they train their share of each step and end together with this one.
 
-The rule: the processes are one worker. When one dies, the first ends too, and whoever started it starts the whole set again.
+All ranks form one worker: if one exits, rank 0 exits too, and its launcher restarts the set.
 """
 
 import contextlib

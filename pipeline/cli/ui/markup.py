@@ -1,4 +1,4 @@
-"""Pieces of a page: escaped text, tables, curves. The rule: nothing of a run becomes markup, and a page has no script."""
+"""Pieces of a page: escaped text, tables, curves. No text of a run becomes markup, and a page has no script."""
 
 import base64
 import hashlib

@@ -1,6 +1,6 @@
 """The pages of `penstock ui`, each a function of the runs and of what its address asks for.
 
-The rule: a page shows what the commands print, by the same functions.
+A page shows the output of the commands, by the same functions.
 """
 
 import time
@@ -199,7 +199,7 @@ def _end_of(file: Path) -> str:
 
 
 def letters(runs: Watching, query: Query) -> bytes:
-    """The newest records that nobody could use, with the reasons."""
+    """The newest dead letters, with the reasons."""
     name = resolve(runs.log, one(query, "id"))
     lines = [format.as_line(record, run=name) for record in browse.tail(runs.log, name, "dead-letters", count=ROWS, follow=False)]
     said = Html(f"<pre>{text(chr(10).join(lines))}</pre>" if lines else "<p>none</p>")

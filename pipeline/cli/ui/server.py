@@ -1,6 +1,6 @@
 """The server of `penstock ui`: pages for one person's browser on this machine.
 
-The rule: it listens on loopback, answers only addresses that begin with its token, has no page that changes anything, and allows pages
+It listens on loopback, serves only paths that start with its token, is read-only, and allows pages
 neither scripts nor anything from elsewhere; the page of a run brings a policy of its own.
 """
 
@@ -21,7 +21,7 @@ from penstock.pipeline.cli.ui.watched import Watching
 HOST = "127.0.0.1"
 IDLE_S = 10.0
 OWN_POLICY = frozenset({"page"})
-"""Pages whose policy stands in them, as they have scripts of their own."""
+"""Pages that contain their own policy, because they have scripts."""
 
 
 class Server(ThreadingHTTPServer):

@@ -34,7 +34,7 @@ class Part:
     turn: int
     """Number of the completion, or of the completion after the input."""
     finish: Finish | None = None
-    """How the completion ended; None for input."""
+    """Finish reason of the completion; None for input."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

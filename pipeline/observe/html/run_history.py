@@ -43,7 +43,7 @@ class RunHistory:
     measured: deque[Measurement] = field(default_factory=lambda: deque(maxlen=MAX_STATUSES))
     """With the values and labels that `penstock.pipeline.observe.tables.timeline` reads."""
     written_ns: dict[int, int] = field(default_factory=dict)
-    """When the last sample of each group was written."""
+    """Time of the last sample of each group."""
     dead_letters: list[DeadLetter] = field(default_factory=list)
     """The first `MAX_DEAD_LETTERS`, without the records themselves."""
     activities: list[ActivitySpan] = field(default_factory=list)

@@ -122,7 +122,7 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
 
 
 def waiting_for(view: RunView, *, now_s: float) -> str:
-    """What the workers do while no step is done yet."""
+    """Activities of the workers before the first step."""
     if not view.workers:
         return "waiting for the workers"
     return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if worker.role != "tracker")

@@ -99,7 +99,7 @@ class LiveView:
             self._tail = None
 
     def _read(self, timeout_s: float) -> list[Record]:
-        """What is new; a broker that is away is waited for without end, as nothing depends on this reader."""
+        """New records; waits for an unreachable broker without limit, because nothing depends on this reader."""
         try:
             if self._tail is not None or self._open():
                 assert self._tail is not None

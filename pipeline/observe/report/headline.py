@@ -20,7 +20,7 @@ STAGES = {
     "feeder": "the feeder is the bottleneck",
     "turns": "the stages alternate",
 }
-"""What each bottleneck of `penstock.pipeline.observe.status` means."""
+"""Meaning of each bottleneck of `penstock.pipeline.observe.status`."""
 
 
 def headline(report: Mapping[str, Any]) -> list[str]:
@@ -61,7 +61,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 def next_steps(report: Mapping[str, Any]) -> list[str]:
-    """What to change: the causes of dropped groups if they are many, otherwise the bottleneck."""
+    """The change to make next: for the causes of dropped groups if they are many, otherwise the bottleneck."""
     if wastes := report.get("waste", ())[:2]:
         return [f"{waste['why']}: {waste['advice']}" for waste in wastes]
     bottleneck = report.get("bottleneck")

@@ -62,7 +62,7 @@ def ess(steps: Sequence[StepFacts]) -> dict[str, float | None]:
 
 
 def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
-    """What one steers a run by: means over steps, the largest of memory; None where no step has it."""
+    """Metrics to steer a run by: means over steps, the maximum for memory; None if no step has them."""
     means = ("entropy", "truncated_share", "reward_std", "reward_group_std", "update_norm", "train_tokens_per_s")
     return {
         **{name: mean(steps, name) for name in means},

@@ -43,7 +43,7 @@ CAUSES = {
     Activity.NO_WEIGHTS: "weights",
     Activity.NO_DEVICE: "the device",
 }
-"""What rollout workers and scorers wait for, by activity."""
+"""Cause of waiting of rollout workers and scorers, by activity."""
 TRAINER = "trainer"
 
 

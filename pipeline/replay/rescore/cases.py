@@ -113,7 +113,7 @@ def _from_tokens(
 
 
 def _problem(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> str | None:
-    """Why a group cannot be scored; None if it can."""
+    """Reason why a group cannot be scored; None if it can."""
     if len(samples) < prompt.samples_per_prompt:
         return f"{len(samples)} of {prompt.samples_per_prompt} samples are in the log"
     if aborted := sum(sample.finish == "abort" for sample in samples):

@@ -41,7 +41,7 @@ class GroupWorker(GenerationLoop):
     published: PublishedSamples
     tasks: GroupTasks
     _gathered: float = 0.0
-    """When the first of the unpublished samples ended."""
+    """Time at which the first of the unpublished samples ended."""
     _checked_version: int = -1
     """The newest version at the last check of groups in flight for staleness."""
 
