@@ -30,11 +30,11 @@ LIMIT_S = 400.0
 PIPELINE = ("trainer", "rollout", "scorer", "feeder")
 """The roles without which no run goes on."""
 
-WriterLease = str | MemoryLog
+LogLocation = str | MemoryLog
 """Where the topics of a run are: a broker's address, or the in-memory log that all its workers share."""
 
 
-def connect(place: WriterLease, *, client_id: str = "tests") -> Log:
+def connect(place: LogLocation, *, client_id: str = "tests") -> Log:
     """A connection to a broker, or the in-memory log itself, which needs no closing."""
     return place if isinstance(place, MemoryLog) else KafkaLog(place, client_id=client_id)
 
@@ -42,7 +42,7 @@ def connect(place: WriterLease, *, client_id: str = "tests") -> Log:
 class Crew:
     """Starts and ends the workers of one run; leaving the block ends all of them."""
 
-    def __init__(self, place: WriterLease, run: str) -> None:
+    def __init__(self, place: LogLocation, run: str) -> None:
         self.place, self.run = place, run
         self.threads: dict[str, threading.Thread] = {}
         self.stops: dict[str, threading.Event] = {}
@@ -161,7 +161,7 @@ def records_of(log: Log, topic: str) -> list[Record]:
         tail.close()
 
 
-def audited(place: WriterLease, run: str) -> Audit:
+def audited(place: LogLocation, run: str) -> Audit:
     """The audit of a run; on a broker it reads with its own client."""
     if isinstance(place, MemoryLog):
         topics = place.topics(f"{run}.")
@@ -171,7 +171,7 @@ def audited(place: WriterLease, run: str) -> Audit:
     return audit(KafkaSource(place, run, settings=c_client(place)))
 
 
-def complete(place: WriterLease, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
+def complete(place: LogLocation, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """A whole undisturbed run; returns its report."""
     with Crew(place, run) as crew:
         create(config, log=crew.log, run_id=run, notify=lambda _: None)

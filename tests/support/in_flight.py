@@ -11,7 +11,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
-from tests.support.crew import WriterLease, audited, complete, config_of, connect, records_of
+from tests.support.crew import LogLocation, audited, complete, config_of, connect, records_of
 
 TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.01}
 
@@ -54,7 +54,7 @@ def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
     return config_of(model, directory, **table)
 
 
-def run_of(place: WriterLease, run: str, config: Config) -> tuple[dict[str, Any], list[Rollout], list[Group]]:
+def run_of(place: LogLocation, run: str, config: Config) -> tuple[dict[str, Any], list[Rollout], list[Group]]:
     """A whole run: its report, its samples and its groups; its audit is clean."""
     report, log = complete(place, run, config), connect(place)
     samples = [sample for record in records_of(log, f"{run}.rollouts") for sample in rollouts.read_all(record, run=run)[1]]

@@ -18,7 +18,7 @@ from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Outgoing
-from tests.support.crew import Crew, WriterLease, config_of
+from tests.support.crew import Crew, LogLocation, config_of
 from tests.support.deaths import dying_at
 
 SAMPLES = 2
@@ -107,7 +107,7 @@ def written(log: Log, run: str, config: Config, found: Sequence[Group]) -> None:
     write_groups(log, run, found, partitions=config.partitions)
 
 
-def killed(place: WriterLease, run: str, fault: str) -> None:
+def killed(place: LogLocation, run: str, fault: str) -> None:
     """Run a trainer until it dies at a fault point."""
     with Crew(place, run) as crew, dying_at(fault) as dead:
         crew.start("trainer")
@@ -115,7 +115,7 @@ def killed(place: WriterLease, run: str, fault: str) -> None:
         crew.abandon("trainer")
 
 
-def trained(place: WriterLease, run: str, *deaths: str) -> dict[str, Any]:
+def trained(place: LogLocation, run: str, *deaths: str) -> dict[str, Any]:
     """Run trainers to the end of the run, after one died at each of these fault points; returns what the run came to."""
     for fault in deaths:
         killed(place, run, fault)

@@ -17,7 +17,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.run_view import load
 from penstock.topics.catalogue import RUNS_TOPIC
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Record, RecordId
 from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, complete, config_of
 from tests.support.foreign_records import letters
@@ -30,7 +30,6 @@ ROLES = ("trainer", "rollout", "feeder", "tracker")
 """With them a run begins; it waits for a scorer."""
 SORTS = len(TOPICS) + 2
 """Of records: chunks are not manifests, and there is the register of runs."""
-WriterLease = tuple[str, int, int]
 
 
 class Mallory:
@@ -38,7 +37,7 @@ class Mallory:
 
     def __init__(self, broker: str, run: str, *, wanted: int) -> None:
         self.run, self.wanted = run, wanted
-        self.sent: dict[WriterLease, str] = {}
+        self.sent: dict[RecordId, str] = {}
         """Where each damaged record stands, and what was done to it."""
         self._rng = random.Random(f"{wanted}")
         self._kinds: Iterator[str] = iter(())
@@ -96,7 +95,7 @@ class Mallory:
 
     def _delivered(self, error: Any, message: Any, kind: str) -> None:
         assert error is None, error
-        self.sent[message.topic(), message.partition(), message.offset()] = kind
+        self.sent[RecordId(message.topic(), message.partition(), message.offset())] = kind
 
 
 def _sort(record: Record) -> tuple[str, int]:

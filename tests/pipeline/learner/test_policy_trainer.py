@@ -11,6 +11,7 @@ from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.runtime.factories import open_store
+from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, scored
 
@@ -132,31 +133,29 @@ def test_a_model_that_was_half_replaced_is_loaded_anew(
     assert sum(backend.closed for backend in backends) == 1
 
 
-def test_a_repeated_step_keeps_the_micro_batches_of_the_ledger() -> None:
-    policy, groups = PolicyTrainer.open(config_of(), steps=STEPS), scored(2)
-    step = policy.step(recorded_ends=(3, 8))
+def first_step(groups: list[Group], *, recorded_ends: tuple[int, ...] | None = None) -> Entry:
+    """The ledger's entry of a step over these groups."""
+    policy = PolicyTrainer.open(config_of(), steps=STEPS)
+    step = policy.step(recorded_ends=recorded_ends)
     for group in groups:
         step.add(group)
     outcome = step.finish(learner_version=0)
-    entry = Entry(
+    return Entry(
         seq=3, kind="step", time_ns=0, step=0, version=0, boundaries=outcome.boundaries, loss_bits=outcome.loss_bits,
         grad_norm_bits=outcome.grad_norm_bits, digest=policy.weights().digest, metrics=outcome.metrics,
     )  # fmt: skip
-    assert outcome.boundaries == (3, 8)
+
+
+def test_a_repeated_step_keeps_the_micro_batches_of_the_ledger() -> None:
+    groups = scored(2)
+    entry = first_step(groups, recorded_ends=(3, 8))
+    assert entry.boundaries == (3, 8)
     assert repeat(PolicyTrainer.open(config_of(), steps=STEPS), entry, groups).differences == ()
 
 
 def test_a_repeated_step_names_each_number_that_differs() -> None:
     found = scored(2)
-    policy = PolicyTrainer.open(config_of(), steps=STEPS)
-    step = policy.step()
-    for group in found:
-        step.add(group)
-    outcome = step.finish(learner_version=0)
-    entry = Entry(
-        seq=3, kind="step", time_ns=0, step=0, version=0, boundaries=outcome.boundaries, loss_bits=outcome.loss_bits,
-        grad_norm_bits=outcome.grad_norm_bits, digest=policy.weights().digest, metrics=outcome.metrics,
-    )  # fmt: skip
+    entry = first_step(found)
     again = repeat(PolicyTrainer.open(config_of(), steps=STEPS), entry, found)
     assert again.differences == ()
     changed = repeat(PolicyTrainer.open(config_of(), steps=STEPS), entry, found[::-1][:1])
