@@ -215,7 +215,7 @@ FUNCTIONS = {
 
 
 NOT_COVERED = {"landlock": {"limits of others", "priority of others"}, "bwrap": set[str](), "none": set(FUNCTIONS)}
-"""What docs/security.md lists under "What is not covered": printed, and no failure."""
+"""What docs/explanation/security.md lists under "What is not covered": printed, and no failure."""
 
 
 def write_module(folder: Path) -> None:

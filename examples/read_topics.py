@@ -1,4 +1,4 @@
-"""Every topic of a run, read without Penstock: python examples/read_topics.py HOST:PORT RUN [SETTINGS] (docs/topics.md has the format)"""
+"""Reads every topic of a run without Penstock: python examples/read_topics.py HOST:PORT RUN [SETTINGS]; format: docs/reference/topics.md"""
 
 import sys
 from collections import Counter

@@ -162,7 +162,7 @@ class Written:
                 raise Unrecoverable(
                     f"{record.topic}/{record.partition} has lost records: offset {newest} was acknowledged, the next record was written at "
                     f"{offset}. A broker without the newest records became the leader (unclean.leader.election.enable, "
-                    "min.insync.replicas): nothing more is written; see docs/failures.md"
+                    "min.insync.replicas): nothing more is written; see docs/explanation/failures.md"
                 )
             self._newest[partition] = offset
 

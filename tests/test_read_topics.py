@@ -21,7 +21,7 @@ from tests.support.a_run import Teller
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "read_topics.py"
-DOCUMENT = (ROOT / "docs" / "topics.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "reference" / "topics.md").read_text(encoding="utf-8")
 SAMPLE = "Columns of a sample"
 CODECS = {
     codec.name: codec.schema

@@ -19,7 +19,7 @@ PACKAGES = ("topics", "infra", "pipeline", "workers", "penstock")
 BEGIN, END = "<!-- tree -->\n```\n", "```\n<!-- /tree -->"
 WIDTH = 16
 SHOWN = 128
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = {
     "examples": "Configurations to start from, with a reward, a data set, a loss and an agent of a user's own",
     "benchmarks": "Measurements: schedules, engines, kills, outages, replays, exports; each prints what it compares with",
@@ -83,7 +83,7 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:
-    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     missing = [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")]
     assert (missing, len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))) == ([], 15)
@@ -125,8 +125,8 @@ def test_every_make_target_that_is_named_exists(path: Path) -> None:
 
 
 def documented() -> dict[str, str]:
-    """section.key -> default, as docs/configuration.md has it."""
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    """section.key -> default, as docs/reference/configuration.md has it."""
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     found = {}
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         name = section.partition("\n")[0].strip("[] `")
@@ -140,7 +140,9 @@ def test_every_key_in_the_table_for_readers_of_trl_exists() -> None:
     there = {f"{name}.{key}" for name, field in Config.model_fields.items() for key in field.annotation.model_fields}  # type: ignore[union-attr]
     sections = "|".join(Config.model_fields)
     rows = [
-        line.split(" | ") for line in (ROOT / "docs" / "from-trl.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+        line.split(" | ")
+        for line in (ROOT / "docs" / "how-to" / "from-trl.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
     ]
     named = {key for row in rows for key in re.findall(rf"`((?:{sections})\.\w+)", " ".join(row[1:]))}
     assert len(named) > 40

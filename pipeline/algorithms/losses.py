@@ -229,7 +229,8 @@ def summarise(sums: Mapping[str, float]) -> Stats:
     `tokens` and `denominator` are the trainer's counts of the step. Each `NAME_sum`, also of a user's loss, becomes the mean NAME.
     `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights w = current / behaviour (arXiv 2509.19128), because clamping
     would hide the tail. `weight` is their mean, `kl` is k3 between proximal and current policy, `kl_behaviour_k1` and `kl_behaviour_k3`
-    between behaviour and current, `clip_fraction` (and `_low`, `_high`) of tokens that the surrogate clips; see docs/algorithms.md.
+    between behaviour and current, `clip_fraction` (and `_low`, `_high`) of tokens that the surrogate clips.
+    See docs/explanation/algorithms.md.
     """
     tokens = sums["tokens"]
     if not tokens:

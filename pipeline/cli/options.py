@@ -43,7 +43,7 @@ TrustCode = Annotated[
 TrustRun = Annotated[
     bool, typer.Option("--trust-code", help="Run the code that the run names although no key on this machine has signed it.")
 ]
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/reference/configuration.md.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable."),

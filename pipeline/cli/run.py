@@ -27,7 +27,7 @@ RunId = Annotated[
 
 
 def run(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/reference/configuration.md.")] = None,
     *,
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Resume a stopped run instead of starting CONFIG.")] = None,
     overrides: Annotated[

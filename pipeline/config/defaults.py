@@ -86,7 +86,7 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
 
 
 def as_markdown() -> str:
-    """The table in docs/configuration.md."""
+    """The table in docs/reference/configuration.md."""
     lines = ["| key | on a CPU | on a GPU | why |", "|---|---|---|---|"]
     for default in DEVICE_DEFAULTS:
         only = "" if default.only is None else f', with `{default.key.partition(".")[0]}.{default.only[0]} = "{default.only[1]}"`'

@@ -130,10 +130,10 @@ def _meant(location: Sequence[str]) -> str:
     for key in (".".join(location), name):
         if key in synonyms.KEYS:
             meant = synonyms.KEYS[key]
-            return f"; did you mean {meant!r}?" if meant else "; there is nothing of the kind, see docs/configuration.md"
+            return f"; did you mean {meant!r}?" if meant else "; there is nothing of the kind, see docs/reference/configuration.md"
     same_name = [f"{top}.{name}" for top, field in Config.model_fields.items() if name in getattr(field.annotation, "model_fields", ())]
     close = same_name or [".".join([*sections, near]) for near in difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.7)]
-    return f"; did you mean {close[0]!r}?" if close else "; see docs/configuration.md"
+    return f"; did you mean {close[0]!r}?" if close else "; see docs/reference/configuration.md"
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

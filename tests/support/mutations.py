@@ -28,7 +28,7 @@ def flipped(data: bytes, rng: random.Random, *, times: int = 1) -> bytes:
 
 
 def signed(record: Record) -> Record:
-    """The record with the checksum that its headers and payload ask for, as `docs/topics.md` describes it."""
+    """The record with the checksum that its headers and payload ask for, as `docs/reference/topics.md` describes it."""
     plain = tuple((name, text) for name, text in record.headers if name != "crc32")
     lines = b"".join(b"\n" + name.encode() + b"=" + text for name, text in dict(plain).items() if name in KNOWN)
     return replace(record, headers=(*plain, ("crc32", b"%08x" % zlib.crc32(record.value + lines))))

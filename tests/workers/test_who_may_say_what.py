@@ -1,4 +1,4 @@
-"""What each role may write is the table of docs/security.md, and a record that is not its to write has no effect."""
+"""What each role may write is the table of docs/explanation/security.md, and a record that is not its to write has no effect."""
 
 import pytest
 
@@ -24,7 +24,7 @@ WRITES = {
 
 
 def test_the_table_of_the_docs_says_what_the_access_rules_allow() -> None:
-    section = (ROOT / "docs/security.md").read_text(encoding="utf-8").partition("## Who may say what")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/explanation/security.md").read_text(encoding="utf-8").partition("## Who may say what")[2].partition("\n## ")[0]
     heads, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
     assert [cells[1].strip("`") for cells in rows if set(cells[2:]) <= {"yes", "-"}] == [cells[1].strip("`") for cells in rows]
     said = {cells[1].strip("`"): {role for role, cell in zip(heads[2:], cells[2:], strict=True) if cell == "yes"} for cells in rows}

@@ -34,7 +34,7 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     """1 if the completion's final answer is mathematically equal to the reference answer, or to one of a list.
 
     None if no reference has a letter or a digit. Raises `InvalidReference` as `exact_match` does.
-    docs/mathematics.md defines the final answer and equality.
+    docs/reference/mathematics.md defines the final answer and equality.
 
     Example:
         math_verify(["so it is \\\\boxed{18}", "17"], ["16 + 2\\n#### 18", "18"])  # -> [1.0, 0.0]

@@ -77,7 +77,7 @@ def _line(key: str, value: Any, why: str = "") -> str:
 def _beginning(model: str, inputs: Inputs, *, steps: int) -> list[str]:
     size = f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"
     return [
-        "# Written by `penstock init`. Every key: docs/configuration.md. Paths are relative to this file.",
+        "# Written by `penstock init`. Every key: docs/reference/configuration.md. Paths are relative to this file.",
         "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
         "[run]",
         _line("name", _name(model), "first part of the run's id"),
@@ -124,7 +124,7 @@ def _schedule(inputs: Inputs, *, engine: str) -> list[str]:
     )
     return [
         "[schedule]",
-        _line("mode", mode, f"{why}; docs/schedules.md"),
+        _line("mode", mode, f"{why}; docs/explanation/schedules.md"),
         _line("prompts_per_step", 32 if inputs.gpus else 4, "groups in an optimizer step"),
         _line("samples_per_prompt", 8, "completions in a group; more where rewards are seldom"),
         "",
@@ -133,7 +133,7 @@ def _schedule(inputs: Inputs, *, engine: str) -> list[str]:
         _line("temperature", 1.0),
         "",
         "[algorithm]",
-        _line("loss", "dapo", "or grpo, dr_grpo, gspo, cispo: docs/algorithms.md"),
+        _line("loss", "dapo", "or grpo, dr_grpo, gspo, cispo: docs/explanation/algorithms.md"),
     ]
 
 

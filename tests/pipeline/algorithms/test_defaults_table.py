@@ -1,4 +1,4 @@
-"""The table in docs/algorithms.md of what an empty `[algorithm]` comes to, for every loss, schedule and number format.
+"""The table in docs/explanation/algorithms.md of what an empty `[algorithm]` comes to, for every loss, schedule and number format.
 
 `python tests/pipeline/algorithms/test_defaults_table.py` rewrites it.
 """
@@ -13,7 +13,7 @@ from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.scheduling.schedule import MODES
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "algorithms.md"
 BEGIN, END = "<!-- defaults -->\n", "<!-- /defaults -->"
 DTYPES = ("float32", "bfloat16")
 HEAD = ("`loss`", "`mode`", "S", "float32 on both sides", "bfloat16 on either side")

@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: one table, in the code and in docs/operations.md, which this file rewrites when run as a script."""
+"""Defaults that depend on the device: the table in docs/how-to/operations.md is that of the code. As a script, this file rewrites it."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from penstock.pipeline.config.load import ConfigError, from_json, load, to_json
 from penstock.pipeline.runtime.generation.sampling import request_of
 from tests.support.strategies import a_prompt
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "operations.md"
 BEGIN, END = "<!-- device defaults -->\n", "<!-- /device defaults -->"
 
 

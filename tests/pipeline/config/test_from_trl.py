@@ -5,7 +5,7 @@ import re
 from penstock.pipeline.config.run_config import Config
 from tests.support.paths import ROOT
 
-TABLE = (ROOT / "docs" / "from-trl.md").read_text(encoding="utf-8")
+TABLE = (ROOT / "docs" / "how-to" / "from-trl.md").read_text(encoding="utf-8")
 GRPO_CONFIG_1_16 = """
     beta bf16 cache_implementation cast_lm_head_to_fp32 chat_template_kwargs delta disable_dropout ds3_gather_for_generation
     entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high generation_batch_size

@@ -33,8 +33,8 @@ def test_every_key_that_a_synonym_leads_to_exists(ours: str) -> None:
         ("trainer", "use_peft", "did you mean 'trainer.lora_rank'?"),
         ("trainer", "report_to", "did you mean 'wandb.enabled'?"),
         ("rollout", "tensor_parallel", "did you mean 'rollout.vllm.tensor_parallel_size'?"),
-        ("run", "push_to_hub", "there is nothing of the kind, see docs/configuration.md"),
-        ("algorithm", "foo", "unknown key; see docs/configuration.md"),
+        ("run", "push_to_hub", "there is nothing of the kind, see docs/reference/configuration.md"),
+        ("algorithm", "foo", "unknown key; see docs/reference/configuration.md"),
     ],
 )
 def test_an_unknown_key_is_answered_by_its_meaning_before_its_spelling(section: str, key: str, hint: str) -> None:
