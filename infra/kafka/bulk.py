@@ -122,7 +122,7 @@ def writing(connection: Connection) -> dict[str, Any]:
         "acks": "all",
         # With two requests in flight a new topic loses acknowledged records: a broker that is not yet the leader refuses the first batch,
         # accepts the second without being able to check its sequence number, and takes the resent first batch for a duplicate.
-        # docs/upstream/a-new-topic-loses-its-first-batch.md
+        # docs/explanation/upstream.md
         "max.in.flight.requests.per.connection": 1,
         "linger.ms": 5,
         "batch.size": 1_000_000,
