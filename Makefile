@@ -156,7 +156,7 @@ $(STAMP)/installed: $(STAMP)/environment requirements.lock pyproject.toml
 	@$(UV) pip install --quiet --no-deps -e .
 	@touch $@
 
-$(MODEL)/config.json: $(wildcard pipeline/envs/tiny/*.py) | $(STAMP)/installed
+$(MODEL)/config.json: $(wildcard pipeline/data/tiny/*.py) | $(STAMP)/installed
 	@rm -rf $(MODEL)
 	@$(BIN)/penstock model tiny $(MODEL)
 	@touch $@

@@ -24,14 +24,14 @@ import atheris
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 with atheris.instrument_imports(
-    include=["penstock.topics", "penstock.pipeline.archive", "penstock.pipeline.envs.agents.gateway", "penstock.infra.sandbox.parquet"]
+    include=["penstock.topics", "penstock.pipeline.archive", "penstock.pipeline.agents.gateway", "penstock.infra.sandbox.parquet"]
 ):
     from penstock.infra.sandbox.parquet import reader
+    from penstock.pipeline.agents.gateway.chat import BadRequest, chat_request
     from penstock.pipeline.archive.archived_log import to_records
     from penstock.pipeline.archive.files import FORMAT, note_of, options
     from penstock.pipeline.archive.layout import KINDS, Kind
     from penstock.pipeline.archive.rows import to_table
-    from penstock.pipeline.envs.agents.gateway.chat import BadRequest, chat_request
     from penstock.pipeline.runtime.registration import run_key
     from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
     from penstock.topics.turns import calls, replies

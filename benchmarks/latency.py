@@ -144,7 +144,7 @@ def our_weights(bootstrap: str, nbytes: int) -> Iterator[Callable[[], float]]:
     """One turn: a version's chunks are sent, then its manifest is committed; until a worker's copy holds it."""
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.tensors.stream import TensorBytes
-    from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
+    from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
     from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
     from penstock.topics.catalogue import topics_of
     from tests.support.a_run import Teller

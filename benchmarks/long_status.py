@@ -25,9 +25,9 @@ from command import PENSTOCK
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.observe.live.saved_view import ViewWriter, from_json, to_json
-from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.status import WATCHED
+from penstock.pipeline.inspect.live.saved_view import ViewWriter, from_json, to_json
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.status import WATCHED
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -27,8 +27,8 @@ import own_network
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights import read
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, manifest_record, send_version
 from penstock.topics.catalogue import topics_of
 
@@ -46,7 +46,7 @@ def work_as_reader(run: str, bootstrap: str, *, shared: bool) -> None:
         counted["versions"] += 1
         return nbytes
 
-    from penstock.pipeline.runtime.generation import weight_prefetch
+    from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
 
     weight_prefetch.bring = counting  # type: ignore[assignment]
     log = KafkaLog(bootstrap, client_id=f"reader-{os.getpid()}")

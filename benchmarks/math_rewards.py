@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.envs.builtin_rewards import math_verify
+from penstock.pipeline.rewards.builtin import math_verify
 
 PAIRS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_pairs.jsonl"
 STYLES = ("gsm8k", "math", "aime", "olympiadbench")

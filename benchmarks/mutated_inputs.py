@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.envs import reward_child
 from penstock.pipeline.launch.check import trial
+from penstock.pipeline.rewards import child as reward_child
 from tests.support.light_model import light_model
 
 BAD = ("traceback", "hang", "vague")

@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.observe.html.build import Limits, build, write
+from penstock.pipeline.inspect.html.build import Limits, build, write
 from penstock.topics import groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.groups import Group, ScoredSample

@@ -24,7 +24,7 @@ from penstock.infra.engines.base import GroupRequest, Sampling
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.topics.catalogue import topics_of
 

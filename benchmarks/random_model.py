@@ -36,7 +36,7 @@ def drawn_from(directory: Path, *, size: str, tokens: int) -> list[str]:
 
     The model ends a completion with each token's probability, so that lengths are geometric; shorter ones have higher rewards.
     """
-    from penstock.pipeline.envs.tiny.model import tiny_tokenizer
+    from penstock.pipeline.data.tiny.model import tiny_tokenizer
 
     make_model(directory, size=size)
     tiny_tokenizer().save_pretrained(directory)

@@ -22,7 +22,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.envs.reward_child import reward_pool
+from penstock.pipeline.rewards.child import reward_pool
 from tests.support.scorers import config_of, filled, outcomes, scorer_of
 
 BLOCKING = """
@@ -103,7 +103,7 @@ def score(reward: str, chosen: argparse.Namespace, server: psutil.Process) -> No
         scorer = scorer_of(log, run, 0, pool, config)
         while pool.busy_s == 0.0:  # until the child is ready
             scorer.turn()
-        child = next(one for one in psutil.Process().children() if "penstock.pipeline.envs.reward_child:child" in one.cmdline())
+        child = next(one for one in psutil.Process().children() if "penstock.pipeline.rewards.child:child" in one.cmdline())
         began, busy, cpu = time.monotonic(), pool.busy_s, [cpu_s(one) for one in (psutil.Process(), child, server)]
         threads = 0
         while pool.pending:

@@ -43,7 +43,7 @@ CARRIERS = frozenset(
 """Names of the types that hold a sample or a part of it."""
 TOPICS = (".prompts", ".rollouts", ".groups")
 ALWAYS = ("pipeline/scheduling/", "pipeline/envs/", "infra/sandbox/")
-IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/envs/builtin_rewards/__init__.py": "the reward function, or the user's own"}
+IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/rewards/builtin/__init__.py": "the reward function, or the user's own"}
 """What runs in the reward functions' child process, where nothing is observed."""
 AS_BYTES = ("topics/", "infra/kafka/")
 """Where a sample is bytes for a while: there any bytes in the arguments count."""
@@ -57,7 +57,7 @@ OTHER_RECORDS = (
     "pipeline/scheduling/resume_point",
 )
 """Files of what is in no record of a sample; `resume_point` is what a ledger entry says beside its step."""
-WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/generation/weight_prefetch")
+WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/weights/prefetch")
 """Files that carry weights, which are tensors too."""
 LAST = ("workers/trainer/worker.py", "Trainer.end")
 """Called once the last step is trained: what is called after is how workers end."""
@@ -121,7 +121,7 @@ def carries(value: Any, *, depth: int = 2) -> bool:
 def observe(bootstrap: str, *, steps: int = 3) -> dict[str, str]:
     """File -> function of its first call with a sample, in the order of those calls, over a run of a few steps."""
     from penstock.infra.kafka.log import KafkaLog
-    from penstock.pipeline.envs.tiny.model import make_tiny_model
+    from penstock.pipeline.data.tiny.model import make_tiny_model
     from penstock.pipeline.launch.create import create
     from penstock.pipeline.runtime.roles import ROLES as MODULES
     from penstock.pipeline.runtime.session import join

@@ -30,9 +30,9 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.envs.tiny.model import make_tiny_model
+from penstock.pipeline.data.tiny.model import make_tiny_model
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.run_view import load
 from penstock.topics.turns import calls, replies
 from penstock.topics.wire.record import Record
 from tests.support.bare_clients import c_client

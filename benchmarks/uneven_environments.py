@@ -30,9 +30,9 @@ from sleeping_engine import TOKENS, kind
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.envs.tiny.model import LAKE, make_tiny_model
+from penstock.pipeline.data.tiny.model import LAKE, make_tiny_model
+from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import collect
 from penstock.topics import groups, rollouts
 from tests.support.crew import PIPELINE, Crew, records_of
 

@@ -30,13 +30,13 @@ from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.envs.tiny.model import make_tiny_model
+from penstock.pipeline.data.tiny.model import make_tiny_model
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import join
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.workers.trainer.run_writer import RunWriter
 
 RUN, JOINED_AT, RATIO_LIMIT, SETTLE_S, CHANGED = "history", 57, 1.2, 12.0, 0.01
 PACE_S = 0.2

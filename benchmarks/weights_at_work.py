@@ -39,7 +39,7 @@ def trainer(bootstrap: str, run: str, partitions: int, layers: int, changed: flo
 
     from penstock.infra.tensors.torch_copy import to_bytes
     from penstock.pipeline.learner.policy_trainer import Weights
-    from penstock.pipeline.learner.weight_publisher import WeightPublisher
+    from penstock.workers.trainer.weight_publisher import WeightPublisher
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     model, generator = _model(layers), torch.Generator().manual_seed(0)

@@ -32,14 +32,14 @@ from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table
-from penstock.pipeline.envs.tiny.model import tiny_tokenizer
+from penstock.pipeline.data.tiny.model import tiny_tokenizer
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.runtime.generation.group_worker import GroupWorker
-from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session, join
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.workers.rollout.group_worker import GroupWorker
+from penstock.workers.trainer.run_writer import RunWriter
 
 RUN = "throughput"
 LIMITS = {"worker": 0.95, "keep": 0.88, "stall_ms": 100.0}

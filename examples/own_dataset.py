@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from penstock.pipeline.envs.tiny import successor_rows
+from penstock.pipeline.data.tiny import successor_rows
 
 
 def capitals(*, seed: int = 0, size: int = 256, split: str = "train", longest: int = 12) -> Iterator[dict[str, str]]:

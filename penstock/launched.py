@@ -14,13 +14,13 @@ from penstock.infra.backends.processor import this_cpu
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, to_json, with_paths
 from penstock.pipeline.config.security import refuse_secrets
+from penstock.pipeline.inspect.live.notebook import notebook_screen
+from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import visible_gpus
-from penstock.pipeline.observe.live.notebook import notebook_screen
-from penstock.pipeline.observe.report.summary import collect
 from penstock.topics.wire.visible import visible
 
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.tables import samples_groups_steps, turns
 from penstock.pipeline.launch.broker_keeper import connect
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.tables import samples_groups_steps, turns
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
 if TYPE_CHECKING:

@@ -14,19 +14,20 @@ from penstock.infra.engines import registry as engines
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.agents.environments import sources as environments
 from penstock.pipeline.algorithms import registry as algorithms
-from penstock.pipeline.audit import report as audit_checks
-from penstock.pipeline.audit.check import Check, Violation
-from penstock.pipeline.audit.checks import prompts as prompt_checks
 from penstock.pipeline.cli import app as cli
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.config.schema import RunSection
-from penstock.pipeline.envs import builtin_rewards, rewards
-from penstock.pipeline.envs.datasets import open as sources
-from penstock.pipeline.envs.datasets import open_dataset
-from penstock.pipeline.envs.datasets.generated import open_tiny
-from penstock.pipeline.envs.environments import sources as environments
+from penstock.pipeline.data import open as sources
+from penstock.pipeline.data import open_dataset
+from penstock.pipeline.data.generated import open_tiny
+from penstock.pipeline.inspect.audit import report as audit_checks
+from penstock.pipeline.inspect.audit.check import Check, Violation
+from penstock.pipeline.inspect.audit.checks import prompts as prompt_checks
 from penstock.pipeline.launch.supervisor import Supervisor
+from penstock.pipeline.rewards import builtin as builtin_rewards
+from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime import roles
 from penstock.pipeline.runtime.factories import make_backend, make_engine
 from penstock.pipeline.scheduling import schedule

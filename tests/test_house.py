@@ -70,7 +70,7 @@ def test_cycles_widths_and_imports_that_point_up_are_noticed(tmp_path: Path) -> 
         "pipeline/config/a.py": "def f():\n    from penstock.pipeline.launch import b\n",
         "pipeline/launch/__init__.py": "",
         "pipeline/launch/b.py": "from penstock.pipeline.config.a import f\n",
-        "pipeline/audit/__init__.py": "from penstock.pipeline.config import a\n",
+        "pipeline/inspect/audit/__init__.py": "from penstock.pipeline.config import a\n",
         **{f"topics/m{number}.py": "" for number in range(WIDTH_LIMIT + 1)},
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,8 +78,8 @@ def test_cycles_widths_and_imports_that_point_up_are_noticed(tmp_path: Path) -> 
     graph = import_graph(tmp_path)
     assert import_cycles(graph) == [["pipeline.config.a", "pipeline.launch.b"]]
     assert against_the_order(graph) == [
-        "pipeline.audit imports pipeline.config",
-        "pipeline.audit imports pipeline.config.a",
+        "pipeline.inspect.audit imports pipeline.config",
+        "pipeline.inspect.audit imports pipeline.config.a",
         "pipeline.config.a imports pipeline.launch",
         "pipeline.config.a imports pipeline.launch.b",
     ]

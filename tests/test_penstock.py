@@ -16,7 +16,7 @@ import pytest
 import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.opened import Run
-from penstock.pipeline.observe.tables import samples_groups_steps, turns
+from penstock.pipeline.inspect.tables import samples_groups_steps, turns
 from penstock.topics import groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
@@ -176,7 +176,7 @@ def test_a_run_answers_in_sql_and_in_pictures(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("broker")
 def test_the_example_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
-    from penstock.pipeline.envs.tiny.model import make_tiny_model
+    from penstock.pipeline.data.tiny.model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", steps=1)
     chosen = {"PENSTOCK_NOTEBOOK_MODEL": str(model), "PENSTOCK_NOTEBOOK_STEPS": "2", "PYTHONPATH": str(ROOT)}
@@ -209,7 +209,7 @@ for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
 
 @pytest.mark.slow
 def test_a_launched_run_returns_its_report_and_can_be_read(broker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from penstock.pipeline.envs.tiny.model import make_tiny_model
+    from penstock.pipeline.data.tiny.model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", steps=1)
     overrides = ["run.steps=2", "schedule.samples_per_prompt=4", "algorithm.filter_zero_variance=false", "eval.limit=4"]

@@ -20,7 +20,7 @@ DEFAULT = {
     "04-fuzz": "tests/topics/wire/test_mutated.py::test_ten_thousand_damaged_records_are_refused_in_time_and_in_little_memory",
     "05-sql-opens-files": "tests/pipeline/archive/test_sql_limits.py::test_no_statement_opens_a_file_or_changes_a_setting",
     "06-run-id-is-a-path": "tests/pipeline/archive/test_run_folder.py::test_nothing_but_the_folder_of_a_run_is_removed",
-    "07-one-record-blinds-all": "tests/pipeline/observe/test_hostile_register.py::test_a_record_of_a_tenant_takes_no_other_run_away",
+    "07-one-record-blinds-all": "tests/pipeline/inspect/test_hostile_register.py::test_a_record_of_a_tenant_takes_no_other_run_away",
     "08-ui-question-without-end": "tests/pipeline/cli/test_ui.py"
     "::test_while_a_question_is_computed_other_pages_answer_and_it_ends_with_its_browser",
     "09-replay-score-runs-code": f"{REGISTRATION}/test_trust.py::test_scoring_again_loads_what_the_record_names_only_when_it_is_trusted",
@@ -28,7 +28,7 @@ DEFAULT = {
     "::test_after_hiding_no_secret_is_in_proc_while_the_process_and_its_programs_have_it",
     "11-reward-leaves-a-process": "tests/infra/sandbox/test_keeper.py::test_nothing_that_a_function_starts_outlives_its_child",
     "12-anybody-ends-a-run": "tests/workers/trainer/test_arrivals.py::test_nobody_else_ends_a_run_or_chooses_its_best_checkpoint",
-    "13-ui-markup": "tests/pipeline/observe/test_html.py::test_no_text_of_a_run_becomes_markup",
+    "13-ui-markup": "tests/pipeline/inspect/test_html.py::test_no_text_of_a_run_becomes_markup",
     "14-embedded-broker-any-user": "tests/infra/broker/test_broker_password.py::test_a_process_that_is_told_the_ports_does_nothing",
 }
 """Case -> the default test of its rule."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from penstock.pipeline.observe.report.text import printed
+from penstock.pipeline.inspect.report.text import printed
 
 WIDTH = 120
 

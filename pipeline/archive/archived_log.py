@@ -293,7 +293,7 @@ class ArchivedTail:
 
 
 class ArchivedSource:
-    """An archive as the audit reads it: a `penstock.pipeline.audit.source.Source`."""
+    """An archive as the audit reads it: a `penstock.pipeline.inspect.audit.source.Source`."""
 
     def __init__(self, log: ArchivedLog) -> None:
         self.run, self._log = log.run, log

@@ -14,9 +14,9 @@ from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_path
-from penstock.pipeline.observe.records.runs import folder_bytes, log_bytes
-from penstock.pipeline.observe.run_status import has_ended
-from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.inspect.records.runs import folder_bytes, log_bytes
+from penstock.pipeline.inspect.run_status import has_ended
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.runtime.registration.run_registry import all_runs, find
 from penstock.topics import metrics
 from penstock.topics.catalogue import RUNS_TOPIC, is_run_id, topic_name

@@ -20,12 +20,12 @@ from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.database import NO_LIMITS, Limits, NotAQuery, OutOfMemory, Refused, Scanned, compute, filled
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
-from penstock.pipeline.observe.report.summary import COUNTED
-from penstock.pipeline.observe.tables.samples_groups_steps import GROUPS as GROUP_COLUMNS
-from penstock.pipeline.observe.tables.samples_groups_steps import SAMPLES as SAMPLE_COLUMNS
-from penstock.pipeline.observe.tables.samples_groups_steps import STEPS, RunTables
-from penstock.pipeline.observe.tables.timeline import TIMELINE, timeline
-from penstock.pipeline.observe.tables.turns import TURNS, turns
+from penstock.pipeline.inspect.report.summary import COUNTED
+from penstock.pipeline.inspect.tables.samples_groups_steps import GROUPS as GROUP_COLUMNS
+from penstock.pipeline.inspect.tables.samples_groups_steps import SAMPLES as SAMPLE_COLUMNS
+from penstock.pipeline.inspect.tables.samples_groups_steps import STEPS, RunTables
+from penstock.pipeline.inspect.tables.timeline import TIMELINE, timeline
+from penstock.pipeline.inspect.tables.turns import TURNS, turns
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 

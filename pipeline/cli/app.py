@@ -17,13 +17,13 @@ from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.cli.audit import audit
 from penstock.pipeline.cli.fork import fork
 from penstock.pipeline.cli.init import check, init
-from penstock.pipeline.cli.look.explain import explain as explain_group
-from penstock.pipeline.cli.look.logs import logs, stop
-from penstock.pipeline.cli.look.report import report
-from penstock.pipeline.cli.look.runs import app as runs_app
-from penstock.pipeline.cli.look.sql import sql
-from penstock.pipeline.cli.look.status import graph, status
-from penstock.pipeline.cli.look.ui import ui
+from penstock.pipeline.cli.inspect.explain import explain as explain_group
+from penstock.pipeline.cli.inspect.logs import logs, stop
+from penstock.pipeline.cli.inspect.report import report
+from penstock.pipeline.cli.inspect.runs import app as runs_app
+from penstock.pipeline.cli.inspect.sql import sql
+from penstock.pipeline.cli.inspect.status import graph, status
+from penstock.pipeline.cli.inspect.ui import ui
 from penstock.pipeline.cli.machine.broker import app as broker_app
 from penstock.pipeline.cli.machine.doctor import doctor
 from penstock.pipeline.cli.machine.model import app as model_app

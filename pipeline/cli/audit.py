@@ -7,13 +7,13 @@ import typer
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, notify
 
 if TYPE_CHECKING:
-    from penstock.pipeline.audit.anchors import Anchor
-    from penstock.pipeline.audit.source import Source
+    from penstock.pipeline.inspect.audit.anchors import Anchor
+    from penstock.pipeline.inspect.audit.source import Source
 
 
 def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """Verify from the log alone that nothing was lost, trained twice or trained stale; exit status 1 on any violation."""
-    from penstock.pipeline.audit import report
+    from penstock.pipeline.inspect.audit import report
 
     anchors, source = _source(run, bootstrap, security)
     findings = report.audit(source, anchors)
@@ -30,8 +30,8 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list[
     from penstock.infra.kafka.settings import librdkafka
     from penstock.infra.paths import run_directory
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
-    from penstock.pipeline.audit.anchors import of_folder
-    from penstock.pipeline.audit.kafka_reader import KafkaSource
+    from penstock.pipeline.inspect.audit.anchors import of_folder
+    from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if (archived := open_archive(run)) is not None:

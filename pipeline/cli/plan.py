@@ -48,7 +48,7 @@ def plan(
 
     try:
         if plot is not None:
-            from penstock.pipeline.planning.plot import check_path
+            from penstock.pipeline.launch.planning.plot import check_path
 
             check_path(plot)
         if from_run is not None:
@@ -84,7 +84,7 @@ def _from_run(
     run: str, *, accelerators: int | None, max_lag: int, bootstrap: str, security: list[str] | None, plot: Path | None, json: bool
 ) -> None:
     """Compare variants of a recorded run; with `accelerators`, find their best split."""
-    from penstock.pipeline.planning import recorded, what_if
+    from penstock.pipeline.launch.planning import recorded, what_if
 
     if plot is not None and accelerators is None:
         raise ValueError("--plot shows speed by split: add --accelerators")
@@ -97,7 +97,7 @@ def _from_run(
         else:
             print(what_if.as_text(variants), end="")
         return
-    from penstock.pipeline.planning.search import Cluster
+    from penstock.pipeline.launch.planning.search import Cluster
 
     work, trainers = recorded.workload(record), max(1, record.config.trainer.gpus, record.config.trainer.processes)
     sizes = (work.schedule.prompts_per_step,)
@@ -131,9 +131,9 @@ def _cluster(
     publish_s: float,
 ) -> Any:
     """The accelerators with the given speeds. Raises `ValueError`."""
-    from penstock.pipeline.planning.lengths import parse
-    from penstock.pipeline.planning.search import STEP_SIZES, Cluster
-    from penstock.pipeline.planning.workload import Workload, from_speeds
+    from penstock.pipeline.launch.planning.lengths import parse
+    from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
+    from penstock.pipeline.launch.planning.workload import Workload, from_speeds
     from penstock.pipeline.scheduling.schedule import preset
 
     points = _speeds(speed)
@@ -168,12 +168,12 @@ def _speeds(text: str) -> list[tuple[int, float]]:
 
 
 def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
-    from penstock.pipeline.planning.search import search
-    from penstock.pipeline.planning.text import plan_as_json, plan_as_text
+    from penstock.pipeline.launch.planning.search import search
+    from penstock.pipeline.launch.planning.text import plan_as_json, plan_as_text
 
     result = search(cluster)
     if plot is not None:
-        from penstock.pipeline.planning.plot import plot as write_plot
+        from penstock.pipeline.launch.planning.plot import plot as write_plot
 
         write_plot(result, plot)
         notify(f"wrote {plot}")

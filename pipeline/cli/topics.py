@@ -20,8 +20,8 @@ Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="prompts, rollouts, 
 @app.command("list")
 def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """List a run's topics with their partitions and records."""
-    from penstock.pipeline.observe.records.browse import list_topics as rows_of
-    from penstock.pipeline.observe.records.runs import own_sizes, size
+    from penstock.pipeline.inspect.records.browse import list_topics as rows_of
+    from penstock.pipeline.inspect.records.runs import own_sizes, size
 
     with reading(run, bootstrap, security) as (log, run_id):
         rows = rows_of(log, run_id, sizes=own_sizes(log))
@@ -47,8 +47,8 @@ def tail(
     json: Json = False,
 ) -> None:
     """Print the newest records of a topic, one per line; with --json, one object per line."""
-    from penstock.pipeline.observe.html.token_texts import texts_of
-    from penstock.pipeline.observe.records import browse, format
+    from penstock.pipeline.inspect.html.token_texts import texts_of
+    from penstock.pipeline.inspect.records import browse, format
 
     with reading(run, bootstrap, security) as (log, run_id):
         if follow:
@@ -74,7 +74,7 @@ def show(
 ) -> None:
     """Print the headers and the decoded payload of one record."""
     from penstock.infra.errors import ConfigError, RecordMissing
-    from penstock.pipeline.observe.records import browse, format
+    from penstock.pipeline.inspect.records import browse, format
 
     with reading(run, bootstrap, security) as (log, run_id):
         try:

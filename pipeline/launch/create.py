@@ -11,17 +11,17 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
+from penstock.pipeline.agents.environments.sources import check_source
 from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json
-from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets.configured import described, open_data, open_eval_data
-from penstock.pipeline.envs.datasets.rows import Row
-from penstock.pipeline.envs.environments.sources import check_source
-from penstock.pipeline.envs.tokenization import digests
+from penstock.pipeline.data.configured import described, open_data, open_eval_data
+from penstock.pipeline.data.rows import Row
+from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.launch.check.changes import code_digests
 from penstock.pipeline.launch.check.rows import RowReader
 from penstock.pipeline.launch.check.texts import endless_warning
 from penstock.pipeline.learner.user_functions import check_user_functions
+from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of

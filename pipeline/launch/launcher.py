@@ -18,6 +18,8 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
+from penstock.pipeline.inspect.report.files import REPORTS, remove_reports
+from penstock.pipeline.inspect.run_status import closing, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.arithmetic import threads
 from penstock.pipeline.launch.check.changes import with_changes
@@ -29,8 +31,6 @@ from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_lefto
 from penstock.pipeline.launch.shutdown import lasting_output, stop_requested
 from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
-from penstock.pipeline.observe.report.files import REPORTS, remove_reports
-from penstock.pipeline.observe.run_status import closing, steps_planned
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, registration, set_status, write
@@ -40,8 +40,8 @@ from penstock.topics.catalogue import control_topics_of
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
-    from penstock.pipeline.observe.live.notebook import NotebookScreen
-    from penstock.pipeline.observe.live.view import LiveView
+    from penstock.pipeline.inspect.live.notebook import NotebookScreen
+    from penstock.pipeline.inspect.live.view import LiveView
 
 TURN_S = 0.25
 """Interval between two polls of workers, broker and watchdog."""
@@ -109,7 +109,7 @@ def watch(
     Raises:
         PenstockError: a worker or the broker reached the restart limit, the run ended as failed, or another launcher attends it.
     """
-    from penstock.pipeline.observe.live.view import LiveView
+    from penstock.pipeline.inspect.live.view import LiveView
 
     run, directory, placement = record.run, run_directory(record.run), place(config, visible_gpus())
     with (
@@ -218,9 +218,9 @@ class Watching:
 
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker exited before it wrote any."""
-    from penstock.pipeline.observe.live.terminal import Terminal
-    from penstock.pipeline.observe.report.progress import Progress
-    from penstock.pipeline.observe.report.summary import as_text, collect, render
+    from penstock.pipeline.inspect.live.terminal import Terminal
+    from penstock.pipeline.inspect.report.progress import Progress
+    from penstock.pipeline.inspect.report.summary import as_text, collect, render
 
     directory = run_directory(run)
     written = directory / REPORTS[1]
@@ -266,6 +266,6 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
 
 
 def _console(quiet: bool) -> Any:
-    from penstock.pipeline.observe.live.terminal import Terminal
+    from penstock.pipeline.inspect.live.terminal import Terminal
 
     return Terminal(stderr=quiet)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.observe import stall
-from penstock.pipeline.observe.live.frame import waiting_for
-from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.stall import Drawn, RunSnapshot, Stuck
+from penstock.pipeline.inspect import stall
+from penstock.pipeline.inspect.live.frame import waiting_for
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.stall import Drawn, RunSnapshot, Stuck
 from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable

@@ -18,12 +18,12 @@ from penstock.infra.kafka.settings import Connection
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.security import VARIABLE
+from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch import restart_policy, run_lock
 from penstock.pipeline.launch.placement import NOT_PLACED, Placement, pin, pinning_of
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
-from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.exit_status import BROKEN, ENDED, NO_RETRY
 from penstock.pipeline.runtime.reporting.health import HEALTH
 from penstock.pipeline.runtime.roles import HELPERS, ROLES

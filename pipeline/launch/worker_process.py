@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from penstock.pipeline.inspect.run_view_types import WorkerView
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import WorkerExit
-from penstock.pipeline.observe.run_view_types import WorkerView
 from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 
 LAST_WORDS = 12

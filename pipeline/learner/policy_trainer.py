@@ -17,7 +17,7 @@ from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.learner.ranks.lead import Ranks
+from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.learner.train_step import Objective, Step
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.pipeline.scheduling import rules

@@ -23,7 +23,7 @@ from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
-from penstock.pipeline.learner.ranks.lead import Ranks
+from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, lowered_rewards, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary

@@ -17,7 +17,7 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load, split_options
-from penstock.pipeline.envs.group_outcome import is_trained
+from penstock.pipeline.rewards.group_outcome import is_trained
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
 

@@ -15,9 +15,9 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create, new_id
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
-from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open_policy
 from penstock.pipeline.replay.train.verify import report_arithmetic

@@ -11,14 +11,14 @@ from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.errors import LogError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, override
+from penstock.pipeline.inspect.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.learner.ledger_history import LedgerHistory
-from penstock.pipeline.observe.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.replay.rescore.cases import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
-from penstock.pipeline.runtime.generation.sampling import request_of
 from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
+from penstock.pipeline.runtime.sampling import request_of
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics.prompts import Prompt

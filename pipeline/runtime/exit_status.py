@@ -1,8 +1,8 @@
 """Exit statuses of a worker process, as the launcher reads them."""
 
 from penstock.infra.errors import ConfigError, Fenced, Unrecoverable
-from penstock.pipeline.envs.datasets.rows import DataError
-from penstock.pipeline.envs.scoring.faults import BrokenReward
+from penstock.pipeline.data.rows import DataError
+from penstock.pipeline.rewards.faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
 ENDED, FAILED, NO_RETRY, BROKEN = 0, 1, 2, 3

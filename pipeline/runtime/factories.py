@@ -15,11 +15,11 @@ from penstock.infra.engines.base import Engine, EngineSettings
 from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import EngineError
 from penstock.infra.paths import run_directory
+from penstock.pipeline.agents.driver import Limits
+from penstock.pipeline.agents.engine import TrajectoryEngine
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.envs.agents.driver import Limits
-from penstock.pipeline.envs.agents.engine import TrajectoryEngine
-from penstock.pipeline.envs.conversation import Template, template_of
-from penstock.pipeline.envs.tokenization import digests
+from penstock.pipeline.data.conversation import Template, template_of
+from penstock.pipeline.data.tokenization import digests
 
 _LOADING = threading.Lock()
 

@@ -15,7 +15,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Member, Pools, Producer, Transactions
 from penstock.infra.sandbox.signals import set_in_handler
 from penstock.pipeline.config.load import Config, ConfigError, from_json
-from penstock.pipeline.envs.tokenization import digests
+from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.leases import WriterLease, new_token, process_token
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration

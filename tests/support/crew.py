@@ -13,13 +13,13 @@ from typing import Any
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import Audit, audit
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+from penstock.pipeline.inspect.audit.report import Audit, audit
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import join
 from penstock.topics.wire.record import Record

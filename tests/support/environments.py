@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.infra.engines.base import Sampling
 from penstock.infra.sandbox.sessions import Sessions
-from penstock.pipeline.envs.agents.driver import Episode, Limits
-from penstock.pipeline.envs.agents.generation import Generation
-from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
-from penstock.pipeline.envs.conversation import PlainTemplate
-from penstock.pipeline.envs.environments.sources import CHILD
+from penstock.pipeline.agents.driver import Episode, Limits
+from penstock.pipeline.agents.environments.sources import CHILD
+from penstock.pipeline.agents.generation import Generation
+from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.data.conversation import PlainTemplate
 
 COUNTING = '''
 import os, time

@@ -6,8 +6,8 @@ from typing import Any
 
 from penstock.infra.engines.base import Completion
 from penstock.infra.engines.toy import ToyEngine, _Group
-from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from penstock.pipeline.audit.source import plain
+from penstock.pipeline.inspect.audit.source import plain
 from penstock.topics.wire.record import Record
 
 

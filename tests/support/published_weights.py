@@ -6,8 +6,8 @@ from typing import Any
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.workers.trainer.run_writer import RunWriter
 from tests.support.number_run import RUN, config_of, session_of
 
 

@@ -46,7 +46,7 @@ def trained(backend: Backend, objective: Objective, *, groups: int, steps: int, 
 def measured(settings: dict[str, Any], name: str, config: Config, *, groups: int, processes: Any = None) -> dict[str, Any]:
     """What a backend comes to: losses and norms, the weights after the last step, and ten thousand times the first gradient."""
     from penstock.infra.backends.ranks.lead_backend import LeadBackend
-    from penstock.pipeline.learner.ranks.lead import Ranks
+    from penstock.pipeline.learner.ranks import Ranks
 
     found: dict[str, Any] = {}
     objective = Objective.of(config)
@@ -96,7 +96,7 @@ def _work(
     rank: int, port_file: Path, size: int, cases: list[Any], settings: dict[str, Any], config: Config, groups: int, directory: Path
 ) -> None:
     from penstock.infra.backends.ranks.process_set import ProcessSet, store_on_free_port
-    from penstock.pipeline.learner.ranks.follower import Follower
+    from penstock.workers.trainer.follower import Follower
     from penstock.workers.trainer.other_ranks import variables
 
     store = None

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.pipeline.learner import weight_publisher
+from penstock.workers.trainer import weight_publisher
 
 CHUNK_BYTES = 22_000
 """A version of the model that tests train takes five of these, whole or as a delta: in float32 a step changes every element."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from penstock.infra.log import Log
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import collect
 from penstock.topics import groups, ledger, prompts, weights
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt

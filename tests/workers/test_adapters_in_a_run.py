@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import audit
+from penstock.pipeline.inspect.audit.report import audit
 from penstock.pipeline.launch.create import create
 from penstock.topics import weights
 from tests.support.crew import Crew, audited, complete, config_of, records_of

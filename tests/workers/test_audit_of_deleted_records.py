@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, summary
-from penstock.pipeline.audit.source import Unreadable, plain
+from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
+from penstock.pipeline.inspect.audit.source import Unreadable, plain
 from penstock.topics.groups import encode_parts
 from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN as TOLD

@@ -11,8 +11,8 @@ import pytest
 from confluent_kafka import Producer
 
 from penstock.pipeline import cli
-from penstock.pipeline.audit.kafka_reader import ORDER, KafkaSource
-from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, summary
+from penstock.pipeline.inspect.audit.kafka_reader import ORDER, KafkaSource
+from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
 from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters, weights
 from penstock.topics.wire.record import Record

@@ -15,7 +15,7 @@ from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.engines.transformers.engine import TransformersEngine
 from penstock.infra.faults import VARIABLE
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import factories
 from tests.support.counting_run import counting_run

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.sql import ask
-from penstock.pipeline.audit.report import as_text
-from penstock.pipeline.observe.explain.as_json import explain
-from penstock.pipeline.observe.explain.text import as_page
+from penstock.pipeline.inspect.audit.report import as_text
+from penstock.pipeline.inspect.explain.as_json import explain
+from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics import groups
 from penstock.topics.samples import reward_of
 from tests.support.counting_run import counting_run

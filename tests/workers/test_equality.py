@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.topics import rollouts
 from tests.support.crew import audited, complete, config_of, records_of
 

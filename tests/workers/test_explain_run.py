@@ -14,13 +14,13 @@ from penstock.infra.engines import toy
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
+from penstock.pipeline.inspect.explain import as_json, text
+from penstock.pipeline.inspect.explain.group_history import read_group
+from penstock.pipeline.inspect.recorded_run import read_run
+from penstock.pipeline.inspect.tables import samples_groups_steps
 from penstock.pipeline.learner.ledger_history import read_ledger_history, read_planned
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import denominator, pack
-from penstock.pipeline.observe.explain import as_json, text
-from penstock.pipeline.observe.explain.group_history import read_group
-from penstock.pipeline.observe.recorded_run import read_run
-from penstock.pipeline.observe.tables import samples_groups_steps
 from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 from tests.support.recorded_run import RecordedRun
 

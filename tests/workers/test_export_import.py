@@ -18,11 +18,11 @@ from penstock.pipeline.archive.files import find_archive
 from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, Tables, ask
-from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import audit
+from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+from penstock.pipeline.inspect.audit.report import audit
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.tables.timeline import timeline
 from penstock.pipeline.learner.ledger_history import read_ledger_history, read_planned
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.tables.timeline import timeline
 from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.bare_clients import c_client
 from tests.support.recorded_run import RecordedRun

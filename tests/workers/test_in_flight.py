@@ -11,8 +11,8 @@ import pytest
 
 from penstock.infra.engines import toy
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.envs.datasets import order
-from penstock.pipeline.observe.report.text import as_text
+from penstock.pipeline.data import order
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.topics import prompts
 from penstock.topics.samples import Rollout
 from tests.support.crew import records_of

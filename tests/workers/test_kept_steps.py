@@ -9,11 +9,11 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.export import export
-from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import as_text, audit
 from penstock.pipeline.cli import main
+from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+from penstock.pipeline.inspect.audit.report import as_text, audit
+from penstock.pipeline.inspect.live import saved_view
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.live import saved_view
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.workers.tracker import retention, worker
 from tests.support.bare_clients import c_client

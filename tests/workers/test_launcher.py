@@ -17,11 +17,11 @@ from penstock.infra.errors import Fenced, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import Config, to_json
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
-from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.children import child, end_in_time

@@ -11,8 +11,8 @@ from confluent_kafka.admin import AdminClient
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection, librdkafka
 from penstock.infra.log import Log
-from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import audit
+from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+from penstock.pipeline.inspect.audit.report import audit
 from penstock.pipeline.launch.acls import Rule, all_rules
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.roles import ROLES

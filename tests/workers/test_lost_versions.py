@@ -12,10 +12,10 @@ from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner import weight_publisher
-from penstock.pipeline.runtime.generation import weight_prefetch
+from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
 from penstock.topics import weights
 from penstock.topics.weights import Manifest
+from penstock.workers.trainer import weight_publisher
 from penstock.workers.trainer import worker as trainer
 from tests.support import small_chunks
 from tests.support.crew import PIPELINE, Crew, audited, complete, config_of

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.inspect.audit.report import as_text
+from penstock.pipeline.inspect.explain.as_json import explain
+from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.explain.as_json import explain
-from penstock.pipeline.observe.recorded_run import read_run
 from penstock.pipeline.scheduling.schedule import MODES
 from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.paths import GSM8K

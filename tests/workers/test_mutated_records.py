@@ -14,8 +14,8 @@ import pytest
 from confluent_kafka import Producer
 
 from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.run_view import load
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record, RecordId
 from tests.support.bare_clients import c_client

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.sql import LiveTables, ask
-from penstock.pipeline.observe.report.text import as_text
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
 from penstock.pipeline.replay.train.steps import ReplayRequest

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.crew import Crew, audited, config_of
 

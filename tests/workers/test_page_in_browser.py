@@ -15,9 +15,9 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
-from penstock.pipeline.observe.html.build import build, write
-from penstock.pipeline.observe.report.headline import headline
-from penstock.pipeline.observe.tables import samples_groups_steps
+from penstock.pipeline.inspect.html.build import build, write
+from penstock.pipeline.inspect.report.headline import headline
+from penstock.pipeline.inspect.tables import samples_groups_steps
 from tests.support.a_run import RUN, Teller
 from tests.support.page_records import EVIL, log_with, rewritten
 from tests.support.paths import ROOT

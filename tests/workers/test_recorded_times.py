@@ -8,9 +8,9 @@ import pytest
 
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.planning import recorded, what_if
-from penstock.pipeline.planning.simulator import simulate
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.launch.planning import recorded, what_if
+from penstock.pipeline.launch.planning.simulator import simulate
 from tests.support.crew import Crew, complete, config_of
 
 LONG_ENOUGH: dict[str, Any] = {

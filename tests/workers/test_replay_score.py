@@ -10,9 +10,9 @@ import pytest
 import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.tables import samples_groups_steps
 from penstock.pipeline.learner.ledger_history import read_ledger_history
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.tables import samples_groups_steps
 from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.weights.read import fetch

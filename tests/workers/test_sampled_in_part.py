@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.runtime.topic_reader import RunReader
 from tests.support.crew import audited, complete, config_of
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
+from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.records.runs import list_runs
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.crew import PIPELINE, Crew, audited, config_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import as_text, audit
+from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+from penstock.pipeline.inspect.audit.report import as_text, audit
 from penstock.pipeline.launch.create import create
 from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, config_of

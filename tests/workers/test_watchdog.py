@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.inspect.live.view import LiveView
+from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch import stall_watchdog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.stall_watchdog import Watchdog
-from penstock.pipeline.observe.live.view import LiveView
-from penstock.pipeline.observe.run_view import RunView
 from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
 

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, GroupInFlight, GroupRequest, Span
 from penstock.infra.log import Producer
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.envs.agents.engine import turn_of
+from penstock.pipeline.agents.engine import turn_of
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.turns.replies import Reply

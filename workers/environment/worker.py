@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 from penstock.infra.errors import ConfigError, LogError
 from penstock.infra.log import Assigned, Commits, Event, Member, Membership
-from penstock.pipeline.envs.agents.engine import TrajectoryEngine
+from penstock.pipeline.agents.engine import TrajectoryEngine
 from penstock.pipeline.runtime.factories import with_environments
-from penstock.pipeline.runtime.generation.group_tasks import GroupTasks
-from penstock.pipeline.runtime.generation.group_worker import GroupWorker
-from penstock.pipeline.runtime.generation.published_samples import PublishedSamples
-from penstock.pipeline.runtime.generation.weight_prefetch import VersionWatch
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weights.prefetch import VersionWatch
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.environment.log_engine import LogEngine
+from penstock.workers.rollout.group_tasks import GroupTasks
+from penstock.workers.rollout.group_worker import GroupWorker
+from penstock.workers.rollout.published_samples import PublishedSamples
 
 _TAKE_S = 0.25
 LOOK_EVERY_S = 0.05

@@ -7,10 +7,10 @@ import os
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.runtime.factories import make_engine
-from penstock.pipeline.runtime.generation.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.metrics import Activity
+from penstock.workers.evaluator.evaluations import Evaluations
 
 
 def main(session: Session) -> None:

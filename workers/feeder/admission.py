@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Commits, Committed, Partition
-from penstock.pipeline.envs.datasets.prompt_order import PromptOrder
+from penstock.pipeline.data.prompt_order import PromptOrder
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.offset_metadata import FeederOffsetMetadata

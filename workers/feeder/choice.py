@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, RowId
+from penstock.pipeline.data.prompt_order import PromptOrder, RowId
 from penstock.topics.prompts import Prompt
 
 

@@ -11,9 +11,9 @@ import time
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Partition, Start, Tail
-from penstock.pipeline.envs.datasets.configured import Data, open_data, pool_of, refuse_changed
-from penstock.pipeline.envs.datasets.rows import Row
-from penstock.pipeline.envs.tokenization import Renderer
+from penstock.pipeline.data.configured import Data, open_data, pool_of, refuse_changed
+from penstock.pipeline.data.rows import Row
+from penstock.pipeline.data.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_to_current_end

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Pending
-from penstock.pipeline.envs.agents.engine import turn_number
+from penstock.pipeline.agents.engine import turn_number
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.topics.turns.calls import Call, TurnKey

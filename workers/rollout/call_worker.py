@@ -14,11 +14,10 @@ import numpy as np
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
 from penstock.infra.log import Assigned, Producer, Tail
 from penstock.pipeline.runtime import offset_metadata
-from penstock.pipeline.runtime.generation.generation_loop import GenerationLoop
-from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_to_current_end
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
 from penstock.pipeline.scheduling import rules
 from penstock.topics.metrics import Activity
 from penstock.topics.turns import calls, replies
@@ -27,6 +26,7 @@ from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.rollout.call_tasks import CallTask, CallTasks
+from penstock.workers.rollout.generation_loop import GenerationLoop
 
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for calls or weights before it checks everything again."""

@@ -4,12 +4,12 @@ from functools import partial
 
 from penstock.infra.engines.shared_device import Sleepable
 from penstock.pipeline.runtime.factories import make_engine, open_device, with_environments
-from penstock.pipeline.runtime.generation.evaluation.shared_engine import SharedEngine
-from penstock.pipeline.runtime.generation.group_worker import GroupWorker
-from penstock.pipeline.runtime.generation.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
 from penstock.topics.metrics import Activity
+from penstock.workers.evaluator.shared_engine import SharedEngine
 from penstock.workers.rollout.call_worker import CallWorker
+from penstock.workers.rollout.group_worker import GroupWorker
 
 
 def main(session: Session) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import Done, Failed
-from penstock.pipeline.envs.group_outcome import group_of, group_outcome
-from penstock.pipeline.envs.reward_child import payload_of, reward_pool
-from penstock.pipeline.envs.rewards import Score
-from penstock.pipeline.envs.scoring.faults import FaultCount
-from penstock.pipeline.envs.scoring.reward_pool import RewardPool
-from penstock.pipeline.envs.tokenization import Decoder
+from penstock.pipeline.data.tokenization import Decoder
+from penstock.pipeline.rewards.child import payload_of, reward_pool
+from penstock.pipeline.rewards.faults import FaultCount
+from penstock.pipeline.rewards.functions import Score
+from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
+from penstock.pipeline.rewards.pool import RewardPool
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_to_current_end

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.infra.errors import Fenced
 from penstock.infra.mlflow.tracking import Point
 from penstock.infra.mlflow.uploader import Delivery
-from penstock.pipeline.observe.metrics.points import Line
+from penstock.pipeline.inspect.metrics.points import Line
 
 LOCK_WAIT_S = 5.0
 """Time for another tracker of this run to finish ending."""

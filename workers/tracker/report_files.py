@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.observe.html.build import Limits, build, write
-from penstock.pipeline.observe.report.files import REPORTS
-from penstock.pipeline.observe.report.summary import as_text
+from penstock.pipeline.inspect.html.build import Limits, build, write
+from penstock.pipeline.inspect.report.files import REPORTS
+from penstock.pipeline.inspect.report.summary import as_text
 from penstock.pipeline.runtime.session import Session
 
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0

@@ -13,7 +13,7 @@ from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Partition, Pending
 from penstock.pipeline.archive.export import export
-from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of

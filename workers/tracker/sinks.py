@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.observe.metrics.points import Line, flatten
+from penstock.pipeline.inspect.metrics.points import Line, flatten
 
 STEP = "optimizer_step"
 """W&B's axis for all but a worker's own numbers, whose axis is `SECONDS`."""

@@ -6,9 +6,9 @@ Counts come from existing records or the saved view; the points of ledger and me
 from collections.abc import Iterator, Mapping
 
 from penstock.infra.log import Log, Partition
-from penstock.pipeline.observe.live import saved_view
-from penstock.pipeline.observe.live.saved_view import Saved
-from penstock.pipeline.observe.run_view import Folded, RunView
+from penstock.pipeline.inspect.live import saved_view
+from penstock.pipeline.inspect.live.saved_view import Saved
+from penstock.pipeline.inspect.run_view import Folded, RunView
 from penstock.pipeline.runtime.topic_reader import between, deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.errors import Unusable

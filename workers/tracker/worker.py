@@ -14,13 +14,13 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Partition
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
-from penstock.pipeline.observe.live.saved_view import ViewWriter
-from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
-from penstock.pipeline.observe.metrics.points import Line, Points
-from penstock.pipeline.observe.report.files import remove_reports
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.run_status import closing, status_of
-from penstock.pipeline.observe.run_view import Folded
+from penstock.pipeline.inspect.live.saved_view import ViewWriter
+from penstock.pipeline.inspect.metrics.mlflow_target import lineage, target_of
+from penstock.pipeline.inspect.metrics.points import Line, Points
+from penstock.pipeline.inspect.report.files import remove_reports
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.run_status import closing, status_of
+from penstock.pipeline.inspect.run_view import Folded
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC

@@ -9,7 +9,6 @@ from typing import Self
 
 from penstock.infra.log import Partition, Start, Tail
 from penstock.infra.tensors.parameter_count import vocabulary
-from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.pipeline.scheduling.reward_scale import RewardScale
@@ -20,6 +19,7 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
 from penstock.workers.trainer.resuming import Resumed, ResumeOffsets, note_anchor, partition_key, resume_point_at
+from penstock.workers.trainer.run_writer import RunWriter
 
 POLL_S = 0.5
 

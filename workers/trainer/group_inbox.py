@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Final
 
 from penstock.pipeline.algorithms.advantages import zero_variance
-from penstock.pipeline.envs.group_outcome import UNTRAINED
 from penstock.pipeline.learner.training_samples import untrainable
+from penstock.pipeline.rewards.group_outcome import UNTRAINED
 from penstock.pipeline.scheduling.reward_scale import HIGH, RewardScale
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector

@@ -22,7 +22,6 @@ from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch.restart_policy import how
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.ranks.follower import Follower
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.runtime.exit_status import FAILED
 from penstock.pipeline.runtime.factories import make_backend
@@ -30,6 +29,7 @@ from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.runs import RunRecord
+from penstock.workers.trainer.follower import Follower
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet

@@ -19,8 +19,6 @@ from penstock.infra.log import Transactions
 from penstock.infra.tensors.stream import HASH, hash_of
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.recovery import OlderNeeded, recover
-from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.factories import open_device
 from penstock.pipeline.runtime.registration.run_registry import set_status
@@ -36,7 +34,9 @@ from penstock.topics.runs import Status
 from penstock.workers.trainer.arrivals import POLL_S, Arrivals
 from penstock.workers.trainer.group_inbox import DropLimit
 from penstock.workers.trainer.other_ranks import follow, other_ranks
+from penstock.workers.trainer.recovery import OlderNeeded, recover
 from penstock.workers.trainer.resuming import Resumed, read_resumed, saved_steps
+from penstock.workers.trainer.run_writer import RunWriter
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet

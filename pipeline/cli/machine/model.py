@@ -18,7 +18,7 @@ def tiny(
     json: Json = False,
 ) -> None:
     """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
-    from penstock.pipeline.envs.tiny.model import make_tiny_model
+    from penstock.pipeline.data.tiny.model import make_tiny_model
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step % 50 == 0 or step == steps:
@@ -36,7 +36,7 @@ def lake(
     json: Json = False,
 ) -> None:
     """Make a tiny, badly trained Qwen3 for the frozen lake: the initial model of examples/lake.toml."""
-    from penstock.pipeline.envs.tiny.model import LAKE, make_tiny_model
+    from penstock.pipeline.data.tiny.model import LAKE, make_tiny_model
 
     path = make_tiny_model(directory, seed=seed, task=LAKE)
     _made(path, json=json, seed=seed)

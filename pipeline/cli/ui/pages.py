@@ -14,20 +14,20 @@ from penstock.pipeline.archive.database import Limits
 from penstock.pipeline.archive.sql import LiveTables, question
 from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
 from penstock.pipeline.cli.ui.watched import Watching
+from penstock.pipeline.inspect.explain import as_json
+from penstock.pipeline.inspect.explain.text import as_page
+from penstock.pipeline.inspect.html.build import build
+from penstock.pipeline.inspect.live.frame import doing, ordered
+from penstock.pipeline.inspect.records import browse, format
+from penstock.pipeline.inspect.records.picked import newest_samples
+from penstock.pipeline.inspect.records.runs import list_runs, size
+from penstock.pipeline.inspect.report.formats import duration
+from penstock.pipeline.inspect.report.headline import headline
+from penstock.pipeline.inspect.report.summary import summarise
+from penstock.pipeline.inspect.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.status import elapsed_s
 from penstock.pipeline.launch.run_lock import log_files
-from penstock.pipeline.observe.explain import as_json
-from penstock.pipeline.observe.explain.text import as_page
-from penstock.pipeline.observe.html.build import build
-from penstock.pipeline.observe.live.frame import doing, ordered
-from penstock.pipeline.observe.records import browse, format
-from penstock.pipeline.observe.records.picked import newest_samples
-from penstock.pipeline.observe.records.runs import list_runs, size
-from penstock.pipeline.observe.report.formats import duration
-from penstock.pipeline.observe.report.headline import headline
-from penstock.pipeline.observe.report.summary import summarise
-from penstock.pipeline.observe.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
-from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.status import elapsed_s
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
 REFRESH_S = 5

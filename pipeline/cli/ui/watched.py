@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock.infra.log import Log, Tail
 from penstock.infra.paths import run_directory
-from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.status import WATCHED
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.status import WATCHED
 from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.errors import Unusable

@@ -16,13 +16,13 @@ from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.chat_template import chat_template_of
-from penstock.pipeline.envs.conversation.model_files import model_folder
-from penstock.pipeline.envs.datasets import Dataset, open_dataset
-from penstock.pipeline.envs.datasets.references import InvalidReference, accepted
-from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.pipeline.data import Dataset, open_dataset
+from penstock.pipeline.data.chat_template import chat_template_of
+from penstock.pipeline.data.conversation.model_files import model_folder
+from penstock.pipeline.data.references import InvalidReference, accepted
+from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.launch.placement import visible_gpus
+from penstock.pipeline.rewards import functions as rewards
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text")
 ANSWERS = ("answer", "solution", "target", "label", "expected", "ground_truth", "output", "response")

@@ -17,7 +17,9 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.paths import state_path
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.envs.rewards import Score
+from penstock.pipeline.inspect.records.runs import size
+from penstock.pipeline.inspect.report.evaluations import one_line
+from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import Growth, delta_share
@@ -25,9 +27,7 @@ from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, estimate
 from penstock.pipeline.launch.check.reward_signal import equal_and_low, scale_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
-from penstock.pipeline.observe.records.runs import size
-from penstock.pipeline.observe.report.evaluations import one_line
-from penstock.pipeline.observe.report.formats import duration
+from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.runtime.factories import check_engine
 
 SHOWN_GROUPS = 2

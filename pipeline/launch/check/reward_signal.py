@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.envs.datasets import Row
+from penstock.pipeline.data import Row
 from penstock.pipeline.scheduling.reward_scale import LOW, RewardScale
 
 ENOUGH = 16

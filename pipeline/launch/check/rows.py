@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets import DataError, Dataset, Row, check
-from penstock.pipeline.envs.datasets.configured import Data, pool_of
-from penstock.pipeline.envs.datasets.references import OWN
-from penstock.pipeline.envs.scoring.faults import RewardError
-from penstock.pipeline.envs.tokenization import Renderer
+from penstock.pipeline.data import DataError, Dataset, Row, check
+from penstock.pipeline.data.configured import Data, pool_of
+from penstock.pipeline.data.references import OWN
+from penstock.pipeline.data.tokenization import Renderer
 from penstock.pipeline.launch.check.texts import ReplacedText
+from penstock.pipeline.rewards import functions as rewards
+from penstock.pipeline.rewards.faults import RewardError
 
 PER_SOURCE = 2
 """First rows of each source that the reward functions are tried on."""

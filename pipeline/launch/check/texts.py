@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.envs.datasets import Row
-from penstock.pipeline.envs.tokenization import Renderer
+from penstock.pipeline.data import Row
+from penstock.pipeline.data.tokenization import Renderer
 
 SHOWN_ROWS = 3
 

@@ -16,13 +16,14 @@ from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.spawn import ChildError
 from penstock.pipeline.config.load import Config, from_json, to_json
-from penstock.pipeline.envs import reward_child, rewards
-from penstock.pipeline.envs.datasets import Row
-from penstock.pipeline.envs.datasets.configured import open_data
-from penstock.pipeline.envs.datasets.references import InvalidReference, accepted
-from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.pipeline.data import Row
+from penstock.pipeline.data.configured import open_data
+from penstock.pipeline.data.references import InvalidReference, accepted
+from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.launch.check.reward_signal import refuse_reversed, swapped
 from penstock.pipeline.launch.check.rows import PER_SOURCE
+from penstock.pipeline.rewards import child as reward_child
+from penstock.pipeline.rewards import functions as rewards
 from penstock.topics.samples import cause_of, generated
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
@@ -128,8 +129,8 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
 
 def _generate(config: Config, engine: Any) -> dict[str, Any]:
     from penstock.infra.engines.base import GroupRequest, Sampling
-    from penstock.pipeline.envs.tokenization import digests
-    from penstock.pipeline.runtime.generation.sampling import episode_request
+    from penstock.pipeline.data.tokenization import digests
+    from penstock.pipeline.runtime.sampling import episode_request
 
     renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
     stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])

@@ -9,9 +9,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.pipeline.envs.group_outcome import group_of
-from penstock.pipeline.envs.tokenization import Decoder, digests
-from penstock.pipeline.observe.recorded_run import RecordedRun
+from penstock.pipeline.data.tokenization import Decoder, digests
+from penstock.pipeline.inspect.recorded_run import RecordedRun
+from penstock.pipeline.rewards.group_outcome import group_of
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout

@@ -13,7 +13,7 @@ from typing import Any, Self
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
 from penstock.pipeline.config.load import Config, ConfigError, to_json
-from penstock.pipeline.observe.recorded_run import RecordedRun
+from penstock.pipeline.inspect.recorded_run import RecordedRun
 from penstock.pipeline.replay.rescore.cases import SkippedGroup
 from penstock.pipeline.replay.rescore.score import ScoredGroup
 from penstock.pipeline.runtime.registration.run_key import make_key

@@ -14,11 +14,11 @@ from typing import Any
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.config.plugins import PluginError, split_options
-from penstock.pipeline.envs import rewards
-from penstock.pipeline.observe.recorded_run import read_run
+from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.replay.rescore.cases import SkippedGroup, cases
 from penstock.pipeline.replay.rescore.new_run import NewRun
 from penstock.pipeline.replay.rescore.score import ScoredGroup, changed, score_groups
+from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
 from penstock.pipeline.runtime.registration.user_code import keys_of, user_code

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
-from penstock.pipeline.envs.group_outcome import group_outcome
-from penstock.pipeline.envs.reward_child import payload_of, reward_pool
-from penstock.pipeline.envs.rewards import Score
-from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.pipeline.replay.rescore.cases import Case, SkippedGroup
+from penstock.pipeline.rewards.child import payload_of, reward_pool
+from penstock.pipeline.rewards.functions import Score
+from penstock.pipeline.rewards.group_outcome import group_outcome
+from penstock.pipeline.rewards.pool import RewardPool
 from penstock.topics.groups import Group
 
 CHANGEABLE = ("algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")

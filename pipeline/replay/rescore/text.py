@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from penstock.pipeline.observe.live.completions import without_template
+from penstock.pipeline.inspect.live.completions import without_template
 
 SHOWN = 20
 SHOWN_TEXT = 60

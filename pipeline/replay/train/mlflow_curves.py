@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.infra.mlflow.child_run import ChildRun
+from penstock.pipeline.inspect.metrics.mlflow_target import target_of
 from penstock.pipeline.learner.policy_trainer import Notify
-from penstock.pipeline.observe.metrics.mlflow_target import target_of
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.train.overrides import WhatIf
 from penstock.pipeline.replay.train.what_if import OFF_POLICY, WhatIfResult

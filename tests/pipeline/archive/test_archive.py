@@ -34,10 +34,10 @@ from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.observe.report.summary import collect, summarise
-from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.observe.tables.samples_groups_steps import groups, samples, steps
-from penstock.pipeline.observe.tables.timeline import timeline
+from penstock.pipeline.inspect.report.summary import collect, summarise
+from penstock.pipeline.inspect.run_view import load
+from penstock.pipeline.inspect.tables.samples_groups_steps import groups, samples, steps
+from penstock.pipeline.inspect.tables.timeline import timeline
 from penstock.pipeline.runtime.registration.run_registry import all_runs, find
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs

@@ -14,10 +14,10 @@ import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.archive.files import find_archive
 from penstock.pipeline.archive.import_run import import_run
-from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import audit
 from penstock.pipeline.cli import main
-from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+from penstock.pipeline.inspect.audit.report import audit
+from penstock.pipeline.inspect.report.summary import collect
 from tests.support.bare_clients import c_client
 from tests.support.paths import ROOT
 

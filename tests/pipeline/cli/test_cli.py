@@ -15,7 +15,7 @@ import pytest
 from penstock.pipeline import cli
 from penstock.pipeline.cli import app
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
-from penstock.pipeline.cli.look import sql
+from penstock.pipeline.cli.inspect import sql
 from penstock.pipeline.cli.machine import broker as brokers
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.security import credentials, security_settings

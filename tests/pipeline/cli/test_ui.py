@@ -16,7 +16,7 @@ import pytest
 from penstock.pipeline.cli.ui import pages
 from penstock.pipeline.cli.ui.markup import Curve, chart
 from penstock.pipeline.cli.ui.server import Server
-from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.inspect.run_view import RunView
 from tests.support.a_run import RUN, Teller, as_records
 from tests.support.page_records import EVIL, log_with
 

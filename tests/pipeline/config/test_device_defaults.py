@@ -7,7 +7,7 @@ import pytest
 
 from penstock.pipeline.config.defaults import DEVICE_DEFAULTS, as_markdown, with_device_defaults
 from penstock.pipeline.config.load import ConfigError, from_json, load, to_json
-from penstock.pipeline.runtime.generation.sampling import request_of
+from penstock.pipeline.runtime.sampling import request_of
 from tests.support.strategies import a_prompt
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "operations.md"

@@ -13,7 +13,7 @@ from tests.support.paths import EXAMPLES
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, barely taught."""
     pytest.importorskip("torch")
-    from penstock.pipeline.envs.tiny.model import make_tiny_model
+    from penstock.pipeline.data.tiny.model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("example") / "model", steps=1)
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.pipeline.audit import report as audit_report
-from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.config.load import Config, ConfigError, from_table, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets.configured import described, open_data, open_eval_data, refuse_changed
+from penstock.pipeline.data.configured import described, open_data, open_eval_data, refuse_changed
+from penstock.pipeline.inspect.audit import report as audit_report
+from penstock.pipeline.inspect.audit.facts import Facts
+from penstock.pipeline.inspect.report.summary import as_text, summarise
+from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch.check.changes import code_digests, with_changes
-from penstock.pipeline.observe.report.summary import as_text, summarise
-from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.rewards import functions as rewards
 from penstock.topics.runs import RunRecord
 from tests.support.a_run import RUN, Teller, as_records
 

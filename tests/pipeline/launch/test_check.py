@@ -18,10 +18,10 @@ from penstock.pipeline.config.load import Config, from_table, load
 from penstock.pipeline.launch.check import disk, preflight, trial
 from penstock.pipeline.launch.check.propose import propose
 from penstock.pipeline.launch.create import check_inputs, create
-from penstock.pipeline.learner.weight_publisher import WeightPublisher
 from penstock.pipeline.runtime.weights.publish import Base
 from penstock.pipeline.runtime.weights.retention import deletable
 from penstock.topics.weights import FIRST, Manifest
+from penstock.workers.trainer.weight_publisher import WeightPublisher
 from tests.support.light_model import light_model
 
 ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": n} for n in range(50)]
@@ -314,7 +314,7 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
     project(tmp_path, reward="return [float(len(text)) for text in completions]")
     model = tmp_path / "model"
     if engine == "transformers":
-        from penstock.pipeline.envs.tiny.model import make_tiny_model
+        from penstock.pipeline.data.tiny.model import make_tiny_model
 
         model = make_tiny_model(tmp_path / "tiny", steps=1)
     config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load
-from penstock.pipeline.envs.datasets.open import open_dataset
+from penstock.pipeline.data.open import open_dataset
 from penstock.pipeline.launch.create import _check_length
 
 

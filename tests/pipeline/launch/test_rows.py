@@ -11,8 +11,8 @@ import pytest
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.envs.datasets import DataError
-from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.data import DataError
+from penstock.pipeline.data.configured import open_data, open_eval_data
 from penstock.pipeline.launch.check import rows
 from penstock.pipeline.launch.check.rows import RowReader
 from tests.support.light_model import light_model

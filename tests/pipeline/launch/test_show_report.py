@@ -8,8 +8,8 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
+from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.launcher import show_report
-from penstock.pipeline.observe.report.summary import collect
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.a_run import RUN, Teller
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.envs.datasets.rows import Fields, make_row
-from penstock.pipeline.envs.tokenization import Renderer, digests
+from penstock.pipeline.data.rows import Fields, make_row
+from penstock.pipeline.data.tokenization import Renderer, digests
 from penstock.pipeline.launch.check.texts import ReplacedText, endless_warning
 from tests.support.light_model import light_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.infra.errors import LogError
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.observe.run_view import read_view
+from penstock.pipeline.inspect.run_view import read_view
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import POLL_S, RunReader, drain, scan
 from penstock.topics import dead_letters, groups, rollouts

@@ -14,14 +14,14 @@ from penstock.infra.engines.base import GroupRequest, Sampling
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.schema import SamplingSection
-from penstock.pipeline.runtime.generation.group_tasks import GroupTask
-from penstock.pipeline.runtime.generation.sampling import rollout_of
+from penstock.pipeline.runtime.sampling import rollout_of
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.schedule import MODES, Schedule, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.groups import version_min
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
+from penstock.workers.rollout.group_tasks import GroupTask
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.inspect.live.terminal import Terminal
 from penstock.pipeline.launch.shutdown import lasting_output
-from penstock.pipeline.observe.live.terminal import Terminal
 from penstock.pipeline.runtime.reporting.log_lines import log_line
 from penstock.pipeline.runtime.reporting.visible_output import VisibleStream, print_json, visible_errors
 from penstock.topics.wire.visible import MAX_LINE, visible

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.duplicate_samples import count, read_turns
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from tests.support.counting_run import counting_run
 from tests.support.crew import Crew, audited, complete

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.infra.engines.base import GroupRequest, Sampling
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.envs.agents.engine import turn_number
+from penstock.pipeline.agents.engine import turn_number
 from penstock.topics.catalogue import topics_of
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.replies import Reply

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
-from penstock.pipeline.audit.report import audit as audit_of
-from penstock.pipeline.observe.explain.as_json import explain
-from penstock.pipeline.observe.explain.text import as_page
+from penstock.pipeline.inspect.audit.report import as_text
+from penstock.pipeline.inspect.audit.report import audit as audit_of
+from penstock.pipeline.inspect.explain.as_json import explain
+from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics.turns import calls, replies
 from tests.support.counting_run import counting_run
 from tests.support.crew import audited, complete, records_of

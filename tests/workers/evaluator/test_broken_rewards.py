@@ -9,10 +9,10 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import Done
-from penstock.pipeline.envs.scoring.faults import BrokenReward, FaultCount
-from penstock.pipeline.observe.report.summary import as_text
-from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.generation.evaluation.evaluator import Evaluator
+from penstock.pipeline.inspect.report.summary import as_text
+from penstock.pipeline.inspect.run_view import load
+from penstock.pipeline.rewards.faults import BrokenReward, FaultCount
+from penstock.workers.evaluator.evaluator import Evaluator
 from tests.support.crew import complete, config_of
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.run_view import load
 from penstock.topics.metrics import Activity, activity_of
 from penstock.workers.evaluator import worker
 from tests.support.crew import Crew, complete, config_of

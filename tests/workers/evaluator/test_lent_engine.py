@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.runtime.generation.evaluation.evaluator import Evaluator
 from penstock.pipeline.runtime.roles import ROLES
+from penstock.workers.evaluator.evaluator import Evaluator
 from penstock.workers.evaluator.worker import main
 from tests.support.counting_run import counting_run
 from tests.support.crew import PIPELINE, Crew, audited, complete, config_of

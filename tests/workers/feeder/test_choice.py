@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.envs.datasets.prompt_order import PromptOrder
+from penstock.pipeline.data.prompt_order import PromptOrder
 from penstock.workers.feeder.choice import Choice, Choices
 
 ROWS = 4

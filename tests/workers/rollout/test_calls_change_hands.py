@@ -11,8 +11,8 @@ from penstock.infra.engines.base import GroupRequest
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryMember
+from penstock.pipeline.agents.engine import turn_of
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.envs.agents.engine import turn_of
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import topics_of

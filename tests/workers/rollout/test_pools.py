@@ -9,10 +9,10 @@ import pytest
 
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.audit.report import as_text
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.run_view import load
 from penstock.topics import prompts, rollouts
 from penstock.topics.turns import replies
 from tests.support.counting_run import counting_run

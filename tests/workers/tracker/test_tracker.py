@@ -15,9 +15,9 @@ from penstock.infra.errors import Fenced
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.observe.live.saved_view import newest
-from penstock.pipeline.observe.run_view import load, read_view
-from penstock.pipeline.observe.status import WATCHED, standing
+from penstock.pipeline.inspect.live.saved_view import newest
+from penstock.pipeline.inspect.run_view import load, read_view
+from penstock.pipeline.inspect.status import WATCHED, standing
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import RunReader

@@ -11,8 +11,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.schema import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.learner.weight_publisher import WeightPublisher
 from penstock.topics.catalogue import topics_of
+from penstock.workers.trainer.weight_publisher import WeightPublisher
 from penstock.workers.trainer.worker import Trainer
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.pipeline.envs.group_outcome import UNTRAINED
+from penstock.pipeline.rewards.group_outcome import UNTRAINED
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.pipeline.scheduling.schedule import preset
 from penstock.topics import groups

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.inspect.explain import as_json, text
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.learner.ledger_history import read_ledger_history
-from penstock.pipeline.observe.explain import as_json, text
-from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.train.steps import ReplayRequest
 from penstock.pipeline.replay.train.verify import ReplayResult, replay

@@ -14,8 +14,8 @@ from penstock.infra.faults import VARIABLE
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner import weight_publisher
 from penstock.topics import weights
+from penstock.workers.trainer import weight_publisher
 from tests.support import small_chunks
 from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
 from tests.support.own_broker import OwnBroker

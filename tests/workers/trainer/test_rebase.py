@@ -10,16 +10,17 @@ import pytest
 from penstock.infra.backends.base import LossFunction
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit import report as audit_report
+from penstock.pipeline.inspect.audit import report as audit_report
+from penstock.pipeline.inspect.explain import as_json, text
+from penstock.pipeline.inspect.report.summary import as_text
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner import policy_trainer, recovery
+from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_ledger_history
-from penstock.pipeline.observe.explain import as_json, text
-from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.train.steps import ReplayRequest
 from penstock.pipeline.replay.train.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
+from penstock.workers.trainer import recovery
 from tests.support.crew import Crew, audited, config_of
 from tests.support.deaths import dying_at
 from tests.support.trainer_alone import config_for, group_of, trained, written

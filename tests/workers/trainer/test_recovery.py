@@ -13,9 +13,9 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import to_bytes
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_ledger_history
-from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.pipeline.audit.report import summary
+from penstock.pipeline.inspect.audit.report import summary
 from penstock.pipeline.launch.create import create
 from tests.support.containers import contained, containers_work
 from tests.support.crew import Crew, audited, config_of

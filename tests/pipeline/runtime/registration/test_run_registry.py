@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.runtime.registration.run_registry import find, set_status, write
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs

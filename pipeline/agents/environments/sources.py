@@ -1,0 +1,253 @@
+"""Opens an environment by its source.
+
+A source is `file.py:Class`, `package:Class`, `gymnasium:ID`, `textarena:ID`, `openenv:ws://HOST:PORT` or `tiny:lake`. Environments are
+loaded in child processes only, also when a run is created.
+"""
+
+import importlib.metadata
+import inspect
+import json
+import random
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.agents.environments.interfaces import Episode, Observation, episode_of, waits
+from penstock.pipeline.config.plugins import PluginError, load, source_digest, split_options
+
+CHILD = "penstock.pipeline.agents.environments.sources:child"
+"""Target of `infra.sandbox.sessions.Sessions`; its `init` is `{"source": …}`."""
+AT_ONCE = 1024
+"""Concurrent calls of a process if the environment's methods are coroutines."""
+AGENT = "agent:"
+"""Prefix of an agent's command; agents are programs and are not loaded here."""
+PYTHON = {"python": sys.executable, "python3": sys.executable}
+"""An agent in Python uses the worker's interpreter and packages."""
+HIGHLIGHTED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
+GAME = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentKind:
+    """A loaded environment: constructor, source and version."""
+
+    source: str
+    version: str
+    """First 16 digits of the source's SHA-256, or the release of the package."""
+    make: Callable[[], Any]
+    waits: bool
+    """True if its methods are coroutines."""
+
+    def episode(self) -> Episode:
+        """A new episode. Raises `EnvironmentFault` if the object is no environment."""
+        return episode_of(self.make())
+
+
+class GymnasiumText:
+    """A Gymnasium environment with a discrete action space as a text environment; `options` go to `gymnasium.make`.
+
+    An action is the number of a discrete action. Observations are the text that the environment renders (`render_mode = "ansi"`), with
+    highlighted parts in brackets, or else JSON.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        import gymnasium
+        from gymnasium.envs.registration import load_env_creator
+
+        entry = gymnasium.spec(name).entry_point
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
+        self._renders = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()) and options.get("render_mode", "ansi") == "ansi"
+        self._environment = gymnasium.make(name, **{**options, **({"render_mode": "ansi"} if self._renders else {})})
+        if not isinstance(self._environment.action_space, gymnasium.spaces.Discrete):
+            raise PluginError(f"gymnasium:{name}: its actions are {self._environment.action_space}; expected a discrete action space")
+        self._actions = int(self._environment.action_space.n)
+
+    def reset(self, *, seed: int) -> str:
+        return self._shown(self._environment.reset(seed=seed)[0])
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Text, reward, ended; an invalid action costs a turn and changes nothing."""
+        text = action.strip()
+        if not text.isdecimal() or int(text) >= self._actions:
+            return f"{text[:40]!r} is no action: write a number from 0 to {self._actions - 1}", 0.0, False
+        observation, reward, ended, cut, _ = self._environment.step(int(text))
+        return self._shown(observation), float(reward), bool(ended or cut)
+
+    def _shown(self, observation: Any) -> str:
+        if self._renders:
+            return HIGHLIGHTED.sub(r"[\1]", str(self._environment.render()))
+        value = observation.tolist() if hasattr(observation, "tolist") else observation
+        return json.dumps(value, default=str)
+
+
+class TextArenaGame:
+    """A single-player game of TextArena as a text environment; `options` go to `textarena.make`. The last turn has the reward.
+
+    TextArena uses Python's global random numbers, so each game has a random state of its own: an episode depends on its seed and actions
+    alone.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        import textarena
+        from textarena.envs.registration import ENV_REGISTRY
+
+        bare = f"{name.removesuffix('-train')}-raw"  # without wrappers that repeat the conversation
+        if bare not in ENV_REGISTRY:
+            raise PluginError(f"textarena:{name}: TextArena has no such game; textarena.envs.registration lists them")
+        self._name, self._game = name, textarena.make(bare, **options)
+        self._numbers: Any = None
+
+    def reset(self, *, seed: int) -> str:
+        shared_state = random.getstate()
+        try:
+            self._game.reset(num_players=1, seed=seed)
+        except AssertionError as error:
+            raise PluginError(f"textarena:{self._name}: {error}; only single-player games are supported") from error
+        finally:
+            self._numbers = random.getstate()
+            random.setstate(shared_state)
+        return self._new_messages()
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Text of the game, reward, ended."""
+        shared_state = random.getstate()
+        random.setstate(self._numbers)
+        try:
+            ended, _ = self._game.step(action=action)
+        finally:
+            self._numbers = random.getstate()
+            random.setstate(shared_state)
+        if not ended:
+            return self._new_messages(), 0.0, False
+        rewards, _ = self._game.close()
+        return "", float((rewards or {}).get(0, 0.0)), True
+
+    def _new_messages(self) -> str:
+        """Messages of the game to the player since the last call."""
+        _, messages = self._game.get_observation()
+        return "\n".join(text.strip() for speaker, text, *_ in messages if speaker == GAME)
+
+
+def _gymnasium(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    return EnvironmentKind(
+        source=f"gymnasium:{name}", version=_release("gymnasium"), make=lambda: GymnasiumText(name, dict(options)), waits=False
+    )
+
+
+def _textarena(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    return EnvironmentKind(
+        source=f"textarena:{name}", version=_release("textarena"), make=lambda: TextArenaGame(name, dict(options)), waits=False
+    )
+
+
+def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    _release("websockets")
+    from penstock.pipeline.agents.environments.openenv_text import OpenEnvText, open_server
+
+    server = open_server(name, options)
+    return EnvironmentKind(source=f"openenv:{name}", version=server.version, make=lambda: OpenEnvText(server), waits=True)
+
+
+def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    if name != "lake":
+        raise PluginError(f"'tiny:{name}' is no environment: there is 'tiny:lake'")
+    return _own("penstock.pipeline.data.tiny.lake:Lake", options)
+
+
+SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
+    "gymnasium": _gymnasium,
+    "textarena": _textarena,
+    "openenv": _openenv,
+    "tiny": _tiny,
+}
+
+
+def check_agent(source: str) -> None:
+    """Raise `PluginError` if the program of `agent:COMMAND` is not on this machine."""
+    program = next(iter(shlex.split(source.removeprefix(AGENT))), None)
+    if program is None:
+        raise PluginError('environment.source: "agent:" has no program; expected agent:COMMAND, such as agent:python agent.py')
+    if shutil.which(program) is None and program not in PYTHON:
+        raise PluginError(f"environment.source: there is no program {program} on PATH, nor a file of that name that can be run")
+
+
+def check_source(source: str, *, rewards: Iterable[Sequence[str]]) -> None:
+    """Raise `PluginError` if an agent's program is not on this machine, or if episodes of a class can have no reward.
+
+    `rewards`: the sets of reward functions, of training and of evaluation.
+    """
+    if source.startswith(AGENT):
+        check_agent(source)
+    elif any(set(functions) == {"environment"} for functions in rewards) and _unrewarded(split_options(source)[0]):
+        raise PluginError(
+            f"environment.source: {source} has neither step nor get_reward(), and 'environment' is the only one of reward.functions; add "
+            "a reward function, or get_reward() to the class"
+        )
+
+
+def _unrewarded(plain: str) -> bool:
+    """True for a user's class without rewards; False if it is installed only on the machines of environment workers."""
+    if plain.partition(":")[0] in SCHEMES:
+        return False
+    try:
+        kind = load(plain)
+    except PluginError:
+        return False
+    return inspect.isclass(kind) and not any(hasattr(kind, name) for name in ("step", "get_reward"))
+
+
+def open_environment(source: str) -> EnvironmentKind:
+    """Load an environment; options for its constructor follow a question mark. Raises `PluginError`.
+
+    Example:
+        open_environment("gymnasium:FrozenLake-v1?is_slippery=false").version  # -> "1.4.0"
+    """
+    plain, options = split_options(source)
+    scheme, colon, name = plain.partition(":")
+    if scheme in SCHEMES and colon and name:
+        return SCHEMES[scheme](name, options)
+    if not colon:
+        raise PluginError(f"{source!r} is no environment: expected file.py:Class, package:Class, or {', '.join(SCHEMES)} with a name")
+    return _own(plain, options)
+
+
+def _own(plain: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    kind = load(plain)
+    return EnvironmentKind(source=plain, version=source_digest(plain)[:16], make=lambda: kind(**options), waits=waits(kind))
+
+
+def _release(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise PluginError(f"there is no package {package} here: pip install '.[agents]' in the checkout") from None
+
+
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:
+    """The handler of a child process: `reset`, `step`, `reward` and `close` of its episodes, by session number."""
+    kind = open_environment(init["source"])
+    episodes: dict[int, Episode] = {}
+
+    async def handle(payload: Mapping[str, Any]) -> Any:
+        number, do = payload["session"], payload["do"]
+        if do == "close":
+            if (episode := episodes.pop(number, None)) is not None:
+                await episode.close()
+            return None
+        if do == "reset":
+            episode = episodes[number] = kind.episode()
+            observed = await episode.reset(seed=payload["seed"], row=payload["row"])
+            return {**_as_json(observed), "tools": list(episode.tools), "source": kind.source, "version": kind.version}
+        episode = episodes[number]
+        return _as_json(await episode.step(payload["message"])) if do == "step" else await episode.reward()
+
+    handle.at_once = AT_ONCE if kind.waits else 1  # type: ignore[attr-defined]
+    return handle
+
+
+def _as_json(observed: Observation) -> dict[str, Any]:
+    return {"messages": list(observed.messages), "reward": observed.reward, "ended": observed.ended}

@@ -1,0 +1,235 @@
+"""One trajectory of an agent: its program runs as a child process with a key of its own; each request is a turn.
+
+A trajectory ends when its program exits. If the program fails, hangs or sends no request, the sample is aborted with the cause.
+"""
+
+import asyncio
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.infra.sandbox.program import Program, how_it_ended
+from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
+from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
+from penstock.pipeline.agents.environments.sources import AGENT, PYTHON
+from penstock.pipeline.agents.gateway.server import Gateway
+from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
+from penstock.pipeline.agents.generation import Generate
+from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
+from penstock.pipeline.data.conversation import Conversation, Template
+from penstock.pipeline.data.conversation.messages import text_of
+from penstock.pipeline.data.references import with_facts
+
+
+def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
+    """The program and its arguments in `agent:COMMAND`, each `{column}` replaced by the row's value; no shell is used.
+
+    `python` is the interpreter of this process.
+
+    Example:
+        command_of("agent:python solve.py --task {prompt}", {"prompt": "1 + 1"})  # -> [sys.executable, "solve.py", "--task", "1 + 1"]
+    """
+
+    def value(match: re.Match[str]) -> str:
+        column = row.get(match[1], match[0])
+        return column if isinstance(column, str) else json.dumps(column)
+
+    program, *arguments = shlex.split(source.removeprefix(AGENT))
+    return [PYTHON.get(program, program), *(re.sub(r"\{(\w+)\}", value, word) for word in arguments)]
+
+
+def version_of(source: str) -> str | None:
+    """The first 16 digits of the SHA-256 of the files that are arguments of a command; None if none is."""
+    words = shlex.split(source.removeprefix(AGENT))
+    files = [Path(word) for word in words[1:] if Path(word).is_file()]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
+
+
+@dataclass(slots=True, eq=False)
+class AgentClock:
+    """Measures the time that an agent takes; stops while a turn is generated for it. `now` returns seconds."""
+
+    now: Callable[[], float] = time.monotonic
+    spent_s: float = 0.0
+    """Up to the last start or end of a turn."""
+    requested: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _generating: int = 0
+    _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._since = self.now()
+
+    def note(self, generating: bool) -> None:
+        """Record the start (True) or end (False) of a turn's generation."""
+        now = self.now()
+        if not self._generating:
+            self.spent_s += now - self._since
+        self._generating += 1 if generating else -1
+        self._since, self.requested = now, True
+        self.changed.set()
+
+    def remaining_s(self, limits: Limits) -> float | None:
+        """Seconds until the agent's timeout; None while a turn is generated for it."""
+        if self._generating:
+            return None
+        silent = self.now() - self._since
+        timeout_s = limits.step_timeout_s if self.requested else limits.reset_timeout_s
+        return max(0.0, min(timeout_s - silent, limits.trajectory_timeout_s - self.spent_s - silent))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AgentEpisode:
+    """One trajectory of an agent and its state."""
+
+    request: EpisodeRequest
+    sample: int
+    seed: int
+    source: str
+    template: Template
+    gateway: Gateway
+    programs: asyncio.Semaphore
+    limits: Limits
+    generate: Generate
+    rules: ChildRules = ENVIRONMENT
+    on_loss: Callable[[str], None] = lambda _: None
+    version: int = 0
+    _started_ns: int = field(default_factory=time.time_ns)
+    _session: AgentSession | None = None
+    _clock: AgentClock | None = None
+
+    async def run(self) -> Trajectory:
+        """Run the program to its end; restart it after a failure, up to `limits.retries` times."""
+        failures = 0
+        while True:
+            try:
+                async with self.programs:
+                    return await self._run_once()
+            except EnvironmentBroken as broken:
+                failures += 1
+                if failures > self.limits.retries:
+                    return self.ended("abort", cause=str(broken))
+                self.on_loss(f"{broken}; retrying")
+            await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
+
+    def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
+        session = self._session
+        messages, generated = session.record() if session else ([], [])
+        episode_state = EpisodeState(
+            messages=messages,
+            generated=generated,
+            rewards={session.last_turn: session.reward} if session and generated and session.reward is not None else {},
+            environment=self.source,
+            version=version_of(self.source),
+            seed=self.seed,
+            environment_s=self._clock.spent_s if self._clock else 0.0,
+            started_ns=self._started_ns,
+            ended_ns=time.time_ns(),
+            replaced=session.replaced if session else 0,
+        )
+        segments = session.conversation.segments() if session else ()
+        return trajectory_of(
+            segments, self.request, self.sample, episode_state=episode_state, finish=finish, cause=cause, version=self.version
+        )
+
+    async def _run_once(self) -> Trajectory:
+        limits = self.limits
+        clock = self._clock = AgentClock()
+        bounds = Bounds(max_turns=limits.max_turns, turn_tokens=limits.turn_tokens, longest=limits.trajectory_tokens)
+        conversation = Conversation(self.template, history=limits.history)
+        session = self._session = AgentSession(conversation, self.generate, bounds, clock.note)
+        key = self.gateway.open(session)
+        row = self._row()
+        program = await Program.start(
+            command_of(self.source, row), stdin=json.dumps(row).encode() + b"\n", environment=self._environment(key), rules=self.rules
+        )
+        try:
+            status = await self._watched(program, clock, session)
+        finally:
+            self.gateway.close_session(key)
+            await program.kill()
+        if session.aborted:
+            return self.ended("abort")
+        if status != 0:
+            raise EnvironmentBroken("exit", f"the agent ended with {how_it_ended(status, program.output)}")
+        if session.last_turn < 0:
+            raise EnvironmentBroken("exit", "the agent exited without a request: it has to use OPENAI_BASE_URL and OPENAI_API_KEY")
+        return self.ended("length" if session.truncated else "stop")
+
+    async def _watched(self, program: Program, clock: AgentClock, session: AgentSession) -> int:
+        """The program's exit status; -1 if the policy aborted a turn. Raises `EnvironmentBroken` after a timeout."""
+        ending = asyncio.create_task(program.wait())
+        try:
+            while not ending.done():
+                if session.aborted:
+                    return -1
+                clock.changed.clear()
+                changed = asyncio.create_task(clock.changed.wait())
+                await asyncio.wait({ending, changed}, timeout=clock.remaining_s(self.limits), return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if not ending.done() and clock.remaining_s(self.limits) == 0.0:
+                    raise EnvironmentBroken("timeout", f"the agent neither sent a request nor exited: it has {self._allowed(clock)}")
+            return ending.result()
+        finally:
+            ending.cancel()
+
+    def _allowed(self, clock: AgentClock) -> str:
+        limits = self.limits
+        each = f"{limits.step_timeout_s:g} s after a turn" if clock.requested else f"{limits.reset_timeout_s:g} s until its first request"
+        return f"{each}, {limits.trajectory_timeout_s:g} s in all"
+
+    def _row(self) -> dict[str, Any]:
+        """The program's input: the row's columns, the prompt's text and messages, the seed and the sample."""
+        request = self.request
+        messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
+        prompt = text_of(messages[-1]) if request.messages else request.prompt
+        return with_facts(request.row, {"prompt": prompt, "messages": messages, "seed": self.seed, "sample": self.sample})
+
+    def _environment(self, key: str) -> dict[str, str]:
+        url = self.gateway.base_url
+        return {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
+            "OPENAI_API_KEY": key,
+            "PENSTOCK_REWARD_URL": f"{url}/reward",
+            # A proxy of this machine cannot reach its loopback.
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentEpisodes:
+    """Trajectories of an agent, with one shared endpoint."""
+
+    source: str
+    template: Template
+    gateway: Gateway
+    programs: asyncio.Semaphore
+    limits: Limits
+    rules: ChildRules
+    on_loss: Callable[[str], None]
+
+    @classmethod
+    def open(
+        cls, source: str, *, template: Template, limits: Limits, processes: int, rules: ChildRules, on_loss: Callable[[str], None]
+    ) -> "AgentEpisodes":
+        """Serve the endpoint in the running loop; at most `processes` programs run at a time."""
+        programs = asyncio.Semaphore(processes)
+        return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, rules=rules, on_loss=on_loss)
+
+    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> AgentEpisode:
+        seed = seed_of(request.row, seed=request.seed, group=request.random_group)
+        return AgentEpisode(
+            request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
+            programs=self.programs, limits=self.limits, rules=self.rules, generate=generate, on_loss=self.on_loss, version=version,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self.gateway.close()

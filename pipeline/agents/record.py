@@ -1,0 +1,136 @@
+"""Converts a conversation to the columns of a sample: tokens of all segments, loss mask, versions, turns.
+
+Generated tokens are copied, never rendered again. If the first segment starts with the group's prompt, the prompt is omitted.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.engines.base import Completion, Finish, GroupRequest, Span
+from penstock.pipeline.data.conversation import Segment
+from penstock.topics.samples import ENVIRONMENT, GENERATED, MODEL, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeRequest(GroupRequest):
+    """A group whose samples are trajectories, with the input of their environment."""
+
+    messages: str | None
+    """JSON list of the prompt's chat messages; None for a plain text."""
+    prompt: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory(Completion):
+    """A sample of several turns; the fields of `Completion` cover all segments, concatenated."""
+
+    loss_mask: npt.NDArray[np.bool_]
+    segments: tuple[tuple[int, int, int], ...]
+    turns: tuple[Turn, ...]
+    messages: str
+    environment: str | None
+    environment_version: str | None
+    environment_seed: int | None
+    environment_s: float = 0.0
+    results_cut: int = 0
+    """Messages of its environment cut at `environment.max_result_tokens`."""
+    segment_count: int = 1
+    replaced: int = 0
+    """Lone surrogates in the texts of its environment, replaced by U+FFFD."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeState:
+    """Messages, rewards by turn number, and timing of a trajectory so far."""
+
+    messages: list[dict[str, Any]]
+    rewards: dict[int, float]
+    generated: list[int] = field(default_factory=list)
+    environment: str | None = None
+    version: str | None = None
+    seed: int | None = None
+    environment_s: float = 0.0
+    results_cut: int = 0
+    started_ns: int = 0
+    ended_ns: int = 0
+    replaced: int = 0
+    """Lone surrogates in the environment's texts."""
+
+
+def trajectory_of(
+    segments: Sequence[Segment],
+    request: GroupRequest,
+    sample: int,
+    *,
+    episode_state: EpisodeState,
+    finish: Finish,
+    cause: str | None,
+    version: int,
+) -> Trajectory:
+    """The sample to publish; `version` labels a sample without tokens; `cause` is the environment's failure, if any."""
+    ids, mask, logprobs, versions, bounds, turns = [], [], [], [], [], []
+    total = 0
+    for number, segment in enumerate(segments):
+        prompt = np.asarray(request.prompt_ids)
+        follows = number == 0 and np.array_equal(segment.token_ids[: len(prompt)], prompt) and segment.prompt >= len(prompt)
+        cut = len(prompt) if follows else 0
+        for part in segment.parts:
+            start, end = max(part.start, cut), part.end
+            if start < end:
+                reward = episode_state.rewards.get(part.turn) if part.source == MODEL else None
+                offset = total - cut
+                turns.append(Turn(start=offset + start, end=offset + end, source=part.source, finish=part.finish, reward=reward))
+        ids.append(segment.token_ids[cut:])
+        mask.append(segment.mask[cut:])
+        logprobs.append(segment.logprobs[cut:])
+        versions.append(segment.versions[cut:])
+        size = len(segment.token_ids) - cut
+        bounds.append((total, total + size, 0 if follows else segment.prompt))
+        total += size
+    if cause is not None:
+        turns.append(Turn(start=total, end=total, source=ENVIRONMENT, finish=cause))
+    return Trajectory(
+        group=request.group,
+        sample=sample,
+        token_ids=np.concatenate([np.empty(0, np.int32), *ids]),
+        logprobs=np.concatenate([np.empty(0, np.float32), *logprobs]),
+        finish=finish,
+        spans=_spans(np.concatenate([np.empty(0, np.int32), *versions]), version),
+        started_ns=episode_state.started_ns,
+        ended_ns=episode_state.ended_ns,
+        loss_mask=np.concatenate([np.empty(0, np.bool_), *mask]),
+        segments=tuple(bounds),
+        turns=tuple(turns),
+        messages=json.dumps(_marked(episode_state.messages, frozenset(episode_state.generated))),
+        environment=episode_state.environment,
+        environment_version=episode_state.version,
+        environment_seed=episode_state.seed,
+        environment_s=episode_state.environment_s,
+        results_cut=episode_state.results_cut,
+        segment_count=len(bounds),
+        replaced=episode_state.replaced,
+    )
+
+
+def _marked(messages: Sequence[dict[str, Any]], generated: AbstractSet[int]) -> list[dict[str, Any]]:
+    unmarked = [{key: value for key, value in message.items() if key != GENERATED} for message in messages]
+    return [{**message, GENERATED: True} if index in generated else message for index, message in enumerate(unmarked)]
+
+
+def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:
+    """The policy versions of tokens as spans; one empty span if there are no tokens.
+
+    Example:
+        _spans(np.array([3, 3, 4]), 0)  # -> (Span(3, 0), Span(4, 2))
+    """
+    if not len(versions):
+        return (Span(version, 0),)
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    return tuple(Span(int(versions[start]), start) for start in starts)

@@ -1,0 +1,113 @@
+"""`penstock runs`: lists runs; `runs rm` deletes some, only with `--yes`."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, notify
+
+app = typer.Typer(help="List runs, or remove some.", invoke_without_command=True)
+UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
+SHOWN_REASON = 80
+"""Characters of the reason of an early end."""
+COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent", "reason")
+
+
+@app.callback()
+def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
+    """List the runs of a broker: status, steps, age, reward, size, model, parent, reason of an early end."""
+    if context.invoked_subcommand is not None:
+        return
+    from penstock.pipeline.inspect.records.runs import list_runs
+
+    with at(bootstrap, security) as log:
+        refused: list[str] = []
+        rows = list_runs(log, refused=refused.append)
+    if refused:
+        notify(f"{len(refused)} unusable records of the register of runs were skipped; the last one: {refused[-1]}")
+    if json:
+        emit(rows)
+    elif not rows:
+        print("no run is registered on this broker; start one with `penstock run CONFIG`")
+    else:
+        print(_table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    from penstock.pipeline.inspect.records.runs import size
+    from penstock.pipeline.inspect.report.evaluations import one_line
+
+    cells = [
+        (
+            row["run"],
+            row["status"],
+            f"{row['steps_done']} of {row['steps']}",
+            row["age"],
+            "" if row["reward"] is None else f"{row['reward']:.3f}",
+            size(row["bytes"]),
+            row["model"] or "",
+            row["parent"] or "",
+            one_line(row["reason"] or "", SHOWN_REASON),
+        )
+        for row in rows
+    ]
+    shown = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
+    widths = {number: max(len(COLUMNS[number]), *(len(row[number]) for row in cells)) for number in shown}
+    return "\n".join("  ".join(f"{row[number]:<{widths[number]}}" for number in shown).rstrip() for row in (COLUMNS, *cells))
+
+
+@app.command()
+def rm(
+    run: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Ids, unique prefixes, or `latest`.")] = None,
+    *,
+    older_than: Annotated[str | None, typer.Option(metavar="7d", help="Runs that ended at least this long ago: 7d, 12h, 30m.")] = None,
+    keep_model: Annotated[bool, typer.Option("--keep-model", help="Keep the exported models.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without --yes, only print what would be freed.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Remove runs: their topics, record and folder on this machine."""
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.archive.delete import delete, ended_before, plan_deletion
+    from penstock.pipeline.inspect.records.runs import size
+    from penstock.pipeline.launch.run_lock import attended_runs
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+
+    if bool(run) == (older_than is not None):
+        raise ConfigError("give either runs, or --older-than 7d")
+    limit_s = None if older_than is None else seconds(older_than)
+    with at(bootstrap, security) as log:
+        names = (
+            [resolve(log, text, executes=True) for text in run or ()]
+            if limit_s is None
+            else ended_before(log, time.time() - limit_s, busy=attended_runs())
+        )
+        plans = [plan_deletion(log, name, keep_model=keep_model) for name in dict.fromkeys(names)]
+        for plan in plans:
+            if yes:
+                delete(log, plan)
+            if not json:
+                print(f"{plan.run}: {size(plan.bytes)}{' freed' if yes else ''}")
+    total = sum(plan.bytes for plan in plans)
+    if json:
+        emit({"runs": plans, "bytes": total, "deleted": yes})
+    elif not plans:
+        print("no run is that old")
+    else:
+        print(f"{size(total)} {'freed' if yes else 'would be freed; add --yes'}")
+
+
+def seconds(text: str) -> float:
+    """Seconds of a duration such as 7d. Raises `ConfigError`.
+
+    Example:
+        seconds("7d")  # -> 604800.0
+    """
+    from penstock.infra.errors import ConfigError
+
+    number, unit = text[:-1], text[-1:]
+    if unit not in UNITS or not number.isdecimal():
+        raise ConfigError(f"--older-than {text}: expected a number and d, h or m, for example 7d")
+    return int(number) * UNITS[unit]

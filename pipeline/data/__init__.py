@@ -1,0 +1,7 @@
+"""Prompts and reference answers from files, the Hugging Face hub, reasoning-gym or a user's function, with random access to rows."""
+
+from penstock.pipeline.data.open import check, open_dataset
+from penstock.pipeline.data.prompt_order import order
+from penstock.pipeline.data.rows import DataError, Dataset, Fields, Row
+
+__all__ = ["DataError", "Dataset", "Fields", "Row", "check", "open_dataset", "order"]

@@ -1,0 +1,104 @@
+"""Messages in OpenAI's format: text, tool calls, and equality."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.pipeline.data.messages import TEXT_PARTS
+from penstock.topics.wire.well_formed import well_formed_json
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class TemplateRefused(ValueError):
+    """A template cannot render the messages; one line."""
+
+
+def text_of(message: Message) -> str:
+    """The text of a message; parts of type "text" are concatenated. Raises `TemplateRefused` for other parts, such as images."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence):
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        if all(isinstance(part, Mapping) and part.get("type") in TEXT_PARTS for part in parts):
+            return "".join(str(part.get("text", part.get("refusal")) or "") for part in parts)
+    raise TemplateRefused(
+        f"a message of role {str(message.get('role'))[:40]!r} has content that is neither a string nor parts of type text"
+    )
+
+
+def shortened(text: str, tokens: int, tokenizer: Any) -> str:
+    """The first `tokens` tokens of a text and a note that it was cut; the text itself if it has no more.
+
+    Example:
+        shortened("one two three", 2, tokenizer)  # -> "one two [cut: the first 2 of 3 tokens]"
+    """
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    if len(encoded.ids) <= tokens:
+        return text
+    return f"{text[: encoded.offsets[tokens - 1][1]]} [cut: the first {tokens:,} of {len(encoded.ids):,} tokens]"
+
+
+def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
+    """A message as chat templates expect it: text content, tool-call arguments decoded if they are JSON objects, no null fields.
+
+    `developer`: the template supports the role `developer`; otherwise it becomes `system`.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise TemplateRefused('a message has no "role": give "system", "user", "assistant" or "tool"')
+    role = "system" if role == "developer" and not developer else role
+    fields = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    made = {**fields, "role": role, "content": text_of(message)}
+    if calls := _calls(message):
+        functions = [_function(call) for call in calls]
+        made["tool_calls"] = [
+            {**_other_fields(call), "type": "function", "function": function} for call, function in zip(calls, functions, strict=True)
+        ]
+    return made
+
+
+def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
+    """SHA-256 digests of all prefixes of a conversation: the tools alone, then with one more message each.
+
+    Only role, text, and names and arguments of tool calls count: clients drop reasoning, reorder keys, and replace "" by null. White
+    space around the policy's own text is ignored.
+    """
+    hasher = hashlib.sha256(json.dumps(tools or [], sort_keys=True, default=str).encode())
+    made = [hasher.digest()]
+    for message in messages:
+        role, text = message.get("role"), text_of(message)
+        calls = [_function(call) for call in _calls(message)]
+        content = [role, text.strip() if role == "assistant" else text, [[call["name"], call["arguments"]] for call in calls]]
+        hasher.update(json.dumps(content, sort_keys=True, default=str).encode())
+        made.append(hasher.digest())
+    return made
+
+
+def _calls(message: Message) -> Sequence[Any]:
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise TemplateRefused('"tool_calls" is not a list of {"function": {"name": ..., "arguments": ...}}')
+    return calls
+
+
+def _other_fields(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a call except its function, whose name and arguments some clients put next to them."""
+    return {key: value for key, value in call.items() if key not in ("name", "arguments")}
+
+
+def _function(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TemplateRefused('a tool call has no {"function": {"name": ..., "arguments": ...}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            decoded, _ = well_formed_json(json.loads(arguments)) if arguments.strip() else ({}, 0)
+        except (ValueError, RecursionError):
+            decoded = arguments
+        arguments = decoded if isinstance(decoded, dict) else arguments
+    return {"name": function["name"], "arguments": {} if arguments is None else arguments}

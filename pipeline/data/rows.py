@@ -1,0 +1,240 @@
+"""Validated rows of a data set: a prompt (text or messages) and the columns for the reward functions.
+
+An unusable row is an error with its origin (`file:line`); it is never skipped.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from decimal import Decimal
+from math import isnan
+from typing import Any, Protocol
+
+from penstock.infra.errors import ConfigError
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.data.messages import messages_of
+from penstock.pipeline.data.references import with_facts
+from penstock.topics.wire.well_formed import well_formed_json
+
+ANSWER = "answer"
+"""Name of the reference answer in the arguments of reward functions, and the default column."""
+LONGEST_NUMBER = 10**4000
+"""Python's JSON refuses integers of more than 4,300 digits."""
+SHOWN = 60
+"""Longest value in an error message, in characters."""
+
+
+class DataError(ValueError):
+    """Unusable data; one line that starts with the origin."""
+
+
+class MissingData(DataError, ConfigError):
+    """A missing source: an error of the configuration, not of the data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a data set. Either `prompt` or `messages` is None."""
+
+    index: int
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    columns: dict[str, Any]
+    """JSON values for the reward functions: the reference answer as "answer", and all other columns except the prompt."""
+    origin: str
+    """Position of the row for error messages: `train.jsonl:17`."""
+    without_json: dict[str, str] = field(default_factory=dict)
+    """Column -> type ("bytes") of values that JSON cannot represent; reward functions do not receive them."""
+    replaced: int = 0
+    """Lone surrogates in its texts, replaced by U+FFFD."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """Names of the prompt and answer columns. If `answer` is empty the data has none; the default column is optional in a row."""
+
+    prompt: str = "prompt"
+    answer: str = ANSWER
+
+
+class Source(Protocol):
+    """Raw rows by number."""
+
+    digest: str
+    """SHA-256 (hex) of the data, compared when a run is resumed."""
+    generated: bool
+    """True if rows are computed on demand."""
+
+    def __len__(self) -> int: ...
+
+    def raw(self, index: int) -> Mapping[str, Any]:
+        """Columns of a row. Raises `DataError` with the origin."""
+        ...
+
+    def origin(self, index: int) -> str:
+        """Origin of a row, for error messages."""
+        ...
+
+
+class Dataset:
+    """A window of a source as validated rows; access by number takes constant time."""
+
+    def __init__(self, source: Source, *, fields: Fields, start: int = 0, limit: int | None = None, name: str = "the data set") -> None:
+        rows = len(source)
+        stop = rows if limit is None else min(rows, start + limit)
+        if start >= stop:
+            raise DataError(
+                f"{name}: no rows from {start} on (it has {rows})" if rows else f"{name} is empty: expected a row for each prompt"
+            )
+        self._source, self._fields, self._window = source, fields, range(start, stop)
+
+    @property
+    def digest(self) -> str:
+        return self._source.digest
+
+    @property
+    def generated(self) -> bool:
+        return self._source.generated
+
+    @property
+    def names(self) -> list[str]:
+        """Column names of the first row. Raises `DataError`."""
+        return list(map(str, self._source.raw(self._window[0])))
+
+    def __len__(self) -> int:
+        return len(self._window)
+
+    def __getitem__(self, index: int) -> Row:
+        """The row with this number, counted from the start of the window. Raises `DataError` with its origin."""
+        number = self._window[index]
+        origin = self._source.origin(number)
+        return make_row(self._source.raw(number), index=number - self._window.start, origin=origin, fields=self._fields)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+
+def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
+    """Validate raw columns. Raises `DataError` with the origin."""
+    raw, replaced = _well_formed(raw)
+    for name, none in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
+        if name not in raw and name not in ("", ANSWER if none else ""):
+            raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){none}")
+    prompt, messages = _prompt(raw[fields.prompt], origin=origin, name=fields.prompt)
+    columns: dict[str, Any] = {}
+    without_json: dict[str, str] = {}
+    for name, value in raw.items():
+        if name == fields.prompt != fields.answer:
+            continue
+        try:
+            columns[str(name)] = jsonable(value)
+        except TypeError as error:
+            without_json[str(name)] = str(error)
+        except RecursionError:
+            without_json[str(name)] = "values nested too deeply"
+    if fields.answer not in ("", ANSWER) and fields.answer in columns:
+        columns = with_facts(columns, {ANSWER: columns[fields.answer]})
+    elif fields.answer and fields.answer in without_json:
+        columns.pop(ANSWER, None)
+        without_json[ANSWER] = without_json[fields.answer]
+    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin, without_json=without_json, replaced=replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value that a source cannot convert; `what` describes it like a type: "a map that has a key twice"."""
+
+    what: str
+
+
+def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The row with U+FFFD for lone surrogates, and their number; too deeply nested values become `Unreadable`."""
+    row: dict[str, Any] = {}
+    total = 0
+    for name, value in raw.items():
+        try:
+            made, replaced = well_formed_json({str(name): value})
+        except RecursionError:
+            made, replaced = {str(name): Unreadable("values nested too deeply")}, 0
+        row.update(made)
+        total += replaced
+    return row, total
+
+
+def jsonable(value: Any, *, lenient: bool = False) -> Any:
+    """The value as JSON: dates as ISO text, decimals as numbers, NaN as null.
+
+    Raises:
+        TypeError: JSON cannot represent the value; the message is its type. With `lenient`, its text is used instead.
+    """
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, (int, float, Decimal)):
+        try:
+            return _number(value)
+        except TypeError:
+            if lenient:
+                return str(value)
+            raise
+    if isinstance(value, Mapping):
+        if not lenient and (other := next((key for key in value if not isinstance(key, str)), None)) is not None:
+            raise TypeError(f"a dict with keys of type {type(other).__name__}")
+        return {str(key): jsonable(inner, lenient=lenient) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(inner, lenient=lenient) for inner in value]
+    if isinstance(value, (datetime, date, time)):
+        return None if str(value) == "NaT" else value.isoformat()  # pandas' missing time
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return jsonable(_listed(value), lenient=lenient)
+    if lenient:
+        return [jsonable(inner, lenient=True) for inner in sorted(value, key=str)] if isinstance(value, (set, frozenset)) else str(value)
+    raise TypeError(value.what if isinstance(value, Unreadable) else type(value).__name__)
+
+
+def _listed(value: Any) -> Any:
+    """A numpy value as a Python value; numpy's `tolist` converts times with nanoseconds to integers."""
+    kind = str(getattr(value, "dtype", ""))
+    return (value.astype(kind.replace("[ns]", "[us]")) if kind in ("datetime64[ns]", "timedelta64[ns]") else value).tolist()
+
+
+def _number(value: int | float | Decimal) -> int | float | None:
+    """A number that JSON represents without loss; None for NaN. Raises `TypeError`."""
+    if isinstance(value, int):
+        if abs(value) >= LONGEST_NUMBER:
+            raise TypeError("an integer of more than 4,000 digits")
+        return value
+    if value.is_nan() if isinstance(value, Decimal) else isnan(value):
+        return None
+    if value in (float("inf"), float("-inf")):
+        raise TypeError("an infinite number")
+    if isinstance(value, float):
+        return value
+    if value.as_tuple().exponent == 0:
+        return _number(int(value))
+    number = float(value)
+    if Decimal(repr(number)) != value:
+        raise TypeError("a decimal with more digits than a float")
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dict[str, Any]] | None]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
+        return value, None
+    if isinstance(value, Unreadable):
+        raise DataError(f"{origin}: field {name!r} holds {value.what}; expected text or a list of messages")
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{origin}: field {name!r} is {_shown(value)}; expected text or a list of messages")
+    if not value:
+        raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
+    try:
+        return None, messages_of(jsonable(value, lenient=True))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{origin}: field {name!r}: {error}") from error

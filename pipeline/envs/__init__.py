@@ -1,1 +1,0 @@
-"""Prompts and rewards: data sets, tokenization, reward functions, environments, and the outcome of a group."""

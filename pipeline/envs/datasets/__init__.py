@@ -1,7 +1,0 @@
-"""Prompts and reference answers from files, the Hugging Face hub, reasoning-gym or a user's function, with random access to rows."""
-
-from penstock.pipeline.envs.datasets.open import check, open_dataset
-from penstock.pipeline.envs.datasets.prompt_order import order
-from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Fields, Row
-
-__all__ = ["DataError", "Dataset", "Fields", "Row", "check", "open_dataset", "order"]

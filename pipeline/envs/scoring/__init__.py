@@ -1,1 +1,0 @@
-"""Calls of reward functions: processes, services, return values, logged values and failures."""

@@ -1,0 +1,167 @@
+"""Checks on dead letters: each carries its record, and every unusable record has one.
+
+A record without a dead letter is a violation only if the log proves that its reader has read past it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from penstock.pipeline.inspect.audit.check import Violation, check
+from penstock.pipeline.inspect.audit.checks.retention import Retention
+from penstock.pipeline.inspect.audit.facts import INCOMPLETE, DeadLetterFact, Facts, Unusable
+from penstock.topics import weights
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.dead_letters import SKIPPED
+from penstock.topics.wire.record import RecordId
+
+
+@check("letters", "a dead letter carries the record that it names", dead_letters=lambda facts: len(facts.dead_letters))
+def true(facts: Facts) -> Iterator[Violation]:
+    """A dead letter names a record that exists and carries its bytes."""
+    for fact in facts.dead_letters:
+        if fact.kind == SKIPPED:
+            continue  # a skipped offset range cannot be read
+        body = facts.bodies.get(fact.about)
+        if facts.deleted(fact.about):
+            continue
+        if body is None and fact.about.topic != RUNS_TOPIC:  # the register is compacted: the record may be deleted
+            yield Violation(text=f"a dead letter about {fact.about}, where there is no record", where=fact.where)
+        elif body is not None and body != fact.body:
+            yield Violation(text=f"a dead letter about {fact.about} carries other bytes than the record", where=fact.where)
+
+
+@check("letters-once", "no process writes two dead letters for a record", dead_letters=lambda facts: len(facts.dead_letters))
+def once(facts: Facts) -> Iterator[Violation]:
+    """One process writes one dead letter for a record; its successor may write another."""
+    firsts: dict[tuple[RecordId, str], DeadLetterFact] = {}
+    if facts.truncated("metrics"):
+        return  # the processes of a worker name are unknown
+    for fact in facts.dead_letters:
+        key = (fact.about, fact.worker)
+        if key in firsts and _processes(facts, fact) < 2:
+            text = f"{fact.worker} has a dead letter for {fact.about} already, at {firsts[key].where}"
+            yield Violation(text=text, where=fact.where)
+        firsts.setdefault(key, fact)
+
+
+def _processes(facts: Facts, dead_letter: DeadLetterFact) -> int:
+    """Number of processes that had run under the writer's name by then."""
+    return sum(worker == dead_letter.worker and process.started_ns <= dead_letter.time_ns for (worker, _), process in facts.workers.items())
+
+
+@check("accounted", "an unusable record has its dead letter", unusable_records=lambda facts: len(facts.unusable))
+def accounted(facts: Facts) -> Iterator[Violation]:
+    """Every unusable record has its dead letter once its reader has read past it."""
+    read_up_to: dict[tuple[str, int], int] = {}
+    for record in unaccounted(facts):
+        topic, partition, offset = record.where
+        if (topic, partition) not in read_up_to:
+            read_up_to[topic, partition] = _read_up_to(facts, topic, partition)
+        if offset < read_up_to[topic, partition]:
+            text = f"cannot be used ({record.kind}: {record.reason}) and has no dead letter"
+            yield Violation(text=text, group=record.group, where=record.where)
+
+
+def unaccounted(facts: Facts) -> list[Unusable]:
+    """Unusable records that repeat nothing and have no dead letter; none while the run is active."""
+    if facts.closed is None:
+        return []
+    named = {fact.about for fact in facts.dead_letters} | replaced_chunks(facts)
+    unnamed = [record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named]
+    if not unnamed:
+        return []
+    retention = Retention(facts)
+    return [record for record in unnamed if record.kind != INCOMPLETE and not _dropped_unread(facts, record, retention)]
+
+
+def replaced_chunks(facts: Facts) -> set[RecordId]:
+    """Former offsets of chunks that were sent again: a later manifest of the version names their new ones."""
+    listed, current = (
+        {RecordId("weights", *position) for fact in manifests for position in weights.chunk_places(fact.manifest)}
+        for manifests in (facts.manifests, facts.first_manifests().values())
+    )
+    return listed - current
+
+
+def _dropped_unread(facts: Facts, record: Unusable, retention: Retention) -> bool:
+    """True if its reader dropped it as a duplicate by its valid headers, or may have done so because the original may be deleted."""
+    topic, partition, offset = record.where
+    if record.group is None:
+        return False
+    outcome = facts.outcomes.first.get(record.group)
+    if topic == "groups":
+        # It is unknown which of two partitions was read first.
+        if outcome is None:
+            return retention.outcome(record.group)
+        return outcome.where.partition != partition or outcome.where.offset < offset
+    if topic == "rollouts":
+        if (outcome is not None and not outcome.samples.numbers) or retention.samples(partition, record.group):
+            return True  # the group may have ended before the sample arrived
+        firsts = [facts.samples.first(partition, record.group, sample) for sample in record.samples]
+        return all(first is not None and first.where.offset < offset for first in firsts)
+    return False
+
+
+def _read_up_to(facts: Facts, topic: str, partition: int) -> int:
+    """The offset up to which the log proves that a partition was read; -1 if it proves none."""
+    read = _READ.get(topic)
+    return max(read(facts, partition), default=-1) if read is not None else -1
+
+
+def _sampled_prompts(facts: Facts, partition: int) -> list[int]:
+    """Offsets of the prompts that have samples."""
+    sampled = {sample.group for sample in facts.samples if sample.where.partition == partition}
+    return [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in sampled]
+
+
+def _scored_samples(facts: Facts, partition: int) -> list[int]:
+    """Offsets of the samples of groups whose outcome holds samples."""
+    samples = (sample for sample in facts.samples.firsts() if sample.where.partition == partition)
+    ended = ((sample, facts.outcomes.first.get(sample.group)) for sample in samples)
+    return [sample.where.offset for sample, outcome in ended if outcome is not None and outcome.samples.numbers]
+
+
+def _used_groups(facts: Facts, partition: int) -> list[int]:
+    """Offsets of the outcomes that were trained or stale."""
+    trained, stale, here = facts.planned.first, facts.stale(), (fact for fact in facts.outcomes if fact.where.partition == partition)
+    return [fact.where.offset for fact in here if fact.group in trained or fact.group in stale]
+
+
+def _listed_weights(facts: Facts, partition: int) -> list[int]:
+    """Offsets of the manifests' chunks; on partition 0, of the manifests except the last two."""
+    if partition == 0:
+        # A round was trained since: the same reader read its groups, after this record.
+        return sorted(fact.where.offset for fact in facts.manifests)[:-2]
+    # Before a manifest is written, the records between its chunks and the last version's are read.
+    manifests = [fact.manifest for fact in facts.manifests]
+    chunks = [chunk for listed in manifests for chunk in zip(listed.chunk_partitions, listed.chunk_offsets, strict=True)]
+    return [offset for chunk_partition, offset in chunks if chunk_partition == partition]
+
+
+def _tracked_ledger(facts: Facts, _: int) -> list[int]:
+    """Offset of the closing entry if a tracker exited in order: it reads the ledger to its end."""
+    closing = [fact.where.offset for fact in facts.entries if fact.entry.kind == "run-closed"]
+    return closing if _tracker_end(facts) >= 0 else []
+
+
+def _tracked_metrics(facts: Facts, _: int) -> list[int]:
+    """Offsets of the other workers' last measurements before the tracker's own."""
+    others = [worker.final for worker in facts.workers.values() if worker.role != "tracker" and worker.final is not None]
+    return [offset for offset in others if offset < _tracker_end(facts)]
+
+
+def _tracker_end(facts: Facts) -> int:
+    """Offset of the final measurement of a tracker that exited in order; -1 if none did."""
+    return max((worker.final or -1 for worker in facts.workers.values() if worker.role == "tracker"), default=-1)
+
+
+_READ: Mapping[str, Callable[[Facts, int], list[int]]] = {
+    "prompts": _sampled_prompts,
+    "rollouts": _scored_samples,
+    "groups": _used_groups,
+    "weights": _listed_weights,
+    "ledger": _tracked_ledger,
+    "metrics": _tracked_metrics,
+}
+"""Topic -> offsets of a partition that were read, as the log proves."""
+
+CHECKS = (true, once, accounted)

@@ -1,0 +1,177 @@
+"""Checks on policy versions: manifests, chunks, recomputed digests, and the chain of base versions."""
+
+from collections.abc import Container, Iterator, Mapping
+from functools import partial
+
+from penstock.pipeline.inspect.audit.check import Violation, check
+from penstock.pipeline.inspect.audit.checks.retention import Retention
+from penstock.pipeline.inspect.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
+from penstock.topics.ledger import Entry
+from penstock.topics.weights import Manifest
+from penstock.topics.wire.record import RecordId
+
+
+def _chunks(facts: Facts) -> int:
+    return sum(len(fact.manifest.chunk_sizes) for fact in facts.first_manifests().values())
+
+
+@check("version-numbers", "versions 0 to n, one manifest each, written with its entry", versions=lambda facts: len(facts.manifests))
+def numbers(facts: Facts) -> Iterator[Violation]:
+    """Versions are 0 to n, each with one manifest and one entry of the ledger, after the step that completes it."""
+    manifests, entries = facts.first_manifests(), dict[int, EntryFact]()
+    done = 0
+    for fact in facts.entries:
+        done += fact.entry.kind == "step"
+        if fact.entry.kind == "version":
+            for text in _entry_flaws(facts, manifests, fact.entry, entries, done=done):
+                yield Violation(text=text, version=fact.entry.version, where=fact.where)
+            entries.setdefault(fact.entry.version or 0, fact)
+    yield from _manifest_flaws(facts, entries)
+    if facts.closed is not None:
+        newest = facts.terms.newest_version(done)
+        for version in sorted(set(range(newest + 1)) - set(entries)):
+            yield Violation(text=f"version {version} was never published, {done} steps make {newest} versions", version=version)
+
+
+def _entry_flaws(
+    facts: Facts, manifests: Mapping[int, ManifestFact], entry: Entry, entries: Mapping[int, EntryFact], *, done: int
+) -> Iterator[str]:
+    """The flaws of a version's entry that follows `entries` and this many committed steps."""
+    version, belongs = entry.version or 0, facts.terms.step_of(entry.version or 0)
+    if version in entries:
+        yield f"version {version} was published in entry {entries[version].entry.seq} already"
+    elif version != len(entries):
+        yield f"version {version} follows version {len(entries) - 1}"
+    if entry.step != belongs or done < belongs:
+        yield f"version {version} came at step {entry.step} with {done} steps committed, it belongs to step {belongs}"
+    manifest = manifests.get(version)
+    if manifest is None:
+        if not Retention(facts).version(version):
+            yield f"version {version} has an entry in the ledger and no manifest"
+    elif manifest.manifest.step != entry.step:
+        yield f"the manifest of version {version} has step {manifest.manifest.step}"
+
+
+def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[Violation]:
+    """Manifests that are in the log twice or have no entry."""
+    manifests, newest = facts.first_manifests(), max(entries, default=-1)
+    for fact in facts.manifests:
+        version, violation = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
+        if fact.manifest.digest != manifests[version].manifest.digest:
+            yield violation(text=f"version {version} has another manifest at {manifests[version].where}")
+        elif version not in entries and (facts.closed is not None or version < newest):
+            yield violation(text=f"the manifest of version {version} has no entry in the ledger")
+
+
+@check("chunks", "chunks are at the offsets of their manifest, with its size and SHA-256", chunks=_chunks)
+def chunks(facts: Facts) -> Iterator[Violation]:
+    """Every chunk of a manifest is at the offset it names, with the size and SHA-256 it names."""
+    for version, fact in sorted(facts.first_manifests().items()):
+        manifest = fact.manifest
+        listed = zip(manifest.chunk_partitions, manifest.chunk_offsets, manifest.chunk_sizes, manifest.chunk_sha256, strict=True)
+        for index, (partition, offset, size, sha256) in enumerate(listed):
+            where = RecordId("weights", partition, offset)
+            chunk, violation = facts.chunks.get(where), partial(Violation, version=version, where=where)
+            if facts.deleted(where):
+                continue
+            if chunk is None:
+                yield violation(text=f"chunk {index} of version {version} is missing")
+            elif (chunk.version, chunk.number) != (version, index):
+                yield violation(text=f"chunk {index} of version {version} is chunk {chunk.number} of version {chunk.version}")
+            elif (chunk.size, chunk.sha256) != (size, sha256):
+                text = f"chunk {index} has {chunk.size} bytes and SHA-256 {chunk.sha256[:16]}…, listed are {size} and {sha256[:16]}…"
+                yield violation(text=text)
+
+
+@check(
+    "digests",
+    "digests recomputed from the chunks are the recorded ones",
+    versions=lambda facts: sum(version.digest is not None for version in facts.recomputed.values()),
+)
+def digests(facts: Facts) -> Iterator[Violation]:
+    """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
+    manifests, broken, retention = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}, Retention(facts)
+    for version, fact in sorted(manifests.items()):
+        recomputed = None if version in broken else facts.recomputed.get(version)
+        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, retention)):
+            if text is not None:
+                yield Violation(text=text, version=version, where=fact.where)
+    for entry, where in [(fact.entry, fact.where) for fact in facts.entries]:
+        if entry.kind == "version" and entry.version in manifests and entry.digest != manifests[entry.version].manifest.digest:
+            text = f"the ledger's digest of version {entry.version} is not its manifest's"
+            yield Violation(text=text, version=entry.version, where=where)
+
+
+def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | None:
+    if recomputed is None:
+        return None
+    if recomputed.problem is not None:
+        return f"version {manifest.version} cannot be assembled: {recomputed.problem}"
+    if recomputed.digest not in (None, manifest.digest):
+        return f"its tensors have digest {(recomputed.digest or '')[:16]}…, expected {manifest.digest[:16]}… of the manifest"
+    return None
+
+
+def _base_flaws(manifest: Manifest, manifests: Container[int], retention: Retention) -> Iterator[str]:
+    base = manifest.base_version
+    if base is not None and not (base < manifest.version and (base in manifests or retention.version(base))):
+        yield f"version {manifest.version} is to be applied to version {base}, which is not before it"
+    if (base is None) != (manifest.encoding == "full"):
+        yield f"encoding {manifest.encoding} with base version {base}"
+
+
+@check(
+    "last-digests",
+    "steps, checkpoints and the closing entry have their version's digest",
+    entries=lambda facts: sum(fact.entry.kind in ("step", "checkpoint", "run-closed") for fact in facts.entries),
+)
+def ends(facts: Facts) -> Iterator[Violation]:
+    """Steps, checkpoints and the closing entry have the digest of the version that was published at their step, or of a rebase there."""
+    versions = [fact.entry for fact in facts.entries if fact.entry.kind == "version"]
+    published = {version.step or 0: version for version in versions}
+    manifests = {fact.manifest.step: fact.manifest for fact in facts.first_manifests().values()}
+    rebased = {(fact.entry.step, fact.entry.digest) for fact in facts.entries if fact.entry.kind == "rebased"}
+    done = 0
+    for fact in facts.entries:
+        entry, manifest = fact.entry, manifests.get(done + (fact.entry.kind == "step"))
+        done += entry.kind == "step"
+        if entry.kind == "checkpoint":
+            text = None if (entry.step, entry.digest) in rebased else _checkpoint_flaw(entry, published.get(entry.step or 0), done=done)
+        elif entry.kind == "step":
+            text = None if manifest is not None and (done, manifest.digest) in rebased else _step_flaw(entry, manifest)
+        elif entry.kind == "rebased":
+            text = None if entry.step == done else f"rebased after {entry.step} steps when {done} were committed"
+        else:
+            text = _closing_flaw(entry, versions[-1:])
+        if text is not None:
+            yield Violation(text=text, step=entry.step, version=entry.version, where=fact.where)
+
+
+def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str | None:
+    """The flaw of a checkpoint's entry, if any; `version` was published at its step."""
+    if (entry.step or 0) > done:
+        return f"a checkpoint of step {entry.step} when {done} steps were committed"
+    if version is None or version.digest is None:
+        return None
+    if entry.digest not in (None, version.digest):
+        return f"the checkpoint at step {entry.step} has another digest than version {version.version}"
+    if entry.version not in (None, version.version):
+        return f"the checkpoint at step {entry.step} has version {entry.version}, expected {version.version}"
+    return None
+
+
+def _step_flaw(entry: Entry, manifest: Manifest | None) -> str | None:
+    """The flaw of a step's digest, if any; `manifest` is of the version after it."""
+    if manifest is None or entry.digest in (None, manifest.digest):
+        return None
+    return f"step {entry.step} ended in another digest than version {manifest.version}"
+
+
+def _closing_flaw(entry: Entry, newest: list[Entry]) -> str | None:
+    """The flaw of the closing entry's digest, if any; `newest` is the last version, if there is one."""
+    if entry.kind != "run-closed" or all(entry.digest == version.digest for version in newest):
+        return None
+    return f"the run was closed with another digest than that of version {newest[0].version}"
+
+
+CHECKS = (numbers, chunks, digests, ends)

@@ -1,0 +1,174 @@
+"""Recomputes weight digests from chunks: one pass over the topic `weights`, one version at a time on disk.
+
+A digest is BLAKE3 (SHA-256 without a prefix) over name, type, shape, size and bytes of each tensor in name order; chunk boundaries do
+not matter.
+"""
+
+import hashlib
+import math
+import mmap
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from blake3 import blake3
+
+from penstock.pipeline.inspect.audit.facts import ChunkFact, Facts, Recomputed
+from penstock.pipeline.inspect.audit.source import Source
+from penstock.topics import weights
+from penstock.topics.versions import weight_adapter, weight_delta
+from penstock.topics.weights import Manifest
+from penstock.topics.wire import errors
+from penstock.topics.wire.record import Record, RecordId
+
+NOT_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of the element types that numpy does not know."""
+TREE = "blake3:"
+"""Prefix of a BLAKE3 digest."""
+
+Note = Callable[[Record], RecordId]
+Refuse = Callable[[Record, errors.Unusable], None]
+
+
+def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
+    """Read every chunk partition to its end and recompute the digest of each version."""
+    latest = LatestVersion()
+    cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
+    for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
+        facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, latest)
+    for cursor in cursors.values():
+        cursor.to_end()
+
+
+class Cursor:
+    """Reader of one chunk partition; every record read becomes a fact."""
+
+    def __init__(self, source: Source, partition: int, facts: Facts, note: Note, refuse: Refuse) -> None:
+        self._records = source.read("weights", [partition])
+        self._partition, self._facts, self._note, self._refuse = partition, facts, note, refuse
+        self._last: tuple[int, memoryview | bytes | None] = (-1, None)
+
+    def at(self, offset: int) -> memoryview | bytes | None:
+        """The data of the chunk at an offset; None if there is no chunk or it was already read past."""
+        while self._last[0] < offset and self._step():
+            pass
+        return self._last[1] if self._last[0] == offset else None
+
+    def to_end(self) -> None:
+        """Read the remaining records."""
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        record = next(self._records, None)
+        if record is None:
+            return False
+        where = self._note(record)
+        try:
+            chunk = weights.read_chunk(record, run=self._facts.run)[1]
+        except errors.Unusable as error:
+            self._refuse(record, error)
+            self._last = (record.offset, None)
+            return True
+        self._facts.chunks[where] = ChunkFact(chunk.version, chunk.index, len(chunk.data), hashlib.sha256(chunk.data).hexdigest())
+        self._last = (record.offset, chunk.data)
+        return True
+
+
+class LatestVersion:
+    """Weights of the last verified version in a temporary file; base for the next delta."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.layout: Manifest | None = None
+        """The manifest that lists its tensors."""
+        self.data = memoryview(b"")
+        self.origin: memoryview | None = None
+        """Version 0 in a file of its own; set when the first adapter version is recomputed."""
+
+    def allocate(self, manifest: Manifest) -> None:
+        """Allocate space for a full snapshot."""
+        self.version, self.layout = None, manifest
+        if len(self.data) != manifest.nbytes:
+            self.data = _mapped_file(manifest.nbytes)
+
+    def lacks_base(self, manifest: Manifest) -> bool:
+        """True if the base of a delta or adapter was deleted, or is invalid and was reported as such."""
+        if manifest.encoding == "adapter":
+            return self.version != 0 and self.origin is None
+        return manifest.encoding == "delta" and self.version != manifest.base_version
+
+    def recompute(self, manifest: Manifest, pieces: Iterator[memoryview]) -> str:
+        """The digest of a full snapshot, of a delta on the latest version, or of an adapter on version 0. Raises `ValueError`."""
+        if manifest.encoding == "delta":
+            assert self.version == manifest.base_version
+            self.version = None
+            weight_delta.apply(b"".join(pieces), self.data)
+        elif manifest.encoding == "adapter":
+            if self.origin is None:
+                assert self.version == 0
+                self.origin = _mapped_file(len(self.data))
+                self.origin[:] = self.data
+            self.version = None
+            weight_adapter.apply(b"".join(pieces), self.origin, self.data)
+        else:
+            self.allocate(manifest)
+            start = 0
+            for piece in pieces:
+                if start + len(piece) > len(self.data):
+                    raise ValueError("the chunks hold more bytes than the manifest lists")
+                self.data[start : start + len(piece)] = piece
+                start += len(piece)
+        assert self.layout is not None
+        recomputed = digest(self.layout, iter([self.data] if self.data else ()), tree=manifest.digest.startswith(TREE))
+        self.version = manifest.version
+        return recomputed
+
+
+def _mapped_file(nbytes: int) -> memoryview:
+    """Memory backed by an unnamed temporary file."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(max(1, nbytes))
+        return memoryview(mmap.mmap(file.fileno(), 0))[:nbytes]
+
+
+def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, latest: LatestVersion) -> Recomputed:
+    positions = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
+    if any(facts.deleted(RecordId("weights", *position)) for position in positions) or latest.lacks_base(manifest):
+        return Recomputed(None, None, released=True)
+    try:
+        return Recomputed(latest.recompute(manifest, _pieces(positions, cursors)), None)
+    except ValueError as error:
+        return Recomputed(None, str(error))
+
+
+def _pieces(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
+    for partition, offset in positions:
+        data = cursors[partition].at(offset) if partition in cursors else None
+        if data is None:
+            raise ValueError(f"no readable chunk in order at weights/{partition}/{offset}")
+        yield memoryview(data)
+
+
+def digest(manifest: Manifest, pieces: Iterator[memoryview], *, tree: bool) -> str:
+    """The digest of tensors from their concatenated bytes, by BLAKE3 if `tree`. Raises `ValueError` for too many or too few bytes."""
+    hasher, piece = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
+    for name, dtype, shape in sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)):
+        size = math.prod(shape) * _item_bytes(dtype)
+        hasher.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
+        while size:
+            piece = piece or next(pieces, memoryview(b""))
+            if not piece:
+                raise ValueError(f"the chunks end {size} bytes before tensor {name!r} does")
+            hasher.update(piece[:size])
+            size, piece = size - len(piece[:size]), piece[size:]
+    if piece or next(pieces, None) is not None:
+        raise ValueError("the chunks hold more bytes than the tensors")
+    return f"{TREE if tree else ''}{hasher.hexdigest()}"
+
+
+def _item_bytes(dtype: str) -> int:
+    try:
+        return NOT_NUMPY[dtype] if dtype in NOT_NUMPY else np.dtype(dtype).itemsize
+    except TypeError as error:
+        raise ValueError(f"unknown element type {dtype!r}") from error

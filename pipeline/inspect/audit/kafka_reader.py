@@ -1,0 +1,194 @@
+"""Reads a run's topics with confluent-kafka, a client that no worker uses.
+
+Yields every committed record up to the end offsets at the audit's start. Read-only; joins no consumer group.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from penstock.pipeline.inspect.audit.source import Unreadable
+from penstock.topics import dead_letters
+from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
+from penstock.topics.wire.record import Record
+
+ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "replies", "calls", "prompts", "weights")
+"""Ends are read from effect to cause, so that the records a record refers to are below the ends too, even while the run is active."""
+OPTIONAL = ("run", *TURNS)
+"""Topics that a run may lack: `run` in runs of earlier releases, turns in runs without environment workers."""
+
+RESPONSE_S = 15.0
+SILENT_S = 60.0
+"""Timeout of a broker that sends nothing although there is more to read."""
+PROGRESS_S = 3.0
+RETRY_S = 0.2
+TRANSIENT = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError._TRANSPORT,
+    }
+)
+"""Error codes of a broker while a topic is new or a leader is changing."""
+FETCH_BYTES = 32 << 20
+
+
+class KafkaSource:
+    """The topics of one run on a broker. Raises `Unreadable` if they cannot be read."""
+
+    def __init__(
+        self, bootstrap: str, run: str, *, settings: Mapping[str, Any] | None = None, notify: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.run, self._notify = run, notify
+        # Connection settings come from the caller; the audit sets what is read and how.
+        self._settings = {**(settings or {}), "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
+        self._problem: str | None = None
+        admin = AdminClient(self._settings | {"error_cb": self._note})
+        try:
+            topics = admin.list_topics(timeout=RESPONSE_S).topics
+        except KafkaException as error:
+            raise Unreadable(f"cannot read {bootstrap}: {self._problem or error.args[0].str()}") from error
+        if missing := [topic for topic in ORDER if topic not in OPTIONAL and self._kafka_name(topic) not in topics]:
+            raise Unreadable(f"run {run} has no topic {self._kafka_name(missing[0])!r}; its log was deleted or access is denied")
+        self._starts: dict[str, dict[int, int]] = {}
+        self._ends: dict[str, dict[int, int]] = {}
+        for topic in ORDER:
+            name = self._kafka_name(topic)
+            partitions = [TopicPartition(name, partition) for partition in (topics[name].partitions if name in topics else ())]
+            self._ends[topic] = _offsets(admin, partitions, OffsetSpec.latest())
+            self._starts[topic] = _offsets(admin, partitions, OffsetSpec.earliest())
+        self._span = sum(self._ends[topic][partition] - start for topic in ORDER for partition, start in self._starts[topic].items())
+        self._read, self._next_progress_s = 0, time.monotonic() + PROGRESS_S
+
+    def partitions(self, topic: str) -> range:
+        """Partition numbers of a topic."""
+        return range(len(self._ends[topic]))
+
+    def start_offset(self, topic: str, partition: int) -> int:
+        """The first retained offset."""
+        return self._starts[topic][partition]
+
+    def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
+        """Every record up to the end offsets at the audit's start."""
+        ends = {partition: self._ends[topic][partition] for partition in (self.partitions(topic) if partitions is None else partitions)}
+        remaining = {partition for partition, end in ends.items() if end > self._starts[topic][partition]}
+        if not remaining:
+            return
+        name = self._kafka_name(topic)
+        consumer, next_offsets = self._consumer(), {partition: self._starts[topic][partition] for partition in remaining}
+        try:
+            consumer.assign([TopicPartition(name, partition, next_offsets[partition]) for partition in sorted(remaining)])
+            last_response = time.monotonic()
+            while remaining:
+                messages = consumer.consume(500, timeout=0.5)
+                if not messages:
+                    self._check_silence(last_response, name)
+                    continue
+                last_response, moved = time.monotonic(), set[int]()
+                for message in messages:
+                    partition, error = message.partition(), message.error()
+                    assert partition is not None
+                    if partition in moved:
+                        continue  # read again after the new assignment
+                    ended = error is not None and error.code() == KafkaError._PARTITION_EOF
+                    offset = max(message.offset() or 0, next_offsets[partition])
+                    next_offsets[partition] = offset + 1
+                    if error is None or is_damaged_chunk(message, topic):
+                        if offset < ends[partition]:
+                            yield to_record(message, offset)
+                            self._progress(topic)
+                    elif not ended:
+                        next_offsets[partition] = self._after_skipped(message)
+                    if error is not None and not ended:
+                        moved.add(partition)  # a batch is damaged as a whole: resume after its last offset seen
+                    # At the end, or only transaction markers are left below it.
+                    if ended or next_offsets[partition] >= ends[partition]:
+                        remaining.discard(partition)
+                if moved:
+                    consumer.assign([TopicPartition(name, partition, next_offsets[partition]) for partition in sorted(remaining)])
+        finally:
+            consumer.close()
+
+    def _consumer(self) -> Consumer:
+        return Consumer(
+            {
+                **self._settings,
+                "group.id": f"{self.run}.audit",  # the client requires one; no group is joined and nothing is committed
+                "enable.auto.commit": False,
+                "auto.offset.reset": "error",
+                "isolation.level": "read_committed",
+                "enable.partition.eof": True,
+                "check.crcs": True,
+                "fetch.message.max.bytes": FETCH_BYTES,
+                "queued.max.messages.kbytes": 2 * FETCH_BYTES >> 10,
+                "error_cb": self._note,
+            }
+        )
+
+    def _after_skipped(self, message: Any) -> int:
+        """The offset after a damaged batch that the operator chose to skip. Raises `Unreadable` for another error."""
+        name, partition, error = message.topic(), message.partition(), message.error()
+        records = self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ()
+        for topic_partition, offsets in dead_letters.stretches(records, run=self.run):
+            if topic_partition == (name, partition) and message.offset() in offsets:
+                return offsets.stop
+        raise Unreadable(f"{name}/{partition} cannot be read: {error.str()}")
+
+    def _note(self, error: KafkaError) -> None:
+        self._problem = str(error.str())
+
+    def _check_silence(self, last_response: float, name: str) -> None:
+        if time.monotonic() - last_response > SILENT_S:
+            raise Unreadable(f"{name}: no records for {SILENT_S:g} s: {self._problem or 'the broker does not respond'}")
+
+    def _progress(self, topic: str) -> None:
+        self._read += 1
+        if self._read % 1000 == 0 and time.monotonic() > self._next_progress_s:
+            self._next_progress_s = time.monotonic() + PROGRESS_S
+            self._notify(f"read {self._read:,} records of {self._span:,} offsets at most; now {topic}")
+
+    def _kafka_name(self, topic: str) -> str:
+        return topic if topic == RUNS_TOPIC else topic_name(self.run, topic)
+
+
+def _offsets(admin: AdminClient, partitions: Sequence[TopicPartition], spec: OffsetSpec) -> dict[int, int]:
+    """Partition -> the offset of `spec`; retries partitions whose leader is changing."""
+    offsets: dict[int, int] = {}
+    deadline = time.monotonic() + RESPONSE_S
+    while missing := [tp for tp in partitions if tp.partition not in offsets]:
+        futures = admin.list_offsets(
+            dict.fromkeys(missing, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=RESPONSE_S
+        )
+        for tp, future in futures.items():
+            try:
+                offsets[tp.partition] = int(future.result().offset)
+            except KafkaException as error:
+                if error.args[0].code() not in TRANSIENT or time.monotonic() > deadline:
+                    raise Unreadable(f"{tp.topic}/{tp.partition}: {error.args[0].str()}") from error
+                time.sleep(RETRY_S)
+    return dict(sorted(offsets.items()))
+
+
+def is_damaged_chunk(message: Any, topic: str) -> bool:
+    """True if a batch of chunks has a wrong checksum; chunks may be sent again, so reading resumes after it."""
+    error = message.error()
+    return topic == "weights" and message.partition() != 0 and error is not None and error.code() == KafkaError._BAD_MSG
+
+
+def to_record(message: Any, offset: int) -> Record:
+    """Convert a message of confluent-kafka to a `Record`; a damaged one gets no key, headers or value."""
+    damaged = message.error() is not None
+    return Record(
+        topic=message.topic(),
+        partition=message.partition(),
+        offset=offset,
+        timestamp_ms=0 if damaged else message.timestamp()[1],
+        key=None if damaged else message.key(),
+        headers=() if damaged else tuple(message.headers() or ()),
+        value=b"" if damaged else message.value() or b"",
+    )

@@ -1,0 +1,310 @@
+"""The audit of a run: its checks, duplicates and notes, as plain data and as text. The last line of the text is the summary."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.inspect.audit.anchors import Anchor
+from penstock.pipeline.inspect.audit.check import Check, Violation
+from penstock.pipeline.inspect.audit.checks import dead_letters, groups, prompts, steps, trajectories, versions
+from penstock.pipeline.inspect.audit.checks.dead_letters import accounted, unaccounted
+from penstock.pipeline.inspect.audit.checks.groups import group_statuses
+from penstock.pipeline.inspect.audit.checks.prompts import one_clock
+from penstock.pipeline.inspect.audit.checks.retention import Retention
+from penstock.pipeline.inspect.audit.collect import collect
+from penstock.pipeline.inspect.audit.facts import Facts
+from penstock.pipeline.inspect.audit.rules import as_object
+from penstock.pipeline.inspect.audit.source import Source, Unreadable
+from penstock.pipeline.inspect.audit.store.samples import LaterSample
+from penstock.topics.metrics import EVERY_RUN_HAS
+
+
+def resampled(facts: Facts) -> list[LaterSample]:
+    """Samples generated again although they were in the log, by clocks: a record's timestamp is its sending time."""
+    different = (pair for pair in facts.samples.later if pair.again.body != pair.first.body)
+    return [pair for pair in different if pair.started_ns >= (pair.first.timestamp_ms + 1) * 1_000_000]
+
+
+def duplicates(facts: Facts) -> dict[str, int]:
+    """Kind -> number of records that repeat others; readers drop them all."""
+    later = facts.samples.later
+    copies = sum(pair.first.body == pair.again.body for pair in later)
+    listed = {
+        (partition, offset)
+        for fact in facts.manifests
+        for partition, offset in zip(fact.manifest.chunk_partitions, fact.manifest.chunk_offsets, strict=True)
+    }
+    counts = {
+        "prompts": facts.repeats.get("prompts", 0),
+        "samples sent twice": copies,
+        "samples drawn twice": len(later) - copies,
+        "groups": facts.repeats.get("groups", 0),
+        "ledger": facts.repeats.get("ledger", 0),
+        "manifests": facts.repeats.get("weights", 0),
+        "chunks of no manifest": sum((where.partition, where.offset) not in listed for where in facts.chunks),
+        "metrics": facts.repeats.get("metrics", 0),
+        "dead letters": len(facts.dead_letters) - len({dead_letter.about for dead_letter in facts.dead_letters}),
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def dead_letter_kinds(facts: Facts) -> dict[str, int]:
+    """Kind of a dead letter -> number of records."""
+    return dict(sorted(Counter({fact.about: fact.kind for fact in facts.dead_letters}.values()).items()))
+
+
+def notes(facts: Facts) -> Iterator[str]:
+    """Findings that are not violations, one line each: one-sided evidence, evidence by clocks, and what cannot be checked."""
+    for note in _NOTES:
+        yield from note(facts)
+
+
+def _under_way(facts: Facts) -> Iterator[str]:
+    if facts.closed is None:
+        yield "the run is under way: groups without a final status are open, and records without a dead letter are not checked"
+        if facts.unusable:
+            yield f"{len(facts.unusable)} records cannot be used, there are {len(facts.dead_letters)} dead letters so far"
+
+
+def _deleted(facts: Facts) -> Iterator[str]:
+    for topic in dict.fromkeys(topic for topic, _ in facts.start_offsets):
+        # The note on digests reports deleted chunks, which leaves the manifests.
+        partitions = [number for _, number in facts.truncated(topic) if topic != "weights" or not number]
+        if partitions:
+            where = ", ".join(f"{topic}/{partition} below {facts.start_offsets[topic, partition]}" for partition in partitions)
+            yield f"records were deleted: {where}; what only they show is not checked"
+    if facts.truncated("prompts") or facts.truncated("groups"):
+        unknown = group_statuses(facts).get("gone", 0)
+        yield f"of {len(Retention(facts).groups())} groups the prompt was deleted, of {unknown} the final status"
+
+
+def _poison(facts: Facts) -> Iterator[str]:
+    if facts.poison:
+        yield f"{len(facts.poison)} records were dead-lettered because they crashed their readers"
+
+
+def _silent_roles(facts: Facts) -> Iterator[str]:
+    if (roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}) and not facts.truncated("metrics"):
+        yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read"
+
+
+def _clocks(facts: Facts) -> Iterator[str]:
+    if not one_clock(facts):
+        cause = "measurements were deleted" if facts.truncated("metrics") else "feeder and trainer were not on one machine"
+        yield f"{cause}: times of admission and of versions were not compared"
+
+
+def _missing_measurements(facts: Facts) -> Iterator[str]:
+    if gaps := sum(worker.seqs.missing() for worker in facts.workers.values()):
+        yield f"{gaps} measurements are missing between others of their process"
+
+
+def _lost_samples(facts: Facts) -> Iterator[str]:
+    retention = Retention(facts)
+    samples = [(facts.prompts.first.get(sample.group), sample) for sample in facts.samples.astray()]
+    absent = sum(prompt is None and not retention.prompt(sample.group) for prompt, sample in samples)
+    if lost := absent + sum(prompt is not None and prompt.where.partition != sample.where.partition for prompt, sample in samples):
+        yield f"{lost} samples belong to no prompt of their partition"
+
+
+def _unusable_dead_letters(facts: Facts) -> Iterator[str]:
+    if strangers := sum(record.where.topic == "dead-letters" for record in facts.unusable):
+        yield f"{strangers} records in dead-letters cannot be used; no worker reads that topic"
+
+
+def _unread(facts: Facts) -> Iterator[str]:
+    if remaining := len(unaccounted(facts)) - sum(1 for _ in accounted.rule(facts)):
+        yield f"{remaining} records cannot be used and have no dead letter; the log does not show that a reader reached them"
+
+
+def _digests(facts: Facts) -> Iterator[str]:
+    if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
+        yield f"chunks of {released} versions were deleted by retention: their digests cannot be recomputed"
+    if again := len(facts.manifests) - len(facts.first_manifests()):
+        yield f"{again} times a version was published again, with the same digest"
+
+
+def _resampled(facts: Facts) -> Iterator[str]:
+    if again := resampled(facts):
+        workers = Counter(sample.again.worker for sample in again)
+        by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.most_common())
+        yield f"{len(again)} samples were started after their first record had been sent ({by_worker}); --json lists them"
+
+
+def _rebased(facts: Facts) -> Iterator[str]:
+    for fact in facts.entries:
+        if fact.entry.kind == "rebased":
+            differences = as_object(fact.entry.details).get("differences", [])
+            cause = f"{len(differences)} numbers of repeated steps differed" if differences else "the arithmetic had changed"
+            yield f"rebased after {fact.entry.step} steps ({fact.where}): {cause}; the run resumed from the recomputed weights"
+
+
+def _changed(facts: Facts) -> Iterator[str]:
+    for change in facts.changes:
+        done = sum(fact.entry.kind == "step" and fact.entry.time_ns <= change["time_ns"] for fact in facts.entries)
+        digests = f"{change['before'][:12]} -> {change['after'][:12]}"
+        yield f"{change['what']} was changed while the run was stopped, after {done} steps: {digests}"
+
+
+_NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
+    _under_way,
+    _deleted,
+    _poison,
+    _silent_roles,
+    _clocks,
+    _missing_measurements,
+    _lost_samples,
+    _unusable_dead_letters,
+    _unread,
+    _digests,
+    _changed,
+    _rebased,
+    _resampled,
+)
+
+
+MODULES = (prompts, trajectories, groups, steps, versions, dead_letters)
+"""Modules in the order of a sample's lifecycle; each has a table `CHECKS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The violations of one check, and the number of things it examined."""
+
+    check: Check
+    examined: int
+    violations: tuple[Violation, ...]
+
+
+def examine(facts: Facts, checks: Iterable[Check] | None = None) -> list[Result]:
+    """Apply these checks to a run, by default all."""
+    return [
+        Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts)))
+        for check in (all_checks() if checks is None else checks)
+    ]
+
+
+def all_checks() -> tuple[Check, ...]:
+    """Every check of an audit."""
+    return tuple(check for module in MODULES for check in module.CHECKS)
+
+
+SHOWN = 5
+"""Number of violations of one check that are printed; --json has them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The facts of a run and the results of its checks."""
+
+    facts: Facts
+    results: tuple[Result, ...]
+
+    @property
+    def clean(self) -> bool:
+        """True if no promise is broken."""
+        return not any(result.violations for result in self.results)
+
+
+def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
+    """Read a run and apply all checks; `anchors` are evidence read before from other places. Raises `Unreadable`."""
+    facts = collect(source)
+    facts.anchors.extend(anchors)
+    if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
+        raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
+    return Audit(facts=facts, results=tuple(examine(facts)))
+
+
+def summary(audited: Audit) -> str:
+    """The audit in one line.
+
+    Example:
+        summary(audited)  # -> "audit: clean, 96 groups, 12 steps, 7 versions, 0 duplicates, 0 dead letters"
+    """
+    facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
+    counts = [
+        (len(facts.prompts.first) + len(Retention(facts).groups()), "group"),
+        (len({fact.entry.step for fact in facts.steps()}), "step"),
+        (len(facts.first_manifests()), "version"),
+        (sum(duplicates(facts).values()), "duplicate"),
+        (sum(dead_letter_kinds(facts).values()), "dead letter"),
+    ]
+    outcome = "clean" if audited.clean else _count(broken, "violation")
+    under_way = "" if facts.closed else f", {group_statuses(facts)['open']} groups open, the run is under way"
+    return f"audit: {outcome}, {', '.join(_count(number, what) for number, what in counts)}{under_way}"
+
+
+def as_table(audited: Audit) -> dict[str, Any]:
+    """The audit as plain data for JSON."""
+    facts = audited.facts
+    return {
+        "run": facts.run,
+        "clean": audited.clean,
+        "closed": facts.closed is not None,
+        "summary": summary(audited),
+        "records": dict(sorted(facts.counts.items())),
+        "fates": group_statuses(facts),
+        "deleted_below": {f"{topic}/{partition}": start for (topic, partition), start in facts.start_offsets.items() if start},
+        "steps": len(facts.steps()),
+        "versions": len(facts.first_manifests()),
+        "duplicates": duplicates(facts),
+        "dead_letters": dead_letter_kinds(facts),
+        "redrawn": [
+            {
+                "group": pair.again.group,
+                "sample": pair.again.sample,
+                "first": {"where": str(pair.first.where), "worker": pair.first.worker, "sent_s": pair.first.timestamp_ms / 1000},
+                "again": {"where": str(pair.again.where), "worker": pair.again.worker, "started_s": pair.started_ns / 1e9},
+                "after_s": (pair.started_ns - pair.first.timestamp_ms * 1_000_000) / 1e9,
+            }
+            for pair in resampled(facts)
+        ],
+        "checks": [
+            {
+                "check": result.check.name,
+                "promise": result.check.promise,
+                "examined": result.examined,
+                "of": result.check.counts,
+                "violations": [_plain(violation) for violation in result.violations],
+            }
+            for result in audited.results
+        ],
+        "notes": list(notes(facts)),
+    }
+
+
+def as_text(audited: Audit) -> str:
+    """A table of the checks, the notes, and the summary line."""
+    facts, width = audited.facts, max(len(result.check.name) for result in audited.results)
+    lines = [f"{'check':<{width}}  violations  examined"]
+    for result in audited.results:
+        examined = f"{result.examined:,} {result.check.counts}"
+        lines.append(f"{result.check.name:<{width}}  {len(result.violations) or '-':>10}  {examined:<24}  {result.check.promise}")
+        lines += [f"    {_line(violation)}" for violation in result.violations[:SHOWN]]
+        if len(result.violations) > SHOWN:
+            lines.append(f"    and {len(result.violations) - SHOWN} more; --json lists them")
+    for title, counts in (
+        ("groups by fate", group_statuses(facts)),
+        ("duplicates", duplicates(facts)),
+        ("dead letters", dead_letter_kinds(facts)),
+    ):
+        figures = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
+        lines.append(f"{title}: {figures}")
+    lines += [f"note: {note}" for note in notes(facts)]
+    return "\n".join([*lines, summary(audited)])
+
+
+def _line(violation: Violation) -> str:
+    coordinates = [f"{name} {value}" for name in ("group", "step", "version") if (value := getattr(violation, name)) is not None]
+    where = ", ".join([*coordinates, *([str(violation.where)] if violation.where else [])])
+    return f"{where}: {violation.text}" if where else violation.text
+
+
+def _plain(violation: Violation) -> dict[str, Any]:
+    coordinates = {name: getattr(violation, name) for name in ("group", "step", "version")}
+    return {"text": violation.text, **coordinates, "where": str(violation.where) if violation.where else None}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,107 @@
+"""Sizes from a run's configuration, and the scheduling rules that follow from them, restated independently."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.inspect.audit.source import Unreadable
+from penstock.topics.samples import Rollout
+
+LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
+"""Mode -> max_lag if the configuration does not set it."""
+
+BY_ARRIVAL = frozenset({"in_flight", "bounded"})
+"""Modes that train groups in the order of scoring if the configuration does not set the order."""
+
+DROPS = frozenset({"filtered", "failed", "abandoned"})
+"""Outcomes of a group that is not trained and makes room for another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """A run's sizes."""
+
+    prompts_per_step: int
+    """U"""
+    samples_per_prompt: int
+    """K"""
+    steps_per_version: int
+    """S"""
+    max_lag: int
+    order: str
+    steps: int
+    """Planned optimizer steps."""
+    oversample: int = 0
+    """r: up to K + r samples of a group are started; the first K in the log count."""
+    turns_by_log: bool = False
+    """True if turns travel through the topics `calls` and `replies`."""
+
+    @property
+    def round_groups(self) -> int:
+        """U·S: groups trained between two published versions."""
+        return self.prompts_per_step * self.steps_per_version
+
+    def learner_version(self, step: int) -> int:
+        """The version that the 0-based `step` trains: floor(step / S)."""
+        return step // self.steps_per_version
+
+    def min_version(self, slot: int) -> int:
+        """The oldest version that may generate for this slot: max(0, floor(slot / U·S) - max_lag)."""
+        return max(0, slot // self.round_groups - self.max_lag)
+
+    def needed_version(self, slot: int) -> int:
+        """The version that must be published before a prompt for this slot: from slot < U·S·(v + 1 + max_lag). Negative: none."""
+        return slot // self.round_groups - self.max_lag
+
+    def step_of(self, version: int) -> int:
+        """Number of steps done when a version is published; the last version follows the last step."""
+        return min(version * self.steps_per_version, self.steps)
+
+    def newest_version(self, steps: int) -> int:
+        """The newest published version once this many steps are done."""
+        return -(-steps // self.steps_per_version) if steps >= self.steps else steps // self.steps_per_version
+
+
+def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
+    """The sizes from a run's configuration and from the info recorded at its creation; raises `Unreadable`."""
+    try:
+        schedule = config["schedule"]
+        max_lag = schedule["max_lag"]
+        return Terms(
+            prompts_per_step=int(schedule["prompts_per_step"]),
+            samples_per_prompt=int(schedule["samples_per_prompt"]),
+            oversample=int(schedule.get("oversample", 0)),
+            steps_per_version=int(schedule["steps_per_version"]),
+            max_lag=LAG_OF_MODE[schedule["mode"]] if max_lag is None else int(max_lag),
+            order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),
+            steps=int(info["steps"]),
+            turns_by_log=config.get("environment", {}).get("carrier") == "log",
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"the run's configuration lacks {error}: it was made by another version") from error
+
+
+def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
+    """The oldest version that generated a trained token, or any token if none is trained; None without samples.
+
+    If all tokens are trained, a version with an empty span counts too.
+    """
+    trained, sampled = set[int](), set[int]()
+    for rollout in rollouts:
+        versions, mask = rollout.span_versions.tolist(), rollout.loss_mask
+        ends = [*map(int, rollout.span_starts[1:]), len(mask)]
+        spans = zip(versions, map(int, rollout.span_starts), ends, strict=True)
+        sampled |= set(versions)
+        if mask.any():
+            trained |= {version for version, start, end in spans if mask.all() or mask[start:end].any()}
+    return min(trained or sampled, default=None)
+
+
+def as_object(text: str | None) -> dict[str, Any]:
+    """A JSON object; {} for anything else."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,250 @@
+"""All records of one group: which of them count, its final status, and the reason."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.inspect.explain.stage_times import GroupProgress, GroupTimestamps, timestamps_of, waits_for
+from penstock.pipeline.inspect.recorded_run import RecordedRun, StoredDeadLetter, no_prompt
+from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.fates import fate_of
+from penstock.topics.dead_letters import DeadLetter, claimed_group
+from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.ledger import Entry
+from penstock.topics.prompts import Prompt
+from penstock.topics.rollouts import Rollout
+from penstock.topics.wire.record import Record
+
+NS = 1e9
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupHistory:
+    """All records of one group in the log, including those that do not count, and its ledger entries."""
+
+    run: RecordedRun
+    number: int
+    prompts: Sequence[Read[Prompt]]
+    samples: Sequence[Read[Rollout]]
+    outcomes: Sequence[Read[Group]]
+    step: Entry | None
+    stale: Entry | None
+    version: Entry | None
+    """Ledger entry of the policy version that its step produced."""
+    gone: Sequence[str] = ()
+    """Ranges of deleted records that may have included samples or the outcome of this group."""
+
+    @property
+    def reads(self) -> list[Read[Any]]:
+        """All records about the group."""
+        return [*self.prompts, *self.samples, *self.outcomes]
+
+    @property
+    def unusable(self) -> list[Read[Any]]:
+        """Records that cannot be used."""
+        return [read for read in self.reads if read.problem is not None]
+
+    @property
+    def prompt_read(self) -> Read[Prompt] | None:
+        """The prompt record that counts."""
+        return next((read for read in self.prompts if read.payload is not None), None)
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """Payload of the prompt record that counts."""
+        return self.prompt_read.payload if self.prompt_read else None
+
+    @property
+    def outcome(self) -> Read[Group] | None:
+        """The outcome record that counts: the last with usable headers that is not a duplicate."""
+        usable = [read for read in self.outcomes if read.headers is not None and not read.repeats]
+        return usable[-1] if usable else None
+
+    @property
+    def group(self) -> Group | None:
+        """Payload of the outcome; None if there is no readable one."""
+        return self.outcome.payload if self.outcome else None
+
+    @property
+    def policy_version_min(self) -> int | None:
+        """Oldest policy version of its trained tokens."""
+        return self.outcome.headers.policy_version_min if self.outcome and self.outcome.headers else None
+
+    @property
+    def scored(self) -> Mapping[int, ScoredSample]:
+        """Sample -> its rewards."""
+        return {sample.rollout.sample: sample for sample in self.group.samples} if self.group else {}
+
+    @property
+    def first_rollouts(self) -> dict[int, tuple[Record, Rollout]]:
+        """Sample -> its first record and rollout, by number."""
+        firsts = {read.payload.sample: (read.record, read.payload) for read in self.samples if read.payload and not read.repeats}
+        return dict(sorted(firsts.items()))
+
+    @property
+    def partition(self) -> int:
+        """Partition of all its records."""
+        return next((read.record.partition for read in self.reads), 0)
+
+    @property
+    def samples_requested(self) -> int:
+        """Number of samples that the prompt requests."""
+        return self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt
+
+    @property
+    def counted(self) -> dict[int, Rollout]:
+        """Sample -> the rollout that counts: those of the outcome, otherwise the first ones in the log."""
+        if scored := self.scored:
+            return {number: sample.rollout for number, sample in sorted(scored.items())}
+        firsts = sorted(self.first_rollouts.values(), key=lambda recorded: recorded[0].offset)[: self.samples_requested]
+        return {rollout.sample: rollout for _, rollout in sorted(firsts, key=lambda recorded: recorded[1].sample)}
+
+    @property
+    def complete(self) -> bool:
+        """True if the group has all requested samples."""
+        return self.prompt is not None and len(self.counted) >= self.samples_requested
+
+    @property
+    def fate(self) -> str:
+        """The group's fate, as the report counts it."""
+        outcome = self.outcome.headers.outcome if self.outcome and self.outcome.headers else None
+        return fate_of(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
+
+    @property
+    def dead_letters(self) -> list[StoredDeadLetter]:
+        """Dead letters about this group's records, or about records that claim to be."""
+        record_ids = {record.id for read in self.reads for record in read.records}
+        return [
+            stored
+            for stored in self.run.dead_letters
+            if stored.dead_letter.record_id in record_ids or claimed_group(stored.dead_letter) == self.number
+        ]
+
+    @property
+    def timestamps(self) -> GroupTimestamps:
+        """Times of the group's events."""
+        group, step = self.group, self.step
+        admitted = self.prompt or group
+        begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
+        return timestamps_of(
+            self.counted.values(),
+            complete=self.complete,
+            admitted=admitted.created_ns / NS if admitted else None,
+            judged=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
+            scored=group.scored_ns / NS if group else None,
+            taken=max(begun, group.scored_ns / NS) if begun and group else None,
+            committed=step.time_ns / NS if step else None,
+            published=self.version.time_ns / NS if self.version else None,
+        )
+
+
+def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) -> GroupHistory:
+    """Read all records of one group. Raises `ConfigError` if it was never admitted, `LogError` if its prompt was deleted."""
+    numbers, reader = {number}, run.reader
+    notify(f"reading the prompts of {run.run}")
+    prompts = list(reader.prompts(only=numbers, repeats=True))
+    if not prompts:
+        raise no_prompt(run, number)
+    partition = next((read for read in prompts if read.payload), prompts[0]).record.partition
+    notify(f"reading partition {partition} of rollouts and groups")
+    entries = run.past.entries
+    step = next((entry for entry in entries if entry.kind == "step" and any(planned.group == number for planned in entry.plan)), None)
+    committed = None if step is None else (step.step or 0) + 1
+    history = GroupHistory(
+        run=run,
+        number=number,
+        prompts=prompts,
+        samples=list(reader.samples(only=numbers, partitions=[partition], repeats=True)),
+        outcomes=list(reader.groups(only=numbers, partitions=[partition], repeats=True)),
+        step=step,
+        stale=next((entry for entry in entries if entry.kind == "stale" and number in entry.groups), None),
+        version=next(
+            (entry for entry in entries if committed is not None and entry.kind == "version" and (entry.step or 0) >= committed), None
+        ),
+    )
+    absent = {"rollouts": len(history.first_rollouts) < history.samples_requested, "groups": history.outcome is None}
+    names = [f"{run.run}.{topic}" for topic, is_absent in absent.items() if is_absent]
+    history.gone = deleted(reader.log, *names, partition=partition)
+    return history
+
+
+def why(history: GroupHistory) -> str:
+    """The reason of the group's fate, in one clause, with the deleted records that might change it."""
+    include_open = history.fate in ("open", "unused") and history.outcome is None
+    return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if include_open and history.gone else _why(history)
+
+
+def _why(history: GroupHistory) -> str:
+    run, step = history.run, history.step
+    match history.fate:
+        case "trained" if step is not None:
+            position = 1 + [planned.group for planned in step.plan].index(history.number)
+            return f"step {step.step}, place {position} of {len(step.plan)} in its plan, under learner version {step.version}"
+        case "stale":
+            return _why_stale(history)
+        case "open":
+            return f"waits for {waits_for(_progress(history), run.config.rules)}"
+        case "unused" if run.rescored_from is not None:
+            return f"this is a re-scoring of {run.rescored_from}, without a trainer: `penstock replay train {run.run}` trains from it"
+        case "unused":
+            closed = run.past.ledger_state.closed
+            reason = json.loads((closed and closed.details) or "{}").get("reason")
+            ended = f"the run ended first ({reason})" if reason else "the run ended first"
+            return f"{ended}; it waited for {waits_for(_progress(history), run.config.rules)}"
+        case fate:
+            return (history.group.reason if history.group else None) or f"its record says {fate} and no more"
+
+
+def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
+    """Facts of the ledger and the schedule about a stale group; None for any other."""
+    entry, schedule, oldest = history.stale, history.run.config.rules, history.policy_version_min
+    if entry is None:
+        return None
+    learner = rules.version_after(entry.step or 0, steps_per_version=schedule.steps_per_version)
+    return {
+        "entry": entry.seq,
+        "at_s": entry.time_ns / NS,
+        "before_step": entry.step,
+        "learner_version": learner,
+        "policy_version_min": oldest,
+        "lag": None if oldest is None else rules.lag(learner_version=learner, policy_version_min=oldest),
+        "max_lag": schedule.max_lag,
+    }
+
+
+def _why_stale(history: GroupHistory) -> str:
+    facts = stale_facts(history) or {}
+    for dead_letter in (stored.dead_letter for stored in history.dead_letters):
+        if dead_letter.kind == POISON and dead_letter.topic.endswith(".groups"):
+            return f"its record could not be read ({dead_letter.reason}): it was set aside like one that is too old"
+    if facts["lag"] is None:
+        return f"the ledger says so (entry {facts['entry']}); the record it judged is not here"
+    return (
+        f"its oldest trained token is of version {facts['policy_version_min']}, the learner was at version {facts['learner_version']}: "
+        f"{facts['lag']} behind, max_lag is {facts['max_lag']} (ledger entry {facts['entry']})"
+    )
+
+
+def _progress(history: GroupHistory) -> GroupProgress:
+    prompt, past = history.prompt, history.run.past
+    return GroupProgress(
+        samples=len(history.counted),
+        samples_requested=history.samples_requested,
+        scored=history.outcome is not None,
+        readable=prompt is not None,
+        min_version=prompt.min_version if prompt else 0,
+        policy_version_min=history.policy_version_min,
+        newest_version=max((entry.version or 0 for entry in past.entries if entry.kind == "version"), default=-1),
+        steps=len(past.steps),
+    )
+
+
+def shown_place(record: Record | DeadLetter) -> str:
+    """Topic, partition and offset of a record as text.
+
+    Example:
+        shown_place(record)  # -> "rollouts/3/17"
+    """
+    return f"{record.topic.rpartition('.')[2]}/{record.partition}/{record.offset}"

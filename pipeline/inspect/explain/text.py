@@ -1,0 +1,225 @@
+"""Text of a group's trace or of a refused record; times are seconds after the group was admitted."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.pipeline.inspect.records.format import clock, first_of
+from penstock.pipeline.inspect.report.rebases import rebased_line
+
+SHOWN_TEXT = 100
+SHOWN_COMPLETION = 60
+SHOWN_RECORDS, SHOWN_NUMBERS = 40, 16
+
+Plain = Mapping[str, Any]
+
+
+def as_page(life: Plain) -> str:
+    """A group's trace as text of many lines."""
+    zero = life["moments"]["admitted"]
+    lines = [f"group {life['group']} of run {life['run']}: {life['fate']}", f"  {life['why']}", ""]
+    lines += _prompt(life["prompt"], life["group"])
+    lines += _section("samples", _samples(life, zero))
+    lines += _section("rewards", _rewards(life))
+    lines += _section("outcome", _outcome(life, zero))
+    lines += _section("training", _step(life["step"]))
+    lines += _section("weights", _version(life["version"], zero))
+    lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in life["times"]])
+    lines += _section("records", _records(life["records"], zero))
+    lines += _section("deleted", life["gone"])
+    lines += _section("dead letters", [letter_line(dead_letter) for dead_letter in life["dead_letters"]])
+    return "\n".join(lines)
+
+
+def letter_line(refusal: Plain) -> str:
+    """A dead letter as one line."""
+    return f"dead-letters/0/{refusal['offset']} of {refusal['of']} by {refusal['worker']}, {refusal['kind']}: {refusal['reason']}"
+
+
+def _section(name: str, lines: Iterable[str]) -> list[str]:
+    indented = [f"  {line}".rstrip() for line in lines]
+    return ["", name, *indented] if indented else []
+
+
+def _prompt(prompt: Plain | None, group: int) -> list[str]:
+    if prompt is None:
+        return [f"prompt    nobody can read the prompt of group {group}"]
+    return [
+        f"prompt    {json.dumps(prompt['prompt'], ensure_ascii=False)} ({prompt['tokens']} tokens)",
+        f"          row {prompt['row']} of the data, epoch {prompt['epoch']}; columns {_short(prompt['columns'])}",
+        f"admitted  {_clock(prompt['admitted_s'])} at {prompt['place']}, slot {prompt['slot']}, "
+        f"{prompt['samples_per_prompt']} samples to be drawn under version {prompt['min_version']} or newer",
+    ]
+
+
+def _samples(life: Plain, zero: float | None) -> list[str]:
+    samples = life["samples"]
+    if not samples:
+        return ["none is kept" if life["gone"] else "none was drawn" if life["fate"] not in ("open",) else "none yet"]
+    head = ["sample", "by", "versions", "begun", "ended", "tokens", "finish", "place"]
+    rows = [
+        [
+            str(sample["sample"]) + ("" if sample["counts"] else " (surplus)"),
+            sample["worker"],
+            _versions(sample["versions"]),
+            _after(sample["started_s"], zero),
+            _after(sample["ended_s"], zero),
+            str(sample["tokens"]),
+            sample["finish"],
+            sample["place"] or "-",
+        ]
+        for sample in samples
+    ]
+    trajectories = [f"{sample['sample']:>6}  {_trajectory(sample)}" for sample in samples if sample.get("turns")]
+    texts = [
+        (sample["sample"], sample["completion"]) for sample in samples if sample["components"] is None and sample["completion"] is not None
+    ]
+    return [*_table(head, rows), *trajectories, *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
+
+
+def _trajectory(sample: Plain) -> str:
+    """A trajectory in one line: turns, environment, rewards, and the error of a broken environment."""
+    turns = [turn for turn in sample["turns"] if turn["source"] == "model"]
+    rewards = " ".join("-" if turn["reward"] is None else f"{turn['reward']:g}" for turn in turns)
+    last = sample["turns"][-1]
+    broken = f"; {last['finish']}" if last["source"] == "environment" else ""
+    episode = f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
+    seconds_of = sample.get("time_spent") or {}
+    names = {"waited_s": "waited for engines", "drawing_s": "drawing", "environment_s": "environment"}
+    return "; ".join([episode, *(f"{names[name]} {seconds:.3f} s" for name, seconds in seconds_of.items())])
+
+
+def _versions(spans: Sequence[Plain]) -> str:
+    if len(spans) == 1:
+        return str(spans[0]["version"])
+    return " ".join(f"{span['version']}[{span['from']}:{span['to']}]" for span in spans)
+
+
+def _rewards(life: Plain) -> list[str]:
+    rewards = life["rewards"]
+    if rewards is None:
+        return []
+    named = list(zip(rewards["names"], rewards["weights"], strict=False))
+    short = {name: name.rpartition("/")[2] for name, _ in named}
+    trained = life["step"] is not None
+    head = ["sample", "reward", *(f"{short[name]} x {weight:g}" for name, weight in named)]
+    head += ["advantage", "tokens trained", "micro-batch", "weight of a token", "of the sample"] if trained else []
+    head.append("completion")
+    rows = []
+    for sample in life["samples"]:
+        if sample["components"] is None:
+            continue
+        row = [str(sample["sample"]), _number(sample["reward"]), *(_number(sample["components"][name]) for name, _ in named)]
+        if trained and sample["trained"] == "yes":
+            row += [_number(sample["advantage"]), str(sample["trained_tokens"]), _number(sample["micro_batch"])]
+            row += [_number(sample["token_weight"]), _number(sample["weight"])]
+        elif trained:
+            row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
+        rows.append([*row, _short(json.dumps(sample["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
+    mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
+    return [*_table(head, rows), mean, *_logged(life)]
+
+
+def _logged(life: Plain) -> list[str]:
+    """The errors of samples without a reward, and the logged values."""
+    lines = [f"{sample['sample']:>6}  {sample['reward_error']}" for sample in life["samples"] if sample["reward_error"]]
+    lines += [f"{sample['sample']:>6}  logged {_short(json.dumps(sample['logged']))}" for sample in life["samples"] if sample["logged"]]
+    metrics = life["rewards"]["metrics"]
+    return [*lines, f"logged {', '.join(f'{name} {_number(value)}' for name, value in metrics.items())}"] if metrics else lines
+
+
+def _outcome(life: Plain, zero: float | None) -> list[str]:
+    outcome, stale = life["outcome"], life["stale"]
+    if outcome is None:
+        return []
+    parts = f" in {outcome['parts']} parts" if (outcome["parts"] or 1) > 1 else ""
+    lines = [f"{outcome['outcome']} by {outcome['worker']} at {_after(outcome['scored_s'], zero)} s, {outcome['place']}{parts}"]
+    if outcome["reason"]:
+        lines.append(f"because {outcome['reason']}")
+    if outcome["policy_version_min"] is not None:
+        oldest, newest = outcome["policy_version_min"], outcome["policy_version_max"]
+        lines.append(f"drawn under version {oldest}" if oldest == newest else f"drawn under versions {oldest} to {newest}")
+    if stale is not None:
+        lines.append(
+            f"stale at {_after(stale['at_s'], zero)} s, when step {stale['before_step']} took its groups: learner version "
+            f"{stale['learner_version']}, lag {stale['lag']}, max_lag {stale['max_lag']}; ledger entry {stale['entry']}"
+        )
+    return lines
+
+
+def _step(step: Plain | None) -> list[str]:
+    if step is None:
+        return []
+    measured = step["metrics"]
+    batches = ", ".join(str(number) for number in step["micro_batches"])
+    lines = [
+        f"step {step['step']}, ledger entry {step['entry']}: place {step['place'] + 1} of {len(step['plan'])} "
+        f"(groups {first_of(step['plan'], most=SHOWN_NUMBERS)}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
+        f"(samples end at {first_of(step['boundaries'], most=SHOWN_NUMBERS)})",
+        f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
+    ]
+    if step["tokens"] == 0:
+        lines.append("the step has no trained token: it left the weights as they were")
+    elif step["denominator"] is not None:
+        unit = "trained tokens" if step["aggregate"] == "token_mean" else "samples"
+        share = step["group_weight"] / step["step_weight"] if step["step_weight"] else 0.0
+        lines.append(
+            f"the step's loss sum is divided by {step['denominator']:g} {unit} ({step['aggregate']}); tokens trained: {step['tokens']}"
+        )
+        lines.append(f"this group has {share:.1%} of the step's gradient weight (sums of |weight|)")
+    shown = [f"{name} {measured[name]:.6g}" for name in ("loss", "grad_norm", "lr", "reward_trained", "ess") if name in measured]
+    lines.append("; ".join(shown))
+    if step["clipped"] is not None and step["clipped"] < 1.0:
+        lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
+    lines += [_rebased(rebased, step["step"]) for rebased in step["rebased"]]
+    return lines + [f"left out: {sentence}" for sentence in step["left_out"]]
+
+
+def _rebased(rebased: Plain, step: int) -> str:
+    """A rebase of the run, and its effect on this step."""
+    if rebased["steps"] <= step:
+        return f"{rebased_line(rebased)}; this step came after it"
+    is_repeated = any(difference["step"] == step for difference in rebased["differences"])
+    return f"{rebased_line(rebased)}; this step was {'among those repeated' if is_repeated else 'not among those that differ'}"
+
+
+def _version(version: Plain | None, zero: float | None) -> list[str]:
+    if version is None:
+        return []
+    return [
+        f"version {version['version']} after {version['steps']} steps, published at {_after(version['published_s'], zero)} s",
+        f"digest {version['digest']}",
+    ]
+
+
+def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
+    rows = [
+        [_after(record["time_s"], zero), record["place"], record["is"], "counts" if record["counts"] else "does not count"]
+        for record in records[:SHOWN_RECORDS]
+    ]
+    more = [f"… and {len(records) - SHOWN_RECORDS} more; --json has all"] if len(records) > SHOWN_RECORDS else []
+    return _table(["written", "place", "is", ""], rows) + more
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+
+
+def _after(moment: float | None, zero: float | None) -> str:
+    return "-" if moment is None or zero is None else f"{moment - zero:+.3f}"
+
+
+def _clock(moment: float) -> str:
+    return clock("%Y-%m-%d %H:%M:%S", moment) + f".{int(moment % 1 * 1000):03d}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _short(text: str, shown: int = SHOWN_TEXT) -> str:
+    """A text; of a long one start and end, since the question is at the end of a chat template."""
+    if len(text) <= shown:
+        return text
+    return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"

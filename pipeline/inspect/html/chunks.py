@@ -1,0 +1,90 @@
+"""Texts and tokens of groups in chunks that a browser inflates one at a time; the oldest chunks are dropped first."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.pipeline.inspect.html.pack import deflated, logprobs, pack, smallest
+from penstock.topics.samples import Rollout
+
+CHUNK_GROUPS = 64
+CHUNK_TOKENS = 150_000
+CHUNK_CHARACTERS = 1 << 20
+
+
+class ChunkSlot(NamedTuple):
+    """The position of a group's details: number of the chunk, and slot within it."""
+
+    chunk: int
+    slot: int
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Chunks of texts (`x0`, `x1`, …) and of tokens (`k0`, …), each base64 of a zlib stream; a group has the same slot in both."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, str] = field(default_factory=dict)
+    ids: set[int] = field(default_factory=set)
+    """Token ids in the chunks."""
+    _number: int = 0
+    _rows: list[object] = field(default_factory=list)
+    _rollouts: list[Sequence[Rollout]] = field(default_factory=list)
+    _characters: int = 0
+    _tokens: int = 0
+
+    def add(self, prompt: str, columns: str, completions: Sequence[str | None], rollouts: Sequence[Rollout]) -> ChunkSlot:
+        """Add a group's texts and the tokens of `rollouts`; return their slot."""
+        chunk_slot = ChunkSlot(self._number, len(self._rows))
+        self._rows.append([prompt, columns, list(completions)])
+        self._rollouts.append(rollouts)
+        self._characters += len(prompt) + len(columns) + sum(len(text or "") for text in completions)
+        self._tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+        if len(self._rows) >= CHUNK_GROUPS or self._tokens >= CHUNK_TOKENS or self._characters >= CHUNK_CHARACTERS:
+            self.close()
+        return chunk_slot
+
+    def close(self) -> None:
+        """Compress the groups added since the last chunk into a chunk."""
+        if not self._rows:
+            return
+        text = json.dumps(self._rows, separators=(",", ":"), ensure_ascii=False)
+        self.texts[self._number] = deflated(text.encode("utf-8", "replace"))
+        if self._tokens:
+            self.tokens[self._number] = self._packed()
+        self._number += 1
+        self._rows, self._rollouts, self._characters, self._tokens = [], [], 0, 0
+
+    def shrink(self, max_bytes: int) -> bool:
+        """Drop the oldest chunks, tokens before texts, until they fit into `max_bytes`; True if any was dropped."""
+        dropped = False
+        for pieces in (self.tokens, self.texts):
+            while pieces and self.bytes > max_bytes:
+                del pieces[min(pieces)]
+                dropped = True
+        return dropped
+
+    @property
+    def bytes(self) -> int:
+        """Size of all chunks in a page."""
+        return sum(map(len, self.texts.values())) + sum(map(len, self.tokens.values()))
+
+    def _packed(self) -> str:
+        rollouts = [rollout for group in self._rollouts for rollout in group]
+        ids = np.concatenate([rollout.token_ids for rollout in rollouts])
+        self.ids.update(np.unique(ids).tolist())
+        masked_out = [~rollout.loss_mask for rollout in rollouts]
+        columns = {
+            "id": smallest(ids) if not len(ids) or ids.min() >= 0 else ids,
+            "logprob": logprobs(np.concatenate([rollout.behaviour_logprobs for rollout in rollouts])),
+            "length": np.array([len(rollout.token_ids) for rollout in rollouts], np.uint32),
+            "spans": np.array([len(rollout.span_versions) for rollout in rollouts], np.uint32),
+            "span_version": np.concatenate([rollout.span_versions for rollout in rollouts]),
+            "span_start": np.concatenate([rollout.span_starts for rollout in rollouts]),
+        }
+        if any(mask.any() for mask in masked_out):
+            columns["left_out"] = np.concatenate(masked_out).astype(np.uint8)
+        return pack({"samples": [len(group) for group in self._rollouts]}, columns)

@@ -1,0 +1,243 @@
+"""Index of the page: the report, the curves, and one row of numbers per group and sample."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.pipeline.config.plugins import short_name
+from penstock.pipeline.inspect.html.groups import GroupPages, Row, SampleNumbers
+from penstock.pipeline.inspect.html.pack import LOGPROB_STEP, Column, smallest
+from penstock.pipeline.inspect.html.run_history import MAX_TEXT, RunHistory
+from penstock.pipeline.inspect.html.shares import component_means, fate_shares
+from penstock.pipeline.inspect.html.timeline import KINDS, Clock, activity_columns, interval_columns, scoring_columns, time_spent, timeline
+from penstock.pipeline.inspect.report.headline import headline
+from penstock.pipeline.inspect.run_status import config_of, fates, steps_per_version
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.tables.timeline import Interval
+from penstock.pipeline.runtime.roles import ROLES, order
+from penstock.pipeline.scheduling.fates import FATES, OPEN
+from penstock.topics.dead_letters import DeadLetter
+from penstock.topics.samples import FINISHES
+
+NONE = np.iinfo(np.uint16).max
+"""No value, in a uint16 column."""
+MARGIN_BYTES = 150_000
+"""Space for the page's code and for the notes about missing parts."""
+TRIMMED_FROM = 24
+"""Shortest common prefix of all prompts that the list leaves out, in characters."""
+SHOWN = 160
+"""Characters of a prompt in the list."""
+
+
+def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Column]]:
+    """(facts, columns) of a page. A column's prefix names its table: g groups, s samples, i intervals, a activities, m steps."""
+    view = groups.view
+    spans = timeline(groups.rows, history)
+    names = _workers(groups, spans, history)
+    workers = {name: number for number, name in enumerate(names)}
+    clock = _clock(groups, spans, history)
+    labels, activities = activity_columns(history, workers=workers, clock=clock)
+    causes, waits = interval_columns(spans, workers=workers, clock=clock)
+    prompts, prompt_numbers = _prompts(groups)
+    columns = {
+        **_columns(_group_specs(groups, workers), groups.rows),
+        "g_prompt": prompt_numbers,
+        "g_created": clock.ticks([row.created_ns for row in groups.rows]),
+        **_samples(groups, workers=workers, clock=clock),
+        **scoring_columns(groups.rows, spans, clock=clock),
+        **waits,
+        **activities,
+        **_steps(view, clock=clock),
+    }
+    facts = {
+        **_about_run(view),
+        "report": report,
+        "verdict": headline(report),
+        "penstock": _version(),
+        "made_ms": int(time.time() * 1000),
+        "zero_ms": clock.zero_ns // 1_000_000,
+        "tick_ms": clock.tick_ms,
+        "fates": (*FATES, OPEN),
+        "fate_shares": fate_shares(view),
+        "component_means": component_means(groups.rows, step_of=_step_of(view), count=len(groups.reward_names)),
+        "finishes": FINISHES,
+        "kinds": KINDS,
+        "workers": [{"name": name, "role": _role(view, name)} for name in names],
+        "labels": labels,
+        "causes": causes,
+        "time_spent": time_spent(view),
+        "roles": list(ROLES),
+        "prompts": prompts,
+        "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in groups.rows if row.reason},
+        "reward_names": [short_name(name) for name in groups.reward_names],
+        "reward_weights": list(groups.reward_weights),
+        "advantage": {"name": groups.advantages.name, "why_not": groups.advantages.why_not},
+        "letters": [_dead_letter(view, dead_letter) for dead_letter in history.dead_letters],
+        "no_texts": groups.texts.why_not,
+        "logprob_step": LOGPROB_STEP,
+    }
+    return facts, columns
+
+
+def _dead_letter(view: RunView, dead_letter: DeadLetter) -> list[Any]:
+    topic, time_ms = dead_letter.topic.removeprefix(f"{view.run}."), dead_letter.time_ns // 1_000_000
+    return [dead_letter.kind, topic, dead_letter.partition, dead_letter.offset, dead_letter.worker, time_ms, dead_letter.reason]
+
+
+def contents(groups: GroupPages) -> dict[str, Any]:
+    """Counts of the run's parts in the page, once its chunks are final, and a note for each part that is incomplete."""
+    view, chunks, rows = groups.view, groups.chunks, groups.rows
+    texts = [row for row in rows if row.chunk_slot is not None and row.chunk_slot.chunk in chunks.texts]
+    detailed = [row for row in texts if row.chunk_slot and row.chunk_slot.chunk in chunks.tokens and row.group in groups.selection.tokens]
+    samples, tokens = (
+        sum(map(len, view.samples.values())),
+        sum(sum(tokens_by_sample.values()) for tokens_by_sample in view.samples.values()),
+    )
+    counts = {
+        "groups": [len(rows), len(fates(view))],
+        "samples": [sum(len(row.rollouts) for row in rows), samples],
+        "texts": [sum(len(row.rollouts) for row in texts), samples],
+        "tokens": [sum(sample.tokens for row in detailed for sample in row.rollouts), tokens],
+    }
+    notes = {
+        "groups": "{0} of {1} groups are listed, the newest; figures and curves are of the whole run.",
+        "texts": "{0} of {1} samples have their texts here, the newest.",
+        "tokens": "{0} of {1} tokens are here one by one, the newest.",
+    }
+    omitted = [text.format(*(f"{count:,}" for count in counts[name])) for name, text in notes.items() if counts[name][0] < counts[name][1]]
+    return {**counts, "left_out": omitted}
+
+
+def _about_run(view: RunView) -> dict[str, Any]:
+    config, per_version = config_of(view), steps_per_version(view)
+    # An evaluator of an earlier release measured no reward.
+    measure = "reward" if all("greedy_reward" in measured.values for measured in view.evals.values()) else "accuracy"
+    return {
+        "run": view.run,
+        "model": config.get("model", {}).get("path"),
+        "algorithm": config.get("algorithm", {}),
+        "data": config.get("data", {}).get("source"),
+        "rewards": [[version * per_version, version, tally.mean] for version, tally in sorted(view.rewards.items())],
+        "eval_measure": measure,
+        "evals": [
+            [version * per_version, version, *(measured.values.get(f"{how}_{measure}") for how in ("greedy", "sampled"))]
+            for version, measured in sorted(view.evals.items())
+        ],
+    }
+
+
+def _workers(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> list[str]:
+    """All workers named in any record, in the order of the pipeline."""
+    names = {*groups.view.workers, *(span.worker for span in spans), *(activity.worker for activity in history.activities)}
+    names |= {sample.worker for row in groups.rows for sample in row.rollouts} | {row.scorer for row in groups.rows if row.scorer}
+    return sorted(names, key=lambda name: (order(_role(groups.view, name)), len(name), name))
+
+
+def _role(view: RunView, worker: str) -> str:
+    return view.workers[worker].role if worker in view.workers else worker.partition("-")[0]
+
+
+def _clock(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> Clock:
+    """A clock that starts when the run was registered."""
+    moments = [span.ended for span in spans] + [activity.ended_ns for activity in history.activities]
+    moments += [row.scored_ns for row in groups.rows]
+    record, opened = groups.view.record, groups.view.opened
+    zero = record.created_ns if record else opened.time_ns if opened else min((moment for moment in moments if moment), default=0)
+    return Clock.of(zero_ns=zero, last_ns=max(moments, default=zero))
+
+
+def _columns(specs: Mapping[str, tuple[type[np.generic], Callable[[Any], Any]]], items: Sequence[Any]) -> dict[str, Column]:
+    """A column for each spec (type, value of an item)."""
+    return {name: np.array([value(item) for item in items], kind) for name, (kind, value) in specs.items()}
+
+
+def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
+    """The prompts in the list, each once and without the common prefix, and the index of each group's prompt."""
+    rows, common = groups.rows, len(groups.common or "")
+    cut = common if common >= TRIMMED_FROM and len({row.prompt for row in rows}) > 1 else 0
+    numbers: dict[str, int] = {}
+    column = [numbers.setdefault(row.prompt[cut : cut + SHOWN], len(numbers)) for row in rows]
+    return list(numbers), smallest(np.array(column, np.int64))
+
+
+def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
+    """The columns of the list of groups."""
+    step_of = _step_of(groups.view)
+    fate_of, number_of = fates(groups.view), {fate: number for number, fate in enumerate((*FATES, OPEN))}
+    return {
+        "g_number": (np.uint32, lambda row: row.group),
+        "g_fate": (np.uint8, lambda row: number_of[fate_of[row.group]]),
+        "g_step": (np.int32, lambda row: step_of.get(row.group, -1)),
+        "g_reward": (np.float32, lambda row: _mean(row.rewards)),
+        "g_size": (np.uint16, lambda row: len(row.rollouts)),
+        "g_chunk": (np.uint16, lambda row: row.chunk_slot.chunk if row.chunk_slot else NONE),
+        "g_slot": (np.uint16, lambda row: row.chunk_slot.slot if row.chunk_slot else NONE),
+        "g_scorer": (np.uint16, lambda row: workers.get(row.scorer, NONE)),
+        "g_detail": (np.uint8, lambda row: row.group in groups.selection.tokens and row.chunk_slot is not None),
+    }
+
+
+def _mean(rewards: npt.NDArray[np.float64]) -> float:
+    """Mean over the samples with a reward; NaN if none has one."""
+    scored = rewards[~np.isnan(rewards)]
+    return float(scored.mean()) if len(scored) else math.nan
+
+
+def _step_of(view: RunView) -> dict[int, int]:
+    return {group: step.step for step in view.steps.values() for group in step.groups}
+
+
+def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) -> dict[str, Column]:
+    """One row per sample of the listed groups, group after group."""
+    samples = [sample for row in groups.rows for sample in row.rollouts]
+    specs: dict[str, tuple[type[np.generic], Callable[[SampleNumbers], Any]]] = {
+        "s_number": (np.uint16, lambda sample: sample.sample),
+        "s_tokens": (np.uint32, lambda sample: sample.tokens),
+        "s_finish": (np.uint8, lambda sample: FINISHES.index(sample.finish)),
+        "s_worker": (np.uint16, lambda sample: workers[sample.worker]),
+        "s_min": (np.int32, lambda sample: sample.version_min),
+        "s_max": (np.int32, lambda sample: sample.version_max),
+    }
+    nothing = np.zeros(0, np.float32)
+    return {
+        **_columns(specs, samples),
+        "s_reward": np.concatenate([nothing, *(row.rewards for row in groups.rows)]).astype(np.float32),
+        "s_advantage": np.concatenate([nothing, *(row.advantages for row in groups.rows)]),
+        "s_start": clock.ticks([sample.started_ns for sample in samples]),
+        "s_end": clock.ticks([sample.ended_ns for sample in samples]),
+        **_components(groups),
+    }
+
+
+def _components(groups: GroupPages) -> dict[str, Column]:
+    """A column for each reward function; NaN for samples that it did not score."""
+    components = [values for row in groups.rows for values in row.components]
+    table = np.full((len(components), len(groups.reward_names)), np.nan, np.float32)
+    for line, values in zip(table, components, strict=True):
+        for number, value in enumerate(values[: len(line)]):
+            line[number] = np.nan if value is None else value
+    return {f"s_component{number}": column.copy() for number, column in enumerate(table.T)}
+
+
+def _steps(view: RunView, *, clock: Clock) -> dict[str, Column]:
+    """One row per step, with all its metrics by name."""
+    steps = [view.steps[number] for number in sorted(view.steps)]
+    names = sorted({name for step in steps for name in step.metrics if not name.endswith("_at") and not name.startswith("tokens_at_lag_")})
+    return {
+        "m_step": np.array([step.step for step in steps], np.int32),
+        "m_version": np.array([step.version for step in steps], np.int32),
+        "m_time": clock.ticks([int(step.time_s * 1e9) for step in steps]),
+        **{f"m_{name}": np.array([step.metrics.get(name, np.nan) for step in steps], np.float32) for name in names},
+    }
+
+
+def _version() -> str:
+    try:
+        return version("penstock-rl")
+    except PackageNotFoundError:
+        return "?"

@@ -1,0 +1,107 @@
+"""Timeline of a run as columns for the page; times are whole ticks since the run was created."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.pipeline.inspect.html.groups import Row
+from penstock.pipeline.inspect.html.pack import Column
+from penstock.pipeline.inspect.html.run_history import RunHistory
+from penstock.pipeline.inspect.report.time_spent import by_role
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.tables.timeline import Ended, Facts, Interval, SampleTimes, intervals
+from penstock.pipeline.runtime.reporting.time_uses import USES, kind_of
+
+KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "eval", "start")
+TICKS_MS = (0.1, 1.0, 10.0, 100.0)
+NEVER = -(1 << 31) + 1
+MAX_INTERVALS = 60_000
+"""Largest number of intervals in a page, the newest ones; the same for activities."""
+
+
+class Clock(NamedTuple):
+    """Converts moments to whole numbers of ticks."""
+
+    zero_ns: int
+    tick_ms: float
+
+    @classmethod
+    def of(cls, *, zero_ns: int, last_ns: int) -> "Clock":
+        """The finest tick in which the whole run fits into 31 bits.
+
+        Example:
+            Clock.of(zero_ns=0, last_ns=3600 * 10**9).tick_ms  # -> 0.1
+        """
+        span_ms = (last_ns - zero_ns) / 1e6
+        return cls(zero_ns, next((tick for tick in TICKS_MS if span_ms / tick < 1 << 30), TICKS_MS[-1]))
+
+    def ticks(self, moments_ns: Any) -> Column:
+        """Moments [N] in nanoseconds as ticks, int32; `NEVER` for an unknown one (0)."""
+        moments = np.asarray(moments_ns, np.int64)
+        since = np.clip(np.rint((moments - self.zero_ns) / (self.tick_ms * 1e6)), NEVER + 1, (1 << 31) - 1)
+        return np.where(moments == 0, NEVER, since).astype(np.int32)
+
+
+def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
+    """All intervals of the listed groups, and of the workers."""
+    facts = Facts(entries=history.entries)
+    for row in rows:
+        if row.scorer:
+            facts.ended[row.group] = Ended(row.group, row.scorer, row.scored_ns, row.reward_ns)
+        for sample in row.rollouts:
+            span = sample.started_ns, sample.ended_ns, history.written_ns.get(row.group, sample.ended_ns)
+            facts.samples[row.group, sample.sample] = SampleTimes(row.group, sample.sample, sample.worker, sample.version_min, *span)
+    for measured in history.measured:
+        facts.add_measurement(measured)
+    return list(intervals(facts))
+
+
+def interval_columns(spans: Iterable[Interval], *, workers: Mapping[str, int], clock: Clock) -> tuple[list[str], dict[str, Column]]:
+    """The causes by number, and the intervals [N] in the order of their starts; samples and scoring have their own columns."""
+    other_spans = sorted((span for span in spans if span.what not in ("rollout", "score")), key=lambda span: span.started)[-MAX_INTERVALS:]
+    causes = ["", *sorted({span.cause for span in other_spans if span.cause})]
+    number = {cause: index for index, cause in enumerate(causes)}
+    return causes, {
+        "i_kind": np.array([KINDS.index(span.what) for span in other_spans], np.uint8),
+        "i_worker": np.array([workers[span.worker] for span in other_spans], np.uint16),
+        "i_start": clock.ticks([span.started for span in other_spans]),
+        "i_end": clock.ticks([span.ended for span in other_spans]),
+        "i_step": np.array([-1 if span.step is None else span.step for span in other_spans], np.int32),
+        "i_version": np.array([-1 if span.version is None else span.version for span in other_spans], np.int32),
+        "i_cause": np.array([number[span.cause or ""] for span in other_spans], np.uint16),
+    }
+
+
+def scoring_columns(rows: Sequence[Row], spans: Iterable[Interval], *, clock: Clock) -> dict[str, Column]:
+    """Start and end of the scoring of each group [G]."""
+    scoring = {span.group: (span.started, span.ended) for span in spans if span.what == "score"}
+    return {
+        "g_scoring": clock.ticks([scoring.get(row.group, (0, 0))[0] for row in rows]),
+        "g_scored": clock.ticks([row.scored_ns for row in rows]),
+    }
+
+
+def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: Clock) -> tuple[list[tuple[str, str]], dict[str, Column]]:
+    """(text, kind of the activity) by number, and the spans of all workers, [N] in order of their starts."""
+    activities = sorted(history.activities, key=lambda span: span.started_ns)[-MAX_INTERVALS:]
+    labels = sorted({(span.label, span.activity.kind) for span in activities})
+    number = {label: index for index, label in enumerate(labels)}
+    columns = {
+        "a_worker": np.array([workers[span.worker] for span in activities], np.uint16),
+        "a_label": np.array([number[span.label, span.activity.kind] for span in activities], np.uint16),
+        "a_start": clock.ticks([span.started_ns for span in activities]),
+        "a_end": clock.ticks([span.ended_ns for span in activities]),
+    }
+    return list(labels), columns
+
+
+def time_spent(view: RunView) -> list[dict[str, Any]]:
+    """Seconds by role and use of its workers' time, largest first within a role, as in the report."""
+    rows = [
+        {"role": role, "doing": use.replace("_", " "), "kind": kind_of(use), "seconds": round(seconds[f"{use}_s"], 3)}
+        for role, seconds in by_role(view).items()
+        for use in USES
+        if f"{use}_s" in seconds
+    ]
+    return sorted(rows, key=lambda row: (row["role"], -row["seconds"]))

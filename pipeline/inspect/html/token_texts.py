@@ -1,0 +1,77 @@
+"""Texts of single token ids by the library `tokenizers`; none if the tokenizer is not the run's own."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.log import Log
+from penstock.pipeline.data.conversation.model_files import model_folder
+from penstock.pipeline.data.tokenization import digests
+from penstock.pipeline.inspect.run_status import config_of, info_of
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.runtime.registration.run_registry import find
+
+
+class TokenTexts:
+    """Decodes with the tokenizer in a model's directory; `why_not` is the reason if there is none.
+
+    `digest` is the SHA-256 (hex) of the tokenizer that the run was created with, None if it is unknown.
+    """
+
+    def __init__(self, model: str | None, digest: str | None) -> None:
+        self._tokenizer: Any = None
+        self.why_not: str | None = None
+        try:
+            self._tokenizer = _open(model, digest)
+        except ValueError as error:
+            self.why_not = str(error)
+
+    @classmethod
+    def of(cls, view: RunView) -> "TokenTexts":
+        """Open the tokenizer of the model that a run's configuration names."""
+        return cls(config_of(view).get("model", {}).get("path"), info_of(view).get("digests", {}).get("tokenizer"))
+
+    @property
+    def there(self) -> bool:
+        """True if a tokenizer is open."""
+        return self._tokenizer is not None
+
+    def completion(self, ids: Iterable[int]) -> str | None:
+        """The text of a completion as the scorer decodes it, None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
+
+    def one_by_one(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id as it follows another token, special tokens by name; [] without a tokenizer."""
+        if self._tokenizer is None:
+            return []
+        # After a letter, since decoders drop the leading blank of the first word.
+        anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[:1]
+        before = len(self._decode(anchor))
+        return [self._decode([*anchor, token_id])[before:] for token_id in ids]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def texts_of(log: Log, run: str) -> TokenTexts:
+    """Open the tokenizer by the run's registry record alone, which is read within milliseconds."""
+    return TokenTexts.of(RunView(run=run, record=find(log, run)))
+
+
+def _open(path: str | None, expected: str | None) -> Any:
+    from tokenizers import Tokenizer
+
+    if not path:
+        raise ValueError("the run's configuration names no model")
+    if not Path(path).expanduser().is_dir():
+        raise ValueError(f"the model's directory {path} is not on this machine")
+    folder = model_folder(path)
+    if expected is not None and digests(folder, chat_template="off")["tokenizer"] != expected:
+        raise ValueError(f"the tokenizer in {folder} is not the one the run was created with")
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # The library raises plain Exception for a file it cannot read.
+    except Exception as error:
+        raise ValueError(f"cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,322 @@
+"""One frame of the live view as a rich renderable, or as one plain line; pure functions of a `RunView` and the time."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.pipeline.inspect.live.completions import Completion
+from penstock.pipeline.inspect.report import staleness
+from penstock.pipeline.inspect.report.episodes import episodes
+from penstock.pipeline.inspect.report.evaluations import held_out
+from penstock.pipeline.inspect.report.formats import duration, sparkline
+from penstock.pipeline.inspect.report.text import STATUS_STYLES
+from penstock.pipeline.inspect.report.waste import RECENT_GROUPS, wastes
+from penstock.pipeline.inspect.run_status import (
+    closing,
+    config_of,
+    end_reason,
+    has_ended,
+    last_reward,
+    resumptions,
+    status_of,
+    steps_planned,
+)
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
+from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
+from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
+from penstock.topics.metrics import Activity, activity_of
+
+SILENT_S = 5.0
+"""A worker without a report for this long is marked as silent; workers report each second."""
+GONE_S, PATIENCE_S = 60.0, 20.0
+"""A worker without a report for `GONE_S` has left; one may start up to `PATIENCE_S` later than the others."""
+HEADER_LINES = 12
+"""Lines in addition to those of the workers, one of them folded."""
+FAILURES = 2
+"""Failed workers whose errors are shown in whole."""
+BORDER = 4
+"""Columns that the panel takes."""
+WIDE, NARROW = 96, 72
+"""Columns of a terminal with room for every number of a worker, or for some."""
+COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
+
+
+def frame(
+    view: RunView,
+    *,
+    now_s: float,
+    silent: Mapping[str, float],
+    outage_s: float = 0.0,
+    width: int = 120,
+    height: int = 40,
+    completions: Sequence[Completion] = (),
+    status: str | None = None,
+) -> RenderableType:
+    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report.
+
+    `status`: set by a launcher that stops the run, before the log has it.
+    """
+    status = status or status_of(view)
+    ended = end_reason(closing(view).get("reason"))
+    parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
+    parts += [_progress(view, now_s=now_s), _learning(view)]
+    parts += _held_out(view)
+    parts.append(_health(view, outage_s=outage_s, narrow=width < WIDE))
+    causes = wastes(view, last=RECENT_GROUPS)
+    parts += [Text(str(waste), style="yellow") for waste in causes]
+    parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
+    absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
+    parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
+    errors = [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if worker.ended and "error" in worker.labels]
+    errors = errors[:FAILURES]
+    parts += [Text(error, style="red") for error in errors]
+    rows = max(4, height - HEADER_LINES - 2 * len(causes) - len(completions) - bool(absent) - 2 * len(errors))
+    parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
+    chosen = config_of(view).get("schedule", {})
+    sizes = " · ".join(f"{symbol} {chosen[key]}" for symbol, key in _SIZES if chosen.get(key) is not None)
+    subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
+    title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status, 'dim')}]{status}[/]"
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="dim", padding=(0, 1)
+    )
+
+
+def line(view: RunView, *, now_s: float) -> str:
+    """The state in one line, for where there is no terminal."""
+    parts = [f"step {view.steps_done}/{steps_planned(view) or '?'}"]
+    if last_reward(view) is not None:
+        parts.append(f"reward {last_reward(view):.3f}")
+    if view.version is not None:
+        parts.append(f"version {view.version}")
+    step = _last(view)
+    if step is not None and "lag_mean" in step.metrics:
+        parts.append(f"lag {step.metrics['lag_mean']:.1f}")
+    for name in ("samples", "tokens"):
+        if rate := sum(_sum_of_rates(view, role, name) for role in (generating_roles() if name == "samples" else ["rollout"])):
+            parts.append(f"{rate:.1f} {name}/s" if rate < 100 else f"{rate:,.0f} {name}/s")
+    if (elapsed := elapsed_s(view, now_s=now_s)) is not None:
+        to_go = to_go_s(view)
+        parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
+    parts += _news(view, now_s=now_s)
+    if view.dead_letters:
+        parts.append(_dead_letters(view))
+    return "  ".join(parts)
+
+
+def _news(view: RunView, *, now_s: float) -> list[str]:
+    """The current work of a run, or its bottleneck."""
+    if view.closed is not None:
+        return [f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if not worker.ended]
+    if not view.steps:
+        return [waiting_for(view, now_s=now_s)]
+    if (computing := _computing(view, now_s=now_s)) is not None:
+        return [computing]
+    if causes := wastes(view, last=RECENT_GROUPS):
+        return [", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in causes)]
+    return [_named(slowest)] if (slowest := bottleneck(view)) is not None else []
+
+
+def waiting_for(view: RunView, *, now_s: float) -> str:
+    """Activities of the workers before the first step."""
+    if not view.workers:
+        return "waiting for the workers"
+    return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if worker.role != "tracker")
+
+
+def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
+    """Activity text of a worker, with the elapsed time if it does not report meanwhile.
+
+    Example:
+        doing(worker, now_s=131.0)  # -> "training step 3, micro-batch 2 of 5, 31 s"
+    """
+    text = worker.labels.get("doing", "starting")
+    lasts_s = max(silent_s, now_s - worker.since_ns / 1e9 if worker.since_ns else 0.0)
+    return f"{text}, {lasts_s:.0f} s" if not activity_of(worker.labels).reports and lasts_s > SILENT_S else text
+
+
+def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
+    """Required roles without a worker, once other workers have reported for `PATIENCE_S`.
+
+    Roles whose workers have finished are not missing; while workers are stopping, no role is.
+    """
+    workers = list(view.workers.values())
+    there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
+    stopping = any(worker.ended and now_s - worker.time_ns / 1e9 < GONE_S for worker in workers)
+    if stopping or max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
+        return []
+    apart = config_of(view).get("environment", {}).get("carrier") == "log"
+    roles = {worker.role for worker in [*there, *(done for done in workers if done.labels.get("status") == "finished")]}
+    roles |= set() if apart else {"environment"}
+    return [role.name for role in ROLES.values() if role.on_sample_path and role.name not in roles]
+
+
+def _computing(view: RunView, *, now_s: float) -> str | None:
+    """The trainer's computation, if it takes long."""
+    trainer = next((worker for worker in view.workers.values() if worker.role == "trainer" and not worker.ended), None)
+    if trainer is None or activity_of(trainer.labels) != Activity.COMPUTE:
+        return None
+    text = doing(trainer, now_s=now_s)
+    return f"trainer: {text}" if text.endswith(" s") else None
+
+
+_SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
+
+
+def _progress(view: RunView, *, now_s: float) -> Table:
+    done, planned = view.steps_done, steps_planned(view)
+    grid = Table.grid(expand=True, padding=(0, 2))
+    for _ in range(2):
+        grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    for _ in range(2):
+        grid.add_column(no_wrap=True, justify="right")
+    elapsed, to_go = elapsed_s(view, now_s=now_s), to_go_s(view)
+    grid.add_row(
+        Text.assemble("step ", (f"{done:,}", "bold"), f" of {planned:,}" if planned else ""),
+        f"{done / planned:.0%}" if planned else "",
+        ProgressBar(total=planned or 1, completed=done, complete_style="green", finished_style="green"),
+        duration(elapsed) if elapsed is not None else "",
+        f"{duration(to_go)} to go" if to_go is not None else "",
+    )
+    return grid
+
+
+def _learning(view: RunView) -> Text:
+    text = Text("reward ", no_wrap=True, overflow="ellipsis")
+    if last_reward(view) is None:
+        text.append("no samples are scored yet", style="dim")
+    else:
+        curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
+        text.append(f"{last_reward(view):.3f} ", style="bold").append(curve, style="green")
+    return text
+
+
+def _held_out(view: RunView) -> list[Text]:
+    if not view.evals:
+        return []
+    version = max(view.evals)
+    values = view.evals[version].values
+    scores = [score for name in ("greedy", "sampled") if (score := held_out(values, name)) is not None]
+    return [Text.assemble(("eval   ", "dim"), (" · ".join(scores), "bold"), (f" at version {version}", "dim"))]
+
+
+def _episodes(view: RunView) -> list[str]:
+    figures = episodes(view)
+    if figures is None:
+        return []
+    broken = [f"{figures['broken']} environments broken"] if figures["broken"] else []
+    return [f"{figures['turns_mean']:.1f} turns", f"environment {1000 * figures['environment_s_mean']:.0f} ms", *broken]
+
+
+def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
+    if outage_s > 1.0:
+        return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
+    slowest, step = bottleneck(view), _last(view)
+    parts = [f"version {view.version if view.version is not None else '-'}"]
+    if step is not None and "lag_mean" in step.metrics:
+        parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
+        if step.metrics["lag_max"] and "ess" in step.metrics:
+            parts.append(f"ESS {step.metrics['ess']:.2f}")
+    engines = staleness.engines(view)
+    if engines["swap_stall_ms_mean"] is not None:
+        parts.append(f"swap {engines['swap_stall_ms_mean']:.0f} ms")
+    if engines["occupancy"]:
+        parts.append(f"batch {engines['occupancy']:.0%} full")
+    parts += _episodes(view)
+    text = Text(" · ".join(parts))
+    if slowest is not None:
+        text.append("\n" if narrow else " · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")
+    elif not has_ended(view):
+        text.append(" · starting" if not view.steps else "", style="dim")
+    if view.dead_letters:
+        text.append(f" · {_dead_letters(view)}", style="yellow")
+    return text
+
+
+def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: int, width: int) -> Table:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
+    workers = ordered(view)
+    lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in workers[:rows]]
+    shown = COLUMNS if width >= WIDE else ("version", "tokens/s") if width >= NARROW else ()
+    candidates = [number for number, name in enumerate(COLUMNS) if name in shown]
+    columns = [number for number in candidates if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
+    for number in columns:
+        table.add_column(COLUMNS[number], justify="right", no_wrap=True)
+    for worker, (name, activity, *numbers) in lines:
+        table.add_row(name, activity, *(numbers[number] for number in columns), style="dim" if worker.ended else "")
+    if len(workers) > rows:
+        table.add_row(f"and {len(workers) - rows} more", style="dim")
+    return table
+
+
+def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) -> Sequence[RenderableType]:
+    activity = Text(doing(worker, now_s=now_s, silent_s=silent_s))
+    if worker.ended:
+        activity = Text("ended" if "error" not in worker.labels else "failed")
+    elif silent_s > SILENT_S and activity_of(worker.labels).reports:
+        activity = Text(f"silent for {silent_s:.0f} s", style="red")
+    if (again := len(worker.incarnations) - 1 - resumptions(view)) > 0:
+        activity.append(f" (started again {again}x)", style="dim")
+    version, lag = worker.values.get("version"), None
+    rates: Sequence[float | None]
+    if worker.role == "trainer":
+        step = _last(view)
+        lag = step.metrics.get("lag_mean") if step else None
+        rates = _step_rates(view)
+    else:
+        lag = view.version - version if version is not None and view.version is not None else None
+        rates = (worker.rate("admitted" if worker.role == "feeder" else "groups"), worker.rate("samples"), worker.rate("tokens"))
+    cpu = worker.rate("cpu_s")
+    return (
+        Text(worker.worker, style=ROLES[worker.role].colour if worker.role in ROLES else ""),
+        activity,
+        _number(version, digits=0),
+        _number(lag, digits=0 if worker.role != "trainer" else 1),
+        *(_number(rate) for rate in rates),
+        "" if cpu is None else f"{cpu:.0%}",
+    )
+
+
+def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None]:
+    """Groups, samples and tokens a second that the last steps have trained."""
+    recent = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
+    span = recent[-1].time_s - recent[0].time_s if len(recent) > 1 else 0.0
+    if span <= 0 or has_ended(view):
+        return None, None, None
+    groups, samples, tokens = (sum(step.metrics.get(name, 0.0) for step in recent[1:]) / span for name in ("groups", "samples", "tokens"))
+    return groups, samples, tokens
+
+
+def ordered(view: RunView) -> list[WorkerView]:
+    """The workers of a run in the order of the pipeline, those that have ended after the others of their role."""
+    return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
+
+
+def _dead_letters(view: RunView) -> str:
+    count = len(view.dead_letters)
+    return f"{count} dead letter{'s' if count != 1 else ''}"
+
+
+def _named(slowest: Bottleneck) -> str:
+    return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
+
+
+def _sum_of_rates(view: RunView, role: str, name: str) -> float:
+    return sum(worker.rate(name) or 0.0 for worker in view.workers.values() if worker.role == role)
+
+
+def _last(view: RunView) -> StepFacts | None:
+    return view.steps[max(view.steps)] if view.steps else None
+
+
+def _number(value: float | None, *, digits: int = 1) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.{digits}f}" if value < 1000 else f"{value:,.0f}"

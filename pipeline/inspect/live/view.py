@@ -1,0 +1,177 @@
+"""The live view: follows a run's topics and shows its progress and workers. Read-only."""
+
+import time
+from collections import Counter
+
+from rich.console import Console, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.text import Text
+
+from penstock.infra.errors import LogUnreachable
+from penstock.infra.log import Log, Tail
+from penstock.pipeline.inspect.live.completions import Completions
+from penstock.pipeline.inspect.live.frame import frame, line
+from penstock.pipeline.inspect.live.notebook import HEIGHT, WIDTH, NotebookScreen
+from penstock.pipeline.inspect.live.saved_view import newest
+from penstock.pipeline.inspect.report.evaluations import held_out
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.status import WATCHED
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.dead_letters import DeadLetter
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+REFRESH_S = 0.25
+LINE_EVERY_S = 5.0
+QUIET_LINE_EVERY_S = 15.0
+"""Plain lines while no step is finished."""
+PLAIN_WIDTH = 110
+DEAD_LETTERS_SHOWN = 3
+"""Dead letters of a kind that have a line each."""
+
+
+class LiveView:
+    """A frame that is replaced in place, or plain lines without a terminal; the owner's loop polls it."""
+
+    def __init__(self, log: Log, run: str, *, console: Console, plain: bool, screen: NotebookScreen | None = None) -> None:
+        self.view = RunView(run=run)
+        self._log, self._console = log, console
+        self._tail: Tail | None = None
+        self._heard: dict[str, float] = {}
+        self._dead_letter_counts: Counter[str] = Counter()
+        self._completions = Completions(run)
+        self.status: str | None = None
+        """Set by the launcher; shown instead of the status in the log."""
+        in_place = console.is_terminal and not plain
+        terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if in_place else None
+        self._live: Live | NotebookScreen | None = screen or terminal
+        self._refreshed_s = self._printed_s = 0.0
+        self._printed_step = 0
+        self._opened = time.time()
+        if self._live is not None:
+            self._live.start()
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for news and show them."""
+        for record in self._read(timeout_s):
+            try:
+                folded = self.view.fold(record)
+            except Unusable:
+                continue  # the role that owns reading the topic puts it aside; it is shown as a dead letter
+            if isinstance(folded, Measurement):
+                self._heard[folded.worker] = time.monotonic()
+            self._completions.add(folded, record)
+            if record.timestamp_ms / 1000 > self._opened:
+                self._tell(folded)
+        self.view.forget()
+        self._show()
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which the broker has been unreachable; 0.0 if it responds."""
+        return self._tail.outage_s if self._tail else 0.0
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """Seconds since anything was heard of each worker that has reported."""
+        now = time.monotonic()
+        return {worker: now - heard for worker, heard in self._heard.items()}
+
+    def tell(self, text: str, *, style: str = "") -> None:
+        """Print a line above the frame, or among the plain lines; wrapped at words on a terminal, not wrapped in a file."""
+        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
+
+    def close(self, *, status: str | None = None) -> None:
+        """Show the last state, leave it on the screen, and stop reading; `status` is shown where the log does not have it yet."""
+        self.status = status
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+            if isinstance(self._live, Live):  # its frame is removed
+                self._console.print(self._frame())
+            self._live = None
+        elif self._printed_step != self.view.steps_done:
+            self.tell(line(self.view, now_s=time.time()))
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
+
+    def _read(self, timeout_s: float) -> list[Record]:
+        """New records; waits for an unreachable broker without limit, because nothing depends on this reader."""
+        try:
+            if self._tail is not None or self._open():
+                assert self._tail is not None
+                return self._tail.poll(timeout_s)
+        except LogUnreachable:
+            pass
+        time.sleep(timeout_s)
+        return []
+
+    def _open(self) -> bool:
+        names = [RUNS_TOPIC, *(f"{self.view.run}.{topic}" for topic in WATCHED)]
+        counts = {name: self._log.partitions(name) for name in names}
+        if not all(counts.values()):
+            return False
+        made = f"{self.view.run}.run"  # a run of an earlier release has none
+        counts[made] = self._log.partitions(made)
+        self.view, since = newest(self._log, self.view.run)
+        self._heard = dict.fromkeys((worker.worker for worker in self.view.workers.values() if not worker.ended), time.monotonic())
+        register = (RUNS_TOPIC, made)
+        partitions = [(name, number) for name, count in counts.items() for number in range(count or 0)]
+        self._tail = self._log.tail({at: "earliest" if at[0] in register else since.get(at, "earliest") for at in partitions})
+        return True
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if self._live is not None:
+            if now - self._refreshed_s >= REFRESH_S:
+                self._refreshed_s = now
+                self._refresh()
+            return
+        pause = LINE_EVERY_S if self.view.steps_done != self._printed_step else QUIET_LINE_EVERY_S
+        if now - self._printed_s >= pause and self.view.record is not None:
+            stepped = self.view.steps_done != self._printed_step
+            self._printed_s, self._printed_step = now, self.view.steps_done
+            self.tell(line(self.view, now_s=time.time()))
+            for one in self._completions.shown()[:1] if stepped else ():
+                self.tell(f"  {one.line(PLAIN_WIDTH)}")
+
+    def _tell(self, folded: object) -> None:
+        """Lines for what happens seldom and should not be missed."""
+        if isinstance(folded, DeadLetter):
+            self._tell_dead_letter(folded)
+        elif isinstance(folded, Measurement) and folded.kind == "eval":
+            scores = [score for how in ("greedy", "sampled") if (score := held_out(folded.values, how)) is not None]
+            self.tell(f"version {folded.version}: held out {', '.join(scores)}", style="blue")
+
+    def _frame(self) -> RenderableType:
+        width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
+        return frame(
+            self.view,
+            now_s=time.time(),
+            silent=self.silent,
+            outage_s=self.outage_s,
+            width=width,
+            height=height,
+            completions=self._completions.shown(),
+            status=self.status,
+        )
+
+    def _refresh(self) -> None:
+        assert self._live is not None
+        shown = self._frame()
+        if isinstance(self._live, Live):  # the echoed ^C must not start a new line, or the frame's first line stays on the screen
+            shown = Constrain(shown, self._console.width - len("^C"))
+        self._live.update(shown, refresh=True)
+
+    def _tell_dead_letter(self, dead_letter: DeadLetter) -> None:
+        """The first dead letters of a kind, then only how many they are, ever more seldom."""
+        self._dead_letter_counts[dead_letter.kind] += 1
+        count = self._dead_letter_counts[dead_letter.kind]
+        if count <= DEAD_LETTERS_SHOWN:
+            record_name = f"{dead_letter.topic.removeprefix(f'{self.view.run}.')}/{dead_letter.partition}/{dead_letter.offset}"
+            self.tell(f"dead letter: {record_name} {dead_letter.kind}: {dead_letter.reason}", style="yellow")
+        elif count in (10, 100, 1_000, 10_000, 100_000):
+            self.tell(f"dead letters: {count:,} of kind {dead_letter.kind}; the newest says: {dead_letter.reason}", style="yellow")

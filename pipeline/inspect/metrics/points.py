@@ -1,0 +1,108 @@
+"""Metric points of a run's records: name, value, and the record's time and offset."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.pipeline.inspect.run_view import Folded, RunView
+from penstock.pipeline.inspect.run_view_types import Tally
+from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.record import Record
+
+CONSTANT = ("n", "samples")
+"""Numbers of prompts and samples of an evaluation, which its configuration has."""
+STATUS_EVERY_MS = 10_000
+"""One status of each worker in so long becomes a point: the second ones are for the live view."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One moment's values: a line of `metrics.jsonl`, and as many MLflow points."""
+
+    source: str
+    """ledger, metrics or reward."""
+    number: int
+    """Offset in the source; for reward, the version. Grows within a source."""
+    kind: str
+    timestamp_ms: int
+    step: int
+    """Optimizer step; for statuses, seconds since the run was created."""
+    values: dict[str, float]
+    labels: dict[str, Any] = field(default_factory=dict)
+
+
+class Points:
+    """Turns folded records into lines."""
+
+    def __init__(self, *, created_ms: int, schedule: Schedule) -> None:
+        self._created_ms, self._schedule = created_ms, schedule
+        self._sampled: dict[tuple[str, str], int] = {}
+        self._published: dict[int, int] = {}
+        self._rewarded = -1
+
+    def of(self, folded: Folded, record: Record, *, source: str) -> Iterator[Line]:
+        """Lines of a record, from what the view folded of it."""
+        if isinstance(folded, Entry) and folded.kind == "step":
+            # Names ending in _at are moments, not measures.
+            values = {f"train/{name}": value for name, value in folded.metrics.items() if not name.endswith("_at")}
+            labels = {"version": folded.version}
+            yield self._line(record, source, kind="step", step=folded.step or 0, values=values, labels=labels)
+        elif isinstance(folded, Entry) and folded.kind == "version" and folded.version is not None:
+            self._published[folded.version] = record.timestamp_ms
+        elif isinstance(folded, Measurement) and folded.kind == "eval":
+            step = (folded.version or 0) * self._schedule.steps_per_version if folded.step is None else folded.step
+            values = {f"eval/{name}": value for name, value in folded.values.items() if name not in CONSTANT}
+            yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": folded.version, **folded.labels})
+        elif isinstance(folded, Measurement) and folded.kind in ("status", "final") and self._samples(folded, record):
+            values = {f"system/{folded.worker}/{name}": value for name, value in folded.values.items()}
+            step = max(0, (record.timestamp_ms - self._created_ms) // 1000)
+            yield self._line(record, source, kind=folded.kind, step=step, values=values, labels={"worker": folded.worker})
+
+    def rewards(self, view: RunView, *, before: int) -> Iterator[Line]:
+        """Mean reward of all scored samples by version, for the versions below `before` that have no line yet, in order."""
+        for version in range(self._rewarded + 1, before):
+            self._rewarded = version
+            tally = view.rewards.get(version, Tally())
+            if tally.mean is None or not self._published:
+                continue
+            # Dated by the entry after which samples of this version are stale, or by the last entry.
+            overtaken = min(version + self._schedule.max_lag + 1, max(self._published))
+            values = {"reward": tally.mean, "reward_samples": float(tally.samples)}
+            yield Line(
+                source="reward",
+                number=version,
+                kind="reward",
+                timestamp_ms=self._published.get(overtaken, self._created_ms),
+                step=version * self._schedule.steps_per_version,
+                values=values,
+                labels={"version": version},
+            )
+
+    def _samples(self, measurement: Measurement, record: Record) -> bool:
+        """True for a worker's first status of each ten seconds and for its final report."""
+        source, stretch = (measurement.worker, measurement.incarnation), record.timestamp_ms // STATUS_EVERY_MS
+        if measurement.kind == "status" and self._sampled.get(source, -1) >= stretch:
+            return False
+        self._sampled[source] = stretch
+        return True
+
+    def _line(self, record: Record, source: str, *, kind: str, step: int, values: dict[str, float], labels: dict[str, Any]) -> Line:
+        number, when = record.offset, record.timestamp_ms
+        return Line(source=source, number=number, kind=kind, timestamp_ms=when, step=step, values=values, labels=labels)
+
+
+def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """A nested table as dotted names and texts, without what has no value.
+
+    Example:
+        flatten({"run": {"seed": 3, "epochs": None}})  # -> {"run.seed": "3"}
+    """
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, prefix=f"{prefix}{key}.")
+        elif value is not None:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat

@@ -1,0 +1,138 @@
+"""List of a broker's runs, with their disk space on this machine; reads the registry and the headers of the ledgers."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.broker import embedded
+from penstock.infra.log import Log
+from penstock.infra.paths import state_path
+from penstock.pipeline.inspect.run_status import end_reason
+from penstock.pipeline.runtime.registration.run_registry import all_runs
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics import ledger, runs
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import NewerSchema, Unusable
+from penstock.topics.wire.record import Record
+
+
+def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Every run, oldest first: status, reason, steps, age, model, reward, parent, bytes; None for a value that is not on this machine.
+
+    Only a run that ended before its last step has a reason. `refused` receives the error of each unusable registry record.
+    """
+    records = all_runs(log, refused=refused)
+    own_records = _own_records(log, records)
+    names = {f"{record.run}.ledger": record.run for record in records}
+    done, reasons = dict.fromkeys(names.values(), 0), dict[str, str | None]()
+    for entry in scan(log, *names):
+        run = names[entry.topic]
+        kind = _entry_kind(entry, run)
+        done[run] += kind == "step"
+        if kind == "run-closed":
+            reasons[run] = _end_reason(entry, run)
+    sizes, now = own_sizes(log), time.time_ns()
+    rows: list[dict[str, Any]] = []
+    models: dict[str | None, str | None] = {}
+    for record in records:
+        full = own_records.get(record.run, record)
+        config, info, folder = json.loads(full.config or "{}"), json.loads(full.info or "{}"), state_path() / "runs" / record.run
+        parent = (info.get("forked_from") or info.get("rescored_from") or {}).get("run")
+        rows.append(
+            {
+                "run": record.run,
+                "status": record.status,
+                "reason": reasons.get(record.run),
+                "steps_done": done[record.run],
+                "steps": json.loads(record.info).get("steps") or info.get("steps"),
+                "created_s": record.created_ns / 1e9,
+                "age": age((now - record.created_ns) / 1e9),
+                "model": models.get(parent) or Path(config.get("model", {}).get("path", "")).name or None,
+                "reward": reported_reward(folder),
+                "parent": parent,
+                "bytes": log_bytes(sizes, record.run) + folder_bytes(folder),
+            }
+        )
+        models[record.run] = rows[-1]["model"]  # a fork starts from a copy in its own folder, whose name does not identify the model
+    return rows
+
+
+def own_sizes(log: Log) -> dict[str, int]:
+    """Topic -> bytes if the log is this machine's own broker; {} for any other."""
+    own = embedded.status().bootstrap
+    return embedded.topic_bytes() if own and getattr(log, "bootstrap", None) == own else {}
+
+
+def reported_reward(folder: Path) -> float | None:
+    """The last reward in the report in a run's folder; None without a report."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        value = json.loads((folder / "report.json").read_text(encoding="utf-8"))["reward"]["last"]
+        return None if value is None else float(value)
+    return None
+
+
+def log_bytes(sizes: dict[str, int], run: str) -> int:
+    """Bytes of a run's topics in a broker's folder."""
+    return sum(size for topic, size in sizes.items() if topic.startswith(f"{run}."))
+
+
+def folder_bytes(folder: Path, *, without: str | None = None) -> int:
+    """Bytes of the files in a folder, 0 if it does not exist; `without` names a subfolder that does not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a run may be writing to it
+            if path.is_file() and not path.is_symlink() and path.relative_to(folder).parts[0] != without:
+                total += path.stat().st_blocks * 512
+    return total
+
+
+def _own_records(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
+    """Run -> the record in its topic `run`, for runs that have this topic."""
+    own_records: dict[str, RunRecord] = {}
+    for record in scan(log, *(f"{record.run}.run" for record in records)):
+        run = record.topic.removesuffix(".run")
+        with contextlib.suppress(Unusable, NewerSchema):
+            own_records[run] = runs.read(record, run=run)[1]
+    return own_records
+
+
+def _entry_kind(record: Record, run: str) -> str | None:
+    """The kind of a ledger entry by its headers; None for an unusable record."""
+    try:
+        return ledger.check(record, run=run).outcome
+    except (Unusable, NewerSchema):
+        return None
+
+
+def _end_reason(record: Record, run: str) -> str | None:
+    """The reason in a ledger's last entry."""
+    with contextlib.suppress(Unusable, ValueError, AttributeError):
+        return end_reason(json.loads(ledger.read(record, run=run)[1].details or "{}").get("reason"))
+    return None
+
+
+def age(seconds: float) -> str:
+    """A duration in its largest fitting unit.
+
+    Example:
+        age(7300)  # -> "2 h"
+    """
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def size(count: float) -> str:
+    """Bytes in their largest fitting unit.
+
+    Example:
+        size(2_500_000_000)  # -> "2.5 GB"
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count / 1e3:,.0f} kB"

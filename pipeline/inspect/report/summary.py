@@ -1,0 +1,334 @@
+"""The report of a run as plain data, from headers and small topics; an unknown figure is None."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.infra.errors import RunNotFound
+from penstock.infra.log import Log
+from penstock.pipeline.inspect.live.saved_view import newest
+from penstock.pipeline.inspect.report import staleness, time_spent, waste
+from penstock.pipeline.inspect.report.episodes import episodes
+from penstock.pipeline.inspect.report.evaluations import evaluations, examples
+from penstock.pipeline.inspect.report.rebases import rebased_fields
+from penstock.pipeline.inspect.report.staleness import practice, weighted
+from penstock.pipeline.inspect.report.text import as_text, render
+from penstock.pipeline.inspect.run_status import (
+    closing,
+    config_of,
+    fate_counts,
+    fates,
+    info_of,
+    last_reward,
+    resumptions,
+    reward_scale,
+    status_of,
+    steps_per_version,
+    steps_planned,
+    tenth,
+)
+from penstock.pipeline.inspect.run_view import RunView, read_view
+from penstock.pipeline.inspect.run_view_types import StepFacts, together
+from penstock.pipeline.inspect.status import bottleneck, bottleneck_as_json, busy
+from penstock.pipeline.runtime.roles import HELPERS
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted
+from penstock.pipeline.scheduling.fates import FATES, OPEN
+from penstock.pipeline.scheduling.schedule import MODES
+
+__all__ = ["as_text", "collect", "render", "summarise"]
+
+COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
+"""Topics from which the figures are."""
+COSTS = ("encode", "decode", "send", "poll", "io")
+CURVE_POINTS = 60
+
+
+def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Read a run's topics and report on it, finished or not; plain data, ready for JSON.
+
+    It takes some minutes for a million groups. `alive` is called before every batch of records; an exception from it ends the reading.
+
+    Raises:
+        RunNotFound: no such run on this broker.
+    """
+    view = read_view(RunReader(log, run, alive=alive))
+    if view.record is None and view.opened is None:
+        raise RunNotFound(run)
+    if mlflow_run_id is not None:
+        view.mlflow["run_id"] = mlflow_run_id
+    gone = gone_from(log, run)
+    return summarise(view, gone=gone) | (_counted(log, run) if gone else {})
+
+
+def _counted(log: Log, run: str) -> dict[str, Any]:
+    """The figures about groups whose records were deleted, from the view that a tracker has saved; none without one."""
+    view, since = newest(log, run)
+    if not since:
+        return {}
+    read_view(RunReader(log, run), topics=("ledger", "prompts", "groups"), view=view, since=since)
+    reward = _reward(view, steps=view.steps_done, per_version=steps_per_version(view))
+    figures: dict[str, Any] = finite({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
+    return figures
+
+
+def gone_from(log: Log, run: str) -> list[str]:
+    """Which records are missing from the figures because they were deleted, a line for each partition."""
+    return deleted(log, *(f"{run}.{topic}" for topic in COUNTED))
+
+
+def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
+    """The report of a run that was read: the keys and their definitions are those of `report --json`."""
+    steps = [view.steps[number] for number in sorted(view.steps)]
+    report: dict[str, Any] = {
+        "run": view.run,
+        "status": status_of(view),
+        "reason": closing(view).get("reason"),
+        "schedule": _schedule(view),
+        "steps": len(steps),
+        "steps_planned": steps_planned(view),
+        "changed": _changes(info_of(view), steps),
+        "rebased": [rebased_fields(entry) for entry in view.rebased],
+        "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
+        "versions": view.version or 0,
+        "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
+        "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
+        "groups": _groups(view),
+        "repeated": view.repeated,
+        "waste": waste.as_json(waste.wastes(view)),
+        "samples": sum(map(len, view.samples.values())),
+        "no_reward": view.no_reward,
+        "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
+        "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},
+        "trainer_tokens": {name: _sum(steps, f"{name}_tokens") for name in ("real", "padded", "computed")},
+        "overlap": _overlap(steps, per_version=steps_per_version(view)),
+        "lag": staleness.lag(steps),
+        "ess": staleness.ess(steps),
+        "engines": staleness.engines(view),
+        "episodes": episodes(view),
+        "scoring": _scoring(view),
+        **_lengths(view),
+        **time_spent.as_json(view, steps, per_version=steps_per_version(view)),
+        "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),
+        "filtered": _filtered(view),
+        "practice": practice(steps),
+        "weights": _weights(view),
+        "eval": evaluations(view),
+        "examples": examples(view),
+        "dead_letters": _dead_letters(view),
+        "duplicates": sum(view.duplicates.values()),
+        "gone": list(gone),
+        "resumed": resumptions(view),
+        "restarts": _restarts(view),
+        "mlflow_run_id": view.mlflow.get("run_id"),
+        "mlflow_uri": view.mlflow.get("uri"),
+    }
+    wall = report["time"]["train_s"]
+    report["throughput"] = {name + "_per_s": report[name] / wall if wall else None for name in ("samples", "tokens")}
+    strict: dict[str, Any] = finite(report)
+    return strict
+
+
+def _changes(info: Mapping[str, Any], steps: Sequence[StepFacts]) -> list[dict[str, Any]]:
+    """Changes of data and code while the run was stopped, each with the number of steps that were done before it."""
+    return [{**change, "steps": sum(step.time_s <= change["time_ns"] / 1e9 for step in steps)} for change in info.get("changes", ())]
+
+
+def _scoring(view: RunView) -> dict[str, Any] | None:
+    """Load of the reward functions, from the scorers' figures; None if no group was scored.
+
+    `utilisation`: share of the time in which the slots for groups at the reward functions were taken; a child process has one slot,
+    or `reward.concurrency` if a function is async or a service. `wait_s_mean`: from a group's call to its rewards, in the attempt that
+    succeeded. `groups_per_s`: over the scorers' time.
+    """
+    scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
+    groups = sum(worker.total("groups") for worker in scorers)
+    at_work = sum(worker.total("uptime_s") - worker.total("time_start_s") for worker in scorers)
+    if not groups or at_work <= 0:
+        return None
+    return {
+        "groups": int(groups),
+        "utilisation": busy(view, "scorer", "reward_busy_s", whole=True),
+        "wait_s_mean": sum(worker.total("reward_s") for worker in scorers) / groups,
+        "groups_per_s": groups / at_work,
+    }
+
+
+def _schedule(view: RunView) -> dict[str, Any]:
+    chosen = config_of(view).get("schedule", {})
+    names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order", "max_lag")
+    mode = MODES.get(chosen.get("mode", ""))
+    fields = {name: chosen.get(name) for name in names}
+    if mode is not None:
+        fields |= {name: getattr(mode, name) for name in ("order", "max_lag") if fields[name] is None}
+    return fields
+
+
+def _weights(view: RunView) -> dict[str, Any]:
+    """What was published: a delta is a version that was sent as what differs from the one before, adapters are on version 0."""
+    measured = [entry.metrics for _, entry in sorted(view.versions.items())]
+    deltas, adapters = ([each["bytes"] for each in measured if each.get(name)] for name in ("delta", "adapter"))
+    return {
+        "versions": len(view.versions),
+        "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
+        "digest": _digest(view),
+        "delta_bytes_median": int(statistics.median(deltas)) if deltas else None,
+        "adapter_bytes_median": int(statistics.median(adapters)) if adapters else None,
+        "full_bytes": next((int(each["full_bytes"]) for each in reversed(measured) if "full_bytes" in each), None),
+    }
+
+
+def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
+    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps, and all along."""
+    window = tenth(steps)
+    first = together(tally for version, tally in view.rewards.items() if version * per_version < window)
+    versions = sorted(view.rewards)
+    width = max(1, math.ceil(len(versions) / CURVE_POINTS))
+    curve = [together(view.rewards[version] for version in versions[low : low + width]).mean for low in range(0, len(versions), width)]
+    return {"first": first.mean, "last": last_reward(view) if steps else None, "curve": curve}
+
+
+def _sum(steps: Sequence[StepFacts], name: str) -> int | None:
+    """The sum of a metric over the steps that have it; None if none has."""
+    values = [step.metrics[name] for step in steps if name in step.metrics]
+    return int(sum(values)) if values else None
+
+
+def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | None]:
+    window = tenth(len(values))
+    return {"first": weighted(values[:window]), "last": weighted(values[-window:] if window else [])}
+
+
+def _groups(view: RunView) -> dict[str, int]:
+    counts = fate_counts(view)
+    return {"admitted": counts.total(), **{name: counts[name] for name in (*FATES, OPEN)}}
+
+
+def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
+    """Completion tokens of the samples, by what became of their group: `length` is the mean, then the 95 % quantile and the longest."""
+    tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "failed": [], "abandoned": [], "unused": []}
+    for group, fate in fates(view).items():
+        drawn = view.samples.get(group, {}).values()
+        tokens["admitted"] += drawn
+        if fate in tokens:
+            tokens[fate] += drawn
+    ordered = {name: sorted(lengths) for name, lengths in tokens.items()}
+    return {
+        "length": {name: sum(lengths) / len(lengths) if lengths else None for name, lengths in ordered.items()},
+        "length_p95": {name: lengths[math.ceil(0.95 * len(lengths)) - 1] if lengths else None for name, lengths in ordered.items()},
+        "length_max": {name: lengths[-1] if lengths else None for name, lengths in ordered.items()},
+    }
+
+
+def _filtered(view: RunView) -> dict[str, int]:
+    """Filtered groups whose samples all have the full reward, the lowest, or one between."""
+    scale = reward_scale(view)
+    filtered = [group for group in view.groups.values() if group.outcome == "filtered"]
+    means = [group.reward_mean for group in filtered if group.reward_mean is not None and not group.lacks_rewards]
+    positions = [0.5 if (position := scale.position(mean)) is None else position for mean in means]
+    full, lowest = sum(position >= 1 - 1e-9 for position in positions), sum(position <= 1e-9 for position in positions)
+    return {"solved_all": full, "solved_none": lowest, "between": len(means) - full - lowest}
+
+
+def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFacts]]:
+    rounds: dict[int, list[StepFacts]] = {}
+    for step in steps:
+        rounds.setdefault(step.step // per_version, []).append(step)
+    return list(rounds.values())
+
+
+def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
+    """Seconds. start: created to first sample begun; train: from there to last step done; end: from there to closed; wall: all three.
+
+    None of them counts a pause: `paused_s` is what lies between a stop and its resumption. `rollout_to_train_end_s`: per round, its
+    first sample begun to its last step committed. The trainer's time since it was ready is `trainer_wait_s`, `trainer_compute_s` and
+    `trainer_other_s`, `trainer_waiting_ratio` the first one's share in it, by the uses of `time_spent`.
+    """
+    created = view.record.created_ns / 1e9 if view.record else None
+    done = steps[-1].time_s if steps else None
+    closed = view.closed.time_ns / 1e9 if view.closed else done
+    begun = min((step.metrics["first_sample_at"] for step in steps if "first_sample_at" in step.metrics), default=None)
+    lasted, waited = time_spent.trainer_time(view)
+    computed = sum(step.metrics.get("compute_s", 0.0) for step in steps)
+    spans = []
+    for members in _rounds(steps, per_version=per_version):
+        starts = [step.metrics["first_sample_at"] for step in members if "first_sample_at" in step.metrics]
+        spans.append(members[-1].time_s - min(starts) if starts else None)
+    between, wall_s = view.worked.between, view.worked.between(created, closed)
+    return {
+        "wall_s": wall_s,
+        "paused_s": None if closed is None or created is None or wall_s is None else closed - created - wall_s,
+        "install_s": info_of(view).get("install_s"),
+        "start_s": between(created, begun),
+        "train_s": between(begun, done),
+        "end_s": between(done, closed),
+        "rollout_to_train_end_s": spans,
+        "trainer_wait_s": waited,
+        "trainer_compute_s": computed,
+        "trainer_other_s": max(0.0, lasted - waited - computed),
+        "trainer_waiting_ratio": waited / lasted if lasted else None,
+        "generate_s": sum(worker.total("generate_s") for worker in view.workers.values()),
+        "reward_s": sum(worker.total("reward_s") for worker in view.workers.values()),
+    }
+
+
+def _overhead(view: RunView) -> dict[str, Any]:
+    """What the topics cost feeder, rollout workers, scorers and trainer, by their own last word.
+
+    `topics_overhead_ms_per_sample`: CPU time in encoding, decoding, sending, polling and the client's I/O threads, weights and
+    ledger included, by samples acknowledged in `rollouts`. `topics_overhead_ratio`: the same time in all CPU time of these workers.
+    """
+    paying = [worker for worker in view.workers.values() if worker.role not in HELPERS]
+    parts = {name: sum(worker.total(f"cost_{name}_s") for worker in paying) for name in COSTS}
+    spent, cpu = sum(parts.values()), sum(worker.total("cpu_s") for worker in paying)
+    samples = sum(map(len, view.samples.values()))
+    return {
+        "topics_overhead_ratio": spent / cpu if cpu else None,
+        "topics_overhead_ms_per_sample": 1000 * spent / samples if samples else None,
+        "topics_overhead_s": parts,
+    }
+
+
+def _overlap(steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
+    """Number of rounds whose first backward pass started before their last sample ended."""
+    rounds = before = 0
+    for members in _rounds(steps, per_version=per_version):
+        backward = [step.metrics["first_backward_at"] for step in members if "first_backward_at" in step.metrics]
+        sampled = [step.metrics["last_sample_at"] for step in members if "last_sample_at" in step.metrics]
+        if backward and sampled:
+            rounds += 1
+            before += min(backward) < max(sampled)
+    return {"rounds": rounds, "first_backward_before_last_sample": before, "share": before / rounds if rounds else None}
+
+
+def _digest(view: RunView) -> str | None:
+    if view.closed is not None and view.closed.digest:
+        return view.closed.digest
+    return view.versions[view.version].digest if view.version is not None else None
+
+
+def _dead_letters(view: RunView) -> dict[str, Any]:
+    kinds, topics = list(view.dead_letters.values()), [record_id[0].removeprefix(f"{view.run}.") for record_id in view.dead_letters]
+    return {
+        "total": len(kinds),
+        "by_kind": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "by_topic": {topic: topics.count(topic) for topic in sorted(set(topics))},
+        "reward_errors": dict(view.reward_errors.most_common(3)),
+    }
+
+
+def _restarts(view: RunView) -> dict[str, int]:
+    """Restarts by role; a resumption of the run, in which all workers restart, does not count."""
+    restarts: dict[str, int] = {}
+    for worker in view.workers.values():
+        restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1 - resumptions(view)
+    return {role: count for role, count in sorted(restarts.items()) if count}
+
+
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

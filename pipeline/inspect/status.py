@@ -1,0 +1,203 @@
+"""Progress, speed, silent workers and bottleneck of a run, as plain data for `penstock status --json`.
+
+Pure functions of a run view and the time. A bottleneck is named only if the shares of busy time show one.
+"""
+
+import itertools
+import math
+import statistics
+from typing import Any, NamedTuple
+
+from penstock.pipeline.inspect.report import waste
+from penstock.pipeline.inspect.report.time_spent import trainer_time
+from penstock.pipeline.inspect.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE
+from penstock.pipeline.runtime.roles import generating_roles
+from penstock.pipeline.scheduling.schedule import MODES
+from penstock.topics.metrics import Activity, activity_of
+
+WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
+"""Topics read by `status` and the live view; not the rollouts, which are most of a run's records."""
+SPEED_STEPS = 20
+"""Steps over which speed and time to go are taken."""
+RECENT_STEPS = 10
+"""Steps over which the trainer's waiting is taken."""
+SELDOM, MOSTLY = 0.2, 0.6
+"""Share of time below which a role counts as seldom waiting, and share above which it counts as busy."""
+
+
+SLOW_REWARD_S = 0.3
+"""Least seconds per group for which the reward functions can be the bottleneck."""
+
+
+class Bottleneck(NamedTuple):
+    """A role, or "turns" when rollout and training wait for each other; why, and what to change."""
+
+    who: str
+    why: str
+    advice: str
+
+
+ADVICE = {
+    "trainer": "give it more accelerators or threads, or larger micro-batches; more rollout workers gain nothing",
+    "scorer": "raise scorer.workers or scorer.processes, or make the reward faster",
+    "rollout": "start more rollout workers or raise rollout.concurrency",
+    "feeder": "see the feeder's activity in `penstock status`",
+    "turns": "overlap them: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
+}
+"""What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
+OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"
+"""Advice if rollout and training overlap already and neither is busy."""
+
+
+def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None:
+    """Share of time for which the trainer waited, in the last steps or over the `whole` run; None if unknown."""
+    if whole:
+        lasted_s, waited_s = trainer_time(view)
+        return waited_s / lasted_s if lasted_s else None
+    steps = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
+    if not steps:
+        return None
+    begun, recent = (steps[0].time_s, steps[1:]) if len(steps) > 1 else (steps[0].metrics.get("started_at"), steps)
+    lasted = view.worked.between(begun, recent[-1].time_s)
+    return min(1.0, sum(step.metrics.get("wait_s", 0.0) for step in recent) / lasted) if lasted else None
+
+
+def busy(view: RunView, role: str, name: str, *, whole: bool = False) -> float | None:
+    """Mean share of the last seconds, or of all since they were ready, that the workers of a role spent in what `name` counts."""
+    workers = [worker for worker in view.workers.values() if worker.role == role]
+    if whole:
+        at_work = sum(worker.total("uptime_s") - sum(worker.total(f"time_{use}_s") for use in OUTSIDE) for worker in workers)
+        return min(1.0, sum(worker.total(name) for worker in workers) / at_work) if at_work > 0 else None
+    rates = [worker.rate(name) for worker in workers if not worker.ended]
+    reported = [rate for rate in rates if rate is not None]
+    return min(1.0, sum(reported) / len(reported)) if reported else None
+
+
+def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
+    """The role to give more to, at this moment or over the `whole` run; None while there is nothing to tell it from.
+
+    A trainer that seldom waits is the bottleneck itself. Otherwise the busier of the roles before it is, if it is busy at all:
+    scorers by their reward functions, rollout workers by generation. If neither is, rollout and training wait for each other, unless
+    rollout workers wait for prompts that the window would allow.
+    """
+    waiting = trainer_waiting_ratio(view, whole=whole)
+    if waiting is None or (has_ended(view) and not whole):
+        return None
+    if waiting < SELDOM:
+        return _named("trainer", f"it waits {waiting:.0%} of its time")
+    generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_busy_s")))
+    if scoring is not None and scoring >= MOSTLY and scoring > (generating or 0.0) and _slow_rewards(view):
+        return _named("scorer", f"busy {scoring:.0%}; the trainer waits {waiting:.0%}")
+    if generating is None:
+        return None
+    if generating >= MOSTLY:
+        return _named("rollout", f"busy {generating:.0%}; the trainer waits {waiting:.0%}")
+    if waiting >= MOSTLY and not whole and _lacks_prompts(view):
+        return _named("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
+    alternating = _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+    return alternating._replace(advice=OVERLAPPING) if _overlap(view) else alternating
+
+
+def _overlap(view: RunView) -> bool:
+    """True if the schedule lets rollout and training overlap."""
+    schedule = config_of(view).get("schedule", {})
+    allowed = schedule.get("max_lag")
+    return bool(MODES[schedule["mode"]].max_lag if allowed is None else allowed) if schedule.get("mode") in MODES else False
+
+
+def _slow_rewards(view: RunView) -> bool:
+    """True if reward functions are slow; for fast ones most of the measured time is communication with a child process."""
+    scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
+    groups = sum(worker.total("groups") for worker in scorers)
+    return not groups or sum(worker.total("reward_s") for worker in scorers) / groups >= SLOW_REWARD_S
+
+
+def _lacks_prompts(view: RunView) -> bool:
+    """True if rollout workers wait for prompts that the feeder could send."""
+    activities = {(worker.role, activity_of(worker.labels)) for worker in view.workers.values() if not worker.ended}
+    feeder_works = all(role != "feeder" or activity.kind != "wait" for role, activity in activities)
+    return feeder_works and any((role, Activity.NO_PROMPTS) in activities for role in generating_roles())
+
+
+def _named(who: str, why: str) -> Bottleneck:
+    return Bottleneck(who, why, ADVICE[who])
+
+
+def bottleneck_as_json(slowest: Bottleneck | None) -> dict[str, str] | None:
+    """A bottleneck as plain data."""
+    return None if slowest is None else slowest._asdict()
+
+
+def elapsed_s(view: RunView, *, now_s: float) -> float | None:
+    """Seconds of work since the creation of the run, up to its end; pauses between a stop and its resumption excluded."""
+    if view.record is None:
+        return None
+    if view.closed is not None:  # the tracker writes on
+        return view.worked.between(view.record.created_ns / 1e9, view.closed.time_ns / 1e9)
+    return view.worked.until(0.0 if has_ended(view) else now_s)
+
+
+def to_go_s(view: RunView) -> float | None:
+    """Estimated seconds of the remaining steps at the speed of the last ones; None before there is a speed.
+
+    The longest of three or more times between steps does not count: a run that was stopped and resumed has one that was no step.
+    """
+    recent = [view.steps[number] for number in sorted(view.steps)[-SPEED_STEPS - 1 :]]
+    planned = steps_planned(view)
+    if planned is None or len(recent) < 2 or has_ended(view):
+        return None
+    times = sorted(later.time_s - earlier.time_s for earlier, later in itertools.pairwise(recent))
+    counted = times[:-1] if len(times) > 2 else times
+    return max(0.0, statistics.fmean(counted) * (planned - view.steps_done))
+
+
+def silences(view: RunView, *, now_s: float) -> dict[str, float]:
+    """Seconds since each worker's last report, for those that have not ended."""
+    return {worker.worker: max(0.0, now_s - worker.time_ns / 1e9) for worker in view.workers.values() if not worker.ended}
+
+
+def standstill_s(view: RunView, *, now_s: float) -> float | None:
+    """Seconds for which nothing has moved, None for a run that is over or has moved within its `run.stall_s`."""
+    limit_s = float(config_of(view).get("run", {}).get("stall_s", math.inf))
+    still_s = max(0.0, now_s - view.moved_ms / 1000)
+    return still_s if still_s >= limit_s and not has_ended(view) and status_of(view) != "created" else None
+
+
+def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
+    """The run's state and each worker's, ready for JSON."""
+    counted = fate_counts(view)
+    slowest = bottleneck(view)
+    silent = silences(view, now_s=now_s)
+    last = view.steps[max(view.steps)].metrics if view.steps else {}
+    return {
+        "run": view.run,
+        "status": status_of(view),
+        "reason": closing(view).get("reason"),
+        "steps_done": view.steps_done,
+        "steps": info_of(view).get("steps"),
+        "version": view.version,
+        "reward": last_reward(view),
+        "lag_mean": last.get("lag_mean"),
+        "elapsed_s": elapsed_s(view, now_s=now_s),
+        "to_go_s": to_go_s(view),
+        "groups": dict(sorted(counted.items())),
+        "dead_letters": len(view.dead_letters),
+        "bottleneck": bottleneck_as_json(slowest),
+        "waste": waste.as_json(waste.wastes(view, last=waste.RECENT_GROUPS)),
+        "workers": [
+            {
+                "worker": worker.worker,
+                "role": worker.role,
+                "doing": "ended" if worker.ended else worker.labels.get("doing"),
+                "error": worker.labels.get("error"),
+                "starts": len(worker.incarnations),
+                "host": worker.labels.get("host"),
+                "pid": worker.labels.get("pid"),
+                "silent_s": silent.get(worker.worker),
+                "values": worker.values,
+            }
+            for worker in view.workers.values()
+        ],
+    }

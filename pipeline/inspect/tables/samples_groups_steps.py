@@ -1,0 +1,205 @@
+"""Samples, groups and steps of a run as Arrow tables; of duplicate records the first counts, and unknown values are null."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.infra.log import Log
+from penstock.pipeline.inspect.html.advantages import Advantages
+from penstock.pipeline.inspect.run_status import fates
+from penstock.pipeline.inspect.run_view import read_view
+from penstock.pipeline.inspect.status import WATCHED
+from penstock.pipeline.runtime.registration.run_registry import find
+from penstock.pipeline.runtime.topic_reader import Read, RunReader
+from penstock.pipeline.scheduling.fates import OPEN
+from penstock.topics.groups import Group
+from penstock.topics.ledger import Entry
+from penstock.topics.prompts import Prompt
+from penstock.topics.rollouts import Rollout
+from penstock.topics.samples import generated
+
+_TIME = pa.timestamp("ns", tz="UTC")
+SAMPLES = pa.schema(
+    [
+        ("group", pa.int64()),
+        ("sample", pa.int64()),
+        ("policy_version_min", pa.int64()),
+        ("policy_version_max", pa.int64()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("behaviour_logprobs", pa.list_(pa.float32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("span_versions", pa.list_(pa.int32())),
+        ("span_starts", pa.list_(pa.int32())),
+        ("finish", pa.string()),
+        ("temperature", pa.float64()),
+        ("started", _TIME),
+        ("ended", _TIME),
+        ("worker", pa.string()),
+        ("completion", pa.string()),
+        ("reward", pa.float64()),
+        ("components", pa.list_(pa.float64())),
+        ("reward_error", pa.string()),
+        ("logged", pa.string()),
+        ("advantage", pa.float64()),
+        ("tokens", pa.int64()),
+    ]
+)
+GROUPS = pa.schema(
+    [
+        ("group", pa.int64()),
+        ("epoch", pa.int64()),
+        ("row", pa.int64()),
+        ("prompt", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("columns", pa.string()),
+        ("min_version", pa.int64()),
+        ("samples_per_prompt", pa.int64()),
+        ("fate", pa.string()),
+        ("reason", pa.string()),
+        ("samples", pa.int64()),
+        ("no_reward", pa.int64()),
+        ("reward_mean", pa.float64()),
+        ("policy_version_min", pa.int64()),
+        ("policy_version_max", pa.int64()),
+        ("admitted", _TIME),
+        ("scored", _TIME),
+        ("outcome", pa.string()),
+        ("sha256", pa.string()),
+        ("partition", pa.int64()),
+        ("offset", pa.int64()),
+    ]
+)
+STEPS = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("version", pa.int64()),
+        ("committed", _TIME),
+        ("groups", pa.list_(pa.int64())),
+        ("boundaries", pa.list_(pa.int64())),
+        ("digest", pa.string()),
+    ]
+)
+"""Columns of every step; its metrics follow as float64 columns, by name."""
+
+
+class RunTables:
+    """The tables of one run; outcomes that two tables need are read once."""
+
+    def __init__(self, log: Log, run: str) -> None:
+        self.log, self.run = log, run
+        self._reader = RunReader(log, run)
+        self._outcomes: dict[int, dict[str, Any]] | None = None
+
+    def samples(self) -> pa.Table:
+        """`SAMPLES`: every finished sample; completion, reward, its components and its advantage are null until its group is scored.
+
+        The advantage is the trainer's; null if a user's own function computes it, which is not run here, or if it leaves the sample out.
+        """
+        outcomes, scored_columns = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
+        record = find(self.log, self.run)
+        advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
+        for read in self._reader.groups():
+            if (group := read.payload) is not None:
+                outcomes[group.group] = _outcome_columns(group, read)
+                values = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
+                for sample, advantage in zip(group.samples, values, strict=True):
+                    columns = {name: getattr(sample, name) for name in ("completion", "reward", "components", "reward_error", "logged")}
+                    scored_columns[group.group, sample.rollout.sample] = {**columns, "advantage": advantage}
+        self._outcomes = outcomes
+        rollouts = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
+        rows = [
+            {**_attributes(rollouts[key], SAMPLES), **scored_columns.get(key, {}), "tokens": len(generated(rollouts[key]))}
+            for key in sorted(rollouts)
+        ]
+        return _table(rows, SAMPLES)
+
+    def groups(self) -> pa.Table:
+        """`GROUPS`: every admitted group; `fate` as in the report, `open` for an unfinished group of a live run."""
+        fate_of = fates(read_view(self._reader, topics=WATCHED))
+        if (outcomes := self._outcomes) is None:
+            payloads = ((read.payload, read) for read in self._reader.groups())
+            outcomes = {group.group: _outcome_columns(group, read) for group, read in payloads if group is not None}
+        admitted = {read.payload.group: read.payload for read in self._reader.prompts() if read.payload is not None}
+        rows = [
+            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "fate": fate_of.get(number, OPEN)}
+            for number, prompt in sorted(admitted.items(), key=lambda item: item[0])
+        ]
+        return _table(rows, GROUPS)
+
+    def steps(self) -> pa.Table:
+        """`STEPS` and the metrics of the steps."""
+        committed: dict[int, Entry] = {}
+        for entry in self._reader.entries():
+            if entry.kind == "step" and entry.step is not None:
+                committed.setdefault(entry.step, entry)
+        names = sorted({name for entry in committed.values() for name in entry.metrics} - set(STEPS.names))
+        rows = [
+            {
+                "step": entry.step,
+                "version": entry.version,
+                "committed": entry.time_ns,
+                "groups": [planned.group for planned in entry.plan],
+                "boundaries": entry.boundaries,
+                "digest": entry.digest,
+                **{name: entry.metrics.get(name) for name in names},
+            }
+            for _, entry in sorted(committed.items())
+        ]
+        return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
+
+
+def samples(log: Log, run: str) -> pa.Table:
+    """The samples of a run (`RunTables.samples`)."""
+    return RunTables(log, run).samples()
+
+
+def groups(log: Log, run: str) -> pa.Table:
+    """The groups of a run (`RunTables.groups`)."""
+    return RunTables(log, run).groups()
+
+
+def steps(log: Log, run: str) -> pa.Table:
+    """The steps of a run (`RunTables.steps`)."""
+    return RunTables(log, run).steps()
+
+
+ATTRIBUTES = {
+    "policy_version_min": "version_min",
+    "policy_version_max": "version_max",
+    "prompt_ids": "token_ids",
+    "started": "started_ns",
+    "ended": "ended_ns",
+    "admitted": "created_ns",
+}
+"""Columns of samples and prompts with another name in the records."""
+
+
+def _attributes(record: Rollout | Prompt, schema: pa.Schema) -> dict[str, Any]:
+    """The columns of a table that the record itself has."""
+    named = {column: ATTRIBUTES.get(column, column) for column in schema.names}
+    return {column: getattr(record, name) for column, name in named.items() if hasattr(record, name)}
+
+
+def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
+    rollouts = [sample.rollout for sample in group.samples]
+    return {
+        "reason": group.reason,
+        "samples": len(rollouts),
+        "no_reward": len(rollouts) - len(group.rewards),
+        "reward_mean": sum(group.rewards) / len(group.rewards) if group.rewards else None,
+        "policy_version_min": min((rollout.version_min for rollout in rollouts), default=None),
+        "policy_version_max": max((rollout.version_max for rollout in rollouts), default=None),
+        "scored": group.scored_ns,
+        "outcome": group.outcome,
+        "sha256": read.headers and read.headers.sha256,
+        "partition": read.record.partition,
+        "offset": read.record.offset,
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    # from_pandas: a NaN in memory becomes a null, also within lists.
+    columns = {field.name: pa.array([row.get(field.name) for row in rows], field.type, from_pandas=True) for field in schema}
+    return pa.table(columns, schema=schema)

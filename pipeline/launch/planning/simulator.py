@@ -1,0 +1,170 @@
+"""Discrete-event simulation of a run: feeder, rollout workers and trainer.
+
+The live workers' rules decide admission, start, staleness, order and publication; only durations are inputs. Deterministic.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+
+from penstock.pipeline.launch.planning.engine import AdmittedPrompt, SimulatedGroup, SimulatedWorker
+from penstock.pipeline.launch.planning.outcome import Outcome, SimulatedStep
+from penstock.pipeline.launch.planning.workload import Workload
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.step_selector import Candidate, Selector
+
+Process = Generator[Any, Any, None]
+
+
+def simulate(work: Workload) -> Outcome:
+    """Run the workload to the end of its last step. Raises `ValueError` if the run deadlocks."""
+    run = _Run(work)
+    done = run.world.process(run.train())
+    try:
+        run.world.run(until=done)
+    except RuntimeError as error:  # simpy: no event is scheduled
+        raise ValueError(f"schedule {work.schedule.mode!r} deadlocks after {len(run.steps)} of {work.steps} steps") from error
+    return Outcome.of(work, steps=run.steps, workers=run.workers, dropped=dict(run.dropped))
+
+
+@dataclass(slots=True)
+class _Run:
+    """State shared by the simulated workers, which is in the topics of a live run."""
+
+    work: Workload
+    world: simpy.Environment = field(default_factory=simpy.Environment)
+    newest: int = 0
+    admitted: int = 0
+    steps: list[SimulatedStep] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=lambda: {"filtered": 0, "stale": 0, "abandoned": 0})
+    selector: Selector = field(init=False)
+    workers: list[SimulatedWorker] = field(init=False)
+    groups: dict[int, SimulatedGroup] = field(default_factory=dict)
+    """Groups with an outcome that are not trained yet."""
+    arrived: simpy.Event = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.selector = Selector(self.work.schedule)
+        self.arrived = self.world.event()
+        self.workers = [
+            SimulatedWorker(self.world, self.work, newest=lambda: self.newest, finished=self.generated) for _ in range(self.work.engines)
+        ]
+        self.feed()
+
+    def feed(self) -> None:
+        """Admit prompts up to the limit of the rules and of the workers' free slots."""
+        work, dropped = self.work, sum(self.dropped.values())
+        limit = rules.admission_limit(work.schedule, newest_version=self.newest, dropped=dropped, steps=work.steps)
+        slots, owners = [work.group_slots] * work.engines, [str(number) for number in range(work.engines)]
+        while self.admitted < limit:
+            partition = rules.choose_partition(unfinished=[worker.unfinished for worker in self.workers], slots=slots, owners=owners)
+            if partition is None:
+                return
+            slot = rules.slot_of(admitted=self.admitted, dropped=dropped)
+            prompt = AdmittedPrompt(self.admitted, rules.min_version(work.schedule, slot=slot))
+            self.workers[partition].unfinished += 1
+            self.admitted += 1
+            self.workers[partition].assign(prompt)
+
+    def generated(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
+        """A worker has finished or aborted a group."""
+        if self.work.deliver_s:
+            self.world.process(self._deliver(worker, group))
+        else:
+            self._outcome(worker, group)
+
+    def _deliver(self, worker: SimulatedWorker, group: SimulatedGroup) -> Process:
+        yield self.world.timeout(self.work.deliver_s)
+        self._outcome(worker, group)
+
+    def _outcome(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
+        """A group's outcome is in the log: the feeder and the trainer read it."""
+        worker.unfinished -= 1
+        outcome = "abandoned" if group.aborted else "filtered" if self._is_filtered(group.group) else "scored"
+        if outcome != "scored":
+            self.dropped[outcome] += 1
+        self.feed()
+        if self.work.take_s:
+            self.world.process(self._take(group, outcome))
+        else:
+            self._taken(group, outcome)
+
+    def _take(self, group: SimulatedGroup, outcome: str) -> Process:
+        yield self.world.timeout(self.work.take_s)
+        self._taken(group, outcome)
+
+    def _taken(self, group: SimulatedGroup, outcome: str) -> None:
+        oldest = min((sample.version_min for sample in group.samples), default=0)
+        self.selector.add(
+            Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, parts=1, sha256="")
+        )
+        if outcome == "scored":
+            self.groups[group.group] = group
+        if not self.arrived.triggered:
+            self.arrived.succeed()
+
+    def _is_filtered(self, group: int) -> bool:
+        recorded = self.work.filtered_groups.get(group)
+        if recorded is not None or not self.work.filtered:
+            return bool(recorded)
+        return bool(np.random.default_rng((self.work.seed, group, 1)).random() < self.work.filtered)
+
+    def train(self) -> Process:
+        """The trainer, to the end of the run's last step."""
+        schedule = self.work.schedule
+        released: simpy.Event = self.world.timeout(0.0)
+        for number in range(self.work.steps):
+            step = SimulatedStep(number=number, started_s=self.world.now)
+            if schedule.starts_on == "round" and number % schedule.steps_per_version == 0:
+                remaining = (self.work.steps - number) * schedule.prompts_per_step
+                while not self.selector.ready(min(schedule.round_groups, remaining)):
+                    yield from self._wait(step)
+            version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
+            while len(step.groups) < schedule.prompts_per_step:
+                yield from self._next_group(step, version=version)
+            yield self.world.timeout(self.work.step_s)
+            step.compute_s += self.work.step_s
+            yield released
+            step.ended_s = self.world.now
+            self.steps.append(step)
+            if rules.publishes(number, steps=self.work.steps, steps_per_version=schedule.steps_per_version):
+                released = self.world.timeout(self.work.release_s)
+                self.world.timeout(self.work.release_s + self.work.publish_s, version + 1).callbacks.append(self._published)
+            if number + 1 < self.work.steps:
+                yield self.world.timeout(self.work.hold_s)
+        for worker in self.workers:
+            worker.stopped = True
+
+    def _next_group(self, step: SimulatedStep, *, version: int) -> Process:
+        candidate = self.selector.take(learner_version=version)
+        if self.selector.newly_stale:
+            for stale in self.selector.newly_stale:
+                del self.groups[stale.group]
+            self.dropped["stale"] += len(self.selector.newly_stale)
+            self.selector.newly_stale.clear()
+            self.feed()
+        if candidate is None:
+            yield from self._wait(step)
+            return
+        group = self.groups.pop(candidate.group)
+        if not step.groups:
+            step.first_group_s = self.world.now
+        step.take(group, learner_version=version)
+        seconds = self.work.train_s(group.tokens) * self.work.step_pace.get(step.number, 1.0)
+        yield self.world.timeout(seconds)
+        step.compute_s += seconds
+
+    def _wait(self, step: SimulatedStep) -> Process:
+        started_s = self.world.now
+        self.arrived = self.world.event()
+        yield self.arrived
+        step.wait_s += self.world.now - started_s
+
+    def _published(self, event: Any) -> None:
+        self.newest = max(self.newest, event.value)
+        for worker in self.workers:
+            worker.wake()
+        self.feed()

@@ -1,0 +1,134 @@
+"""A plan as text and as plain data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from penstock.pipeline.inspect.report.text import printed
+from penstock.pipeline.launch.planning.search import NEAR_BEST, Candidate, Plan
+
+WIDTH = 120
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Reasons for the best split, one sentence each."""
+    best, outcome = plan.best, plan.best.outcome
+    busy, waiting = rollout_busy(best), outcome.waiting_ratio
+    lines = []
+    if waiting < 0.1:
+        lines.append(f"Training is the limit: the trainer waits {waiting:.0%} of its time, so more rollout accelerators gain nothing.")
+    elif busy > 0.9:
+        lines.append(
+            f"Rollout is the limit: engines generate {busy:.0%} of the time and the trainer waits {waiting:.0%}; one more accelerator for "
+            "rollouts would slow training down by more than it gains."
+        )
+    else:
+        lines.append(f"Rollout and training wait for each other: engines generate {busy:.0%} of the time, the trainer waits {waiting:.0%}.")
+    lines += [
+        f"{candidate.generating} for rollouts instead of {best.generating}: {candidate.tokens_per_s / best.tokens_per_s - 1:+.0%} tokens/s."
+        for candidate in neighbours(plan)
+    ]
+    if len(plan.by_step_size) > 1:
+        lines.append(
+            f"prompts_per_step = {best.prompts_per_step} is the smallest that reaches {NEAR_BEST:.0%} of the best speed: "
+            "larger steps learn less from each sample."
+        )
+    if best.max_lag:
+        lines.append(
+            f"Trained groups are {outcome.lag_mean:.1f} versions old on average, {outcome.lag_max} at most; "
+            f"a token {outcome.token_lag_mean:.1f} on average."
+        )
+    dropped = {cause: count for cause, count in outcome.dropped.items() if count}
+    generated = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())
+    if sum(dropped.values()) > 0.05 * generated:
+        causes = " and ".join(f"{count / generated:.0%} {cause}" for cause, count in dropped.items())
+        lines.append(f"Of the generated groups {causes}: a smaller rollout.concurrency or a larger lag bound would waste less.")
+    return lines
+
+
+def neighbours(plan: Plan) -> list[Candidate]:
+    """The candidates of the best mode with the next smaller and the next larger number of rollout accelerators."""
+    ordered = [candidate for candidate in plan.simulated if candidate.mode == plan.best.mode]
+    index = ordered.index(plan.best)
+    return [ordered[other] for other in (index - 1, index + 1) if 0 <= other < len(ordered)]
+
+
+def rollout_busy(candidate: Candidate) -> float:
+    """Share of the run in which an engine generates."""
+    return min(1.0, candidate.outcome.generate_s / candidate.outcome.wall_s)
+
+
+def plan_as_text(plan: Plan) -> str:
+    """The recommendation, its reasons, and the table of modes."""
+    best, base = plan.best, plan.cluster.base.schedule
+    steps = f"prompts_per_step = {best.prompts_per_step}, samples_per_prompt = {base.samples_per_prompt}, max_lag = {best.max_lag}"
+    head = [
+        f"best of {plan.cluster.accelerators}: {best.generating} for rollouts, {best.training} for training; mode = {best.mode}, {steps}",
+        f"{best.tokens_per_s:,.0f} trained tokens/s: {plan.speedup:.2f}x synchronous at its best split "
+        f"({plan.synchronous.generating} + {plan.synchronous.training}), {best.tokens_per_s / plan.alternating.tokens_per_s:.2f}x "
+        "all accelerators alternately",
+        *reasons(plan),
+        "",
+    ]
+    table = Table(box=None, pad_edge=False)
+    for name in ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines busy", "lag", "at most", "dropped"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for candidate in plan.by_mode:
+        table.add_row(*_row(candidate, base=plan.synchronous))
+    table.add_row(*("in turns", *_row(plan.alternating, base=plan.synchronous)[1:]))
+    if len(plan.by_step_size) > 1:
+        table.add_section()
+        for candidate in plan.by_step_size:
+            table.add_row(*_row(candidate, base=plan.synchronous))
+    return "\n".join(head) + "\n" + printed(table, width=WIDTH)
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    return {
+        "accelerators": plan.cluster.accelerators,
+        "best": candidate_as_json(plan.best),
+        "speedup": plan.speedup,
+        "speedup_over_in_turns": plan.best.tokens_per_s / plan.alternating.tokens_per_s,
+        "reasons": reasons(plan),
+        "by_mode": [candidate_as_json(candidate) for candidate in plan.by_mode],
+        "by_prompts_per_step": [candidate_as_json(candidate) for candidate in plan.by_step_size],
+        "in_turns": candidate_as_json(plan.alternating),
+        "simulated": [candidate_as_json(candidate) for candidate in plan.simulated],
+    }
+
+
+def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
+    """One candidate as plain data."""
+    return {
+        "mode": candidate.mode,
+        "generating": candidate.generating,
+        "training": candidate.training,
+        "prompts_per_step": candidate.prompts_per_step,
+        "max_lag": candidate.max_lag,
+        **candidate.outcome.as_json(),
+        "tokens_per_s": candidate.tokens_per_s,
+    }
+
+
+def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
+    outcome = candidate.outcome
+    return (
+        candidate.mode,
+        str(candidate.generating),
+        str(candidate.training),
+        str(candidate.prompts_per_step),
+        f"{candidate.tokens_per_s:,.0f}",
+        f"{candidate.tokens_per_s / base.tokens_per_s:.2f}",
+        f"{outcome.waiting_ratio:.0%}",
+        f"{rollout_busy(candidate):.0%}",
+        f"{outcome.lag_mean:.1f}",
+        str(outcome.lag_max),
+        str(sum(outcome.dropped.values())),
+    )
+
+
+def modes_of(candidates: Sequence[Candidate]) -> list[str]:
+    """The modes in order of appearance."""
+    return list(dict.fromkeys(candidate.mode for candidate in candidates))

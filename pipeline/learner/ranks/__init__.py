@@ -1,1 +1,0 @@
-"""One optimizer step on several processes: rank 0 assigns micro-batches to the ranks."""

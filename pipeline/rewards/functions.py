@@ -1,0 +1,406 @@
+"""Scores a group by TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
+
+In addition to columns a function can take `completion_ids`, `trainer_state`, `log_extra` and `log_metric`, as in TRL, and
+`completion_lengths` and `max_completion_length`; a column with one of these names is under `columns`. Functions are called in the main
+thread, outside of a running event loop; awaitables that they return are awaited together. A failed reward is a failure with its reason,
+never zero; `None` means that a function does not apply, and a completion to which none applies has no reward.
+Every child process imports this module, so its imports are light.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.infra.sandbox.child import doing
+from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
+from penstock.pipeline.data.prompt_order import SOURCE_COLUMN
+from penstock.pipeline.data.references import FORMS, InvalidReference, accepted, with_facts
+from penstock.pipeline.rewards import builtin as builtin_rewards
+from penstock.pipeline.rewards.builtin import BUILTINS, NEED_REFERENCE
+from penstock.pipeline.rewards.faults import RewardError, broke
+from penstock.pipeline.rewards.logged import NAMES, Logged
+from penstock.pipeline.rewards.service import RewardService
+from penstock.pipeline.rewards.values import bounded, checked
+from penstock.topics.samples import GENERATED, Turn, reward_of
+
+NOTHING: Final = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Rewards of a group, in the order of its completions."""
+
+    rewards: tuple[float | None, ...]
+    """None for a completion to which no function applies, or whose reward failed."""
+    components: tuple[tuple[float | None, ...], ...]
+    """One row per completion, with one value per reward function."""
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """Completion -> reason of its failed reward, if others succeeded."""
+    logged: tuple[Mapping[str, Any], ...] = ()
+    """Logged values of each completion; empty if nothing was logged."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(result: Mapping[str, Any]) -> "Score":
+        """Convert the result of a child process."""
+        broken = {int(number): reason for number, reason in result.get("broken", {}).items()}
+        return Score(
+            rewards=tuple(result["rewards"]), components=tuple(map(tuple, result["components"])), broken=broken,
+            logged=tuple(result.get("logged", ())), metrics=result.get("metrics", {}),
+        )  # fmt: skip
+
+    @property
+    def scored(self) -> tuple[float, ...]:
+        return tuple(reward for reward in self.rewards if reward is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """The fields of TRL's `trainer_state` that a group's record determines, so that rescoring gives the same rewards."""
+
+    global_step: int
+    """Optimizer steps of the oldest policy version that generated the group."""
+    max_steps: int
+
+
+class _MissingColumn(RewardError):
+    """A row lacks a column that a function requires."""
+
+    def __init__(self, reason: str, *, column: str) -> None:
+        super().__init__(reason)
+        self.column = column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """The reward functions of a run with their names and weights."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    functions: tuple[Callable[..., Any], ...]
+    max_steps: int = 0
+    max_completion_length: int = 0
+    by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """In a mixture: source -> the functions for its rows, by short or full name; a missing source has all."""
+
+    def score(self, completions: Sequence[str], **group: Any) -> Score:
+        """Score the completions of one prompt; arguments as in `start_scoring`."""
+        score = self.start_scoring(completions, **group)
+        return score if isinstance(score, Score) else _loop().run_until_complete(score)
+
+    def start_scoring(
+        self,
+        completions: Sequence[str],
+        *,
+        prompt: str,
+        messages: Sequence[Mapping[str, Any]] | None,
+        columns: Mapping[str, Any],
+        completion_ids: Sequence[Sequence[int]] = (),
+        step: int = 0,
+        episodes: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Score | Coroutine[Any, Any, Score]:
+        """Call the functions for the completions of one prompt; returns the score, or a coroutine if a function is async.
+
+        For a conversational prompt (`messages`), functions receive lists of messages, as in TRL. `step` is the optimizer step of the
+        policy version that generated them. `episodes` has the result of `episode` for each trajectory: functions can take
+        `environment_reward` and `conversations`, and completions are the generated messages.
+
+        Each function and each completion gets copies of the arguments, so that changes to them have no effect on others.
+
+        Raises:
+            RewardError: a function raised, or returned a wrong length, a wrong type, or a number that is not finite or too large.
+        """
+        count = len(completions)
+        facts = self._facts(count, completion_ids, step)
+        generated = [[{"role": "assistant", "content": text}] for text in completions]
+        if episodes is not None:
+            conversations = [json.loads(episode["messages"]) for episode in episodes]
+            facts |= {"environment_reward": [episode["reward"] for episode in episodes], "conversations": conversations}
+            generated = [completions_of(conversation) for conversation in conversations]
+        if messages is None:
+            facts |= {"prompts": [prompt] * count, "completions": list(completions)}
+        else:
+            facts |= {"prompts": [messages] * count, "completions": generated}
+        logged = Logged(count)
+        returned = self._called(columns, facts, logged, last=[messages[-1]["content"] for messages in generated])
+        score = partial(self._score, logged=logged, count=count)
+        return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
+
+    def check(self, columns: Mapping[str, Any], *, without_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
+        """Check that a row has the columns that the functions require, and a reference answer that the built-in ones accept.
+
+        `without_json`: column -> type of values that JSON cannot represent; `answer_field`: name of the answer column in the data.
+        Raises `RewardError` with the column.
+        """
+        offered = with_facts(columns, self._facts(0, (), 0))
+        for name, function in self._functions_for(columns):
+            try:
+                _arguments(name, function, offered)
+            except _MissingColumn as error:
+                raise RewardError(f"{error}{_remedy(error.column, without_json or {})}") from error
+            if split_options(name)[0] in NEED_REFERENCE:
+                try:
+                    accepted(columns["answer"])
+                except InvalidReference as error:
+                    column = f"the answer (column {answer_field or 'answer'!r})"
+                    raise RewardError(f"{column} is {error}, which the reward {name} cannot compare: expected {FORMS}") from error
+
+    def facts_named_by(self, columns: Mapping[str, Any]) -> list[str]:
+        """Columns that facts replace, so that functions find their values only under `columns`."""
+        return [name for name in self._facts(0, (), 0) if name in columns]
+
+    def _functions_for(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
+        source = columns.get(SOURCE_COLUMN)
+        selected = self.by_source.get(source) if isinstance(source, str) else None
+        every = zip(self.names, self.functions, strict=True)
+        return [(name, function) for name, function in every if selected is None or not {name, short_name(name)}.isdisjoint(selected)]
+
+    def _facts(self, count: int, completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
+        """Arguments in addition to the columns; lists have one item for each of `count` completions."""
+        return {
+            "prompts": [],
+            "completions": [],
+            "completion_ids": completion_ids,
+            "completion_lengths": [len(ids) for ids in completion_ids],
+            "max_completion_length": self.max_completion_length,
+            "environment_reward": [None] * count,
+            "conversations": [None] * count,
+            **dict.fromkeys(NAMES),
+            "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
+        }
+
+    def _called(self, columns: Mapping[str, Any], facts: Mapping[str, Any], logged: Logged, *, last: Sequence[str]) -> list[Any]:
+        """Call each function; the result is `NOTHING` for one that does not apply to the row.
+
+        Built-in functions score `last`, the last generated text of each sample.
+        """
+        returned: list[Any] = []
+        functions, offered = dict(self._functions_for(columns)), with_facts(columns, facts)
+        for name in self.names:
+            function = functions.get(name)
+            if function is None:
+                returned.append(NOTHING)
+                continue
+            built_in = split_options(name)[0] in BUILTINS
+            taken = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
+            arguments = {key: copied(value) if key in facts else [copied(value) for _ in last] for key, value in taken.items()}
+            arguments |= {key: log for key, log in logged.functions(name).items() if key in arguments}
+            doing(f"reward {name}")
+            asyncio.set_event_loop(_loop())  # for functions that call get_event_loop()
+            try:
+                returned.append(_call(function, arguments))
+            # The boundary to a user's function: its error fails the group.
+            except BaseException as error:
+                raise broke(name, error, function) from error
+        return returned
+
+    def _score(self, returned: Sequence[Any], *, logged: Logged, count: int) -> Score:
+        columns: list[list[float | None]] = []
+        for name, value in zip(self.names, returned, strict=True):
+            numbers, parts = ([None] * count, []) if value is NOTHING else checked(name, value, count)
+            logged.parts(name, parts)
+            columns.append(numbers)
+        components = tuple(zip(*columns, strict=True)) if count else ()
+        rewards = tuple(self._total(row, number) for number, row in enumerate(components))
+        return Score(rewards=rewards, components=components, logged=logged.rows, metrics=logged.metrics)
+
+    def _total(self, row: Sequence[float | None], number: int) -> float | None:
+        applying = [weight * value for weight, value in zip(self.weights, row, strict=True) if value is not None]
+        return bounded(sum(applying), f"the weighted sum of the rewards of completion {number}") if applying else None
+
+
+async def _awaited(names: Sequence[str], returned: Sequence[Any], score: Callable[[Sequence[Any]], Score]) -> Score:
+    """The score after awaiting the awaitables that functions returned."""
+
+    async def value(name: str, awaitable: Any) -> Any:
+        try:
+            return await awaitable
+        # The boundary to a user's function; only a cancellation by the parent is passed on.
+        except BaseException as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return broke(name, error)
+
+    waiting = [number for number, value in enumerate(returned) if inspect.isawaitable(value)]
+    doing(f"reward {', '.join(names[number] for number in waiting)}")
+    values = await asyncio.gather(*(value(names[number], returned[number]) for number in waiting))
+    for result in values:
+        if isinstance(result, RewardError):
+            raise result
+    return score([dict(zip(waiting, values, strict=True)).get(number, value) for number, value in enumerate(returned)])
+
+
+def resolve(
+    names: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    base_dir: str | Path | None = None,
+    max_steps: int = 0,
+    max_completion_length: int = 0,
+    by_source: Mapping[str, Sequence[str]] | None = None,
+    timeout_s: float = 30.0,
+    concurrency: int = 1,
+) -> Rewards:
+    """Load reward functions by name, plug-in spec or address, with options after a question mark; weights default to 1.
+
+    `max_steps` and `max_completion_length` are arguments of functions. `timeout_s` per group and `concurrency` in groups apply to
+    services.
+
+    Raises:
+        PluginError: an unknown name, a function that cannot be loaded, or an option that it does not take.
+        ValueError: there is not one finite weight for each.
+    """
+    if not names:
+        raise ValueError("no reward function: give at least one")
+    if weights is not None and (len(weights) != len(names) or not all(isfinite(weight) for weight in weights)):
+        raise ValueError(f"reward weights {list(weights)}: expected {len(names)} finite numbers, one for each of {', '.join(names)}")
+    functions = tuple(
+        RewardService(name, timeout_s=timeout_s, connections=concurrency).score if is_address(name) else _find(name, base_dir)
+        for name in names
+    )
+    return Rewards(
+        names=tuple(names),
+        weights=tuple(map(float, weights or [1.0] * len(names))),
+        functions=functions,
+        max_steps=max_steps,
+        max_completion_length=max_completion_length,
+        by_source=by_source or {},
+    )
+
+
+def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
+    """SHA-256 of each reward's source, or of a service's address, for the run's record; nothing is imported.
+
+    Raises `PluginError`.
+    """
+
+    def source(name: str) -> str:
+        plain = split_options(name)[0]
+        if is_address(name):
+            return hashlib.sha256(name.encode()).hexdigest()
+        if plain in BUILTINS:
+            files = sorted(Path(builtin_rewards.__file__).parent.glob("*.py"))
+            return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        return source_digest(plain, base_dir=base_dir)
+
+    return {name: source(name) for name in names}
+
+
+def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
+    """A trajectory's reward and messages, for reward functions."""
+    return {"reward": reward_of(turns), "messages": messages}
+
+
+def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The generated messages of a trajectory, each with a text; one empty message if there are none.
+
+    Example:
+        completions_of([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", "generated": True}])
+        # -> [{"role": "assistant", "content": "2"}]
+    """
+    generated = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]
+    return [
+        {**{key: message[key] for key in message if key != GENERATED}, "content": message.get("content") or ""} for message in generated
+    ]
+
+
+def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
+    """The episodes of trajectories, which are `Rollout`s or completions of an engine; None for single completions."""
+    if any(getattr(sample, "turns", None) is None for sample in samples):
+        return None
+    return [episode(sample.turns, sample.messages) for sample in samples]
+
+
+def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
+    try:
+        return _named(name, base_dir)
+    except PluginError as error:
+        raise PluginError(f"reward.functions: {error}") from error
+
+
+def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
+    plain, options = split_options(name)
+    if plain not in BUILTINS and ":" not in plain:
+        builtins = ", ".join(BUILTINS)
+        raise PluginError(
+            f"{name!r} is not a reward: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
+            f"{nearest(plain, BUILTINS)}"
+        )
+    function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
+    if plain in BUILTINS:
+        options = {**(function.__kwdefaults__ or {}), **options}
+    if options:
+        try:
+            inspect.signature(function).bind_partial(**options)
+        except TypeError as error:
+            raise PluginError(f"{name!r}: {error}") from error
+    return partial(function, **options) if options else function
+
+
+def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """The offered items that the function takes: all with `**columns`, else its named parameters; bound options are excluded."""
+    offered = {key: value for key, value in offered.items() if key not in getattr(function, "keywords", ())}
+    parameters = _parameters(function)
+    if parameters is None:
+        return offered
+    kinds = inspect.Parameter
+    for parameter in parameters.values():
+        required = parameter.default is kinds.empty and parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+        if required and parameter.name not in offered:
+            hint = nearest(parameter.name, offered)
+            raise _MissingColumn(
+                f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(offered)}{hint}", column=parameter.name
+            )
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
+        return offered
+    return {key: value for key, value in offered.items() if key in parameters}
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function by keywords, except for its positional-only parameters."""
+    positional = [parameter for parameter in (_parameters(function) or {}).values() if parameter.kind is parameter.POSITIONAL_ONLY]
+    by_position = [arguments.pop(parameter.name, parameter.default) for parameter in positional]
+    return function(*by_position, **arguments)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function; None for a builtin without a signature, which receives all arguments."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _remedy(column: str, without_json: Mapping[str, str]) -> str:
+    if column in without_json:
+        return f": that column holds {without_json[column]}, which JSON cannot hold; store it as text"
+    if column == "answer":
+        return '; set data.answer_field to the column of answers, or use rewards that need none with data.answer_field = ""'
+    return ""
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of a JSON value."""
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [copied(inner) if isinstance(inner, dict | list | tuple) else inner for inner in value]
+    return value
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop per process, so that async functions can keep an HTTP session; a new one if a function closed it."""
+    loop = _loops[-1] if _loops else None
+    if loop is None or loop.is_closed():
+        _loops[:] = [loop := asyncio.new_event_loop()]
+    return loop
+
+
+_loops: list[asyncio.AbstractEventLoop] = []

@@ -1,0 +1,98 @@
+"""A reward function behind an HTTP address: the keyword arguments are posted as JSON, the response has the list `rewards`.
+
+Requests are retried with backoff while the service is unreachable, busy or silent, until the group's time limit; other errors are final.
+Requests wait in the asyncio loop: a group in flight needs a connection and no thread.
+"""
+
+import asyncio
+import json
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.infra.sandbox.rules import REWARD_TOKEN
+from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.rewards.faults import RewardError
+from penstock.pipeline.rewards.logged import NAMES
+
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
+"""Pause before the first retry, doubled after each, and the longest pause."""
+CONNECT_S = 5.0
+IN_TIME = 0.95
+"""Share of the time limit after which the call fails with a reason, before the child process is killed without one."""
+RETRIED = (408, 425, 429, 502, 503, 504)
+
+
+class _Retry(Exception):
+    """A failure that is retried."""
+
+    def __init__(self, reason: str, *, after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class RewardService:
+    """Client of a reward service for up to `connections` groups at a time; `timeout_s` covers all attempts of a group."""
+
+    def __init__(self, address: str, *, timeout_s: float, connections: int) -> None:
+        if not urlsplit(address).hostname:
+            raise PluginError(f"{address!r} is no address of a reward service: expected http://HOST:PORT/PATH")
+        try:
+            import httpx
+        except ImportError as error:
+            raise PluginError(f"a reward service needs the package httpx: pip install '.[rewards]' in the checkout ({error})") from error
+        self.address, self._timeout_s = address, timeout_s
+        token = os.environ.get(REWARD_TOKEN)
+        self._client = httpx.AsyncClient(
+            headers={"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {}),
+            limits=httpx.Limits(max_connections=connections),
+        )
+
+    async def score(self, **arguments: Any) -> Any:
+        """The rewards of one group's completions. Raises `RewardError` with the last failure."""
+        content = json.dumps({**_sent(arguments), "trainer_state": asdict(arguments["trainer_state"])})
+        end = time.monotonic() + IN_TIME * self._timeout_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._post(content, end - time.monotonic())
+            except _Retry as failure:
+                pause = max(failure.after_s, min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1)))
+                if time.monotonic() + pause >= end:
+                    tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+                    raise RewardError(
+                        f"reward {self.address}: no rewards within {self._timeout_s:g} s (reward.timeout_s), {tried}: {failure}"
+                    ) from failure
+            await asyncio.sleep(pause)
+
+    async def _post(self, content: str, remaining_s: float) -> Any:
+        import httpx
+
+        try:
+            limits = httpx.Timeout(remaining_s, connect=min(remaining_s, CONNECT_S))
+            response = await asyncio.wait_for(self._client.post(self.address, content=content, timeout=limits), remaining_s)
+        except (httpx.TransportError, TimeoutError) as error:
+            raise _Retry(str(error) or f"{type(error).__name__} after {remaining_s:.1f} s") from error
+        status = f"{response.status_code} {response.reason_phrase}"
+        if response.status_code in RETRIED:
+            after = response.headers.get("retry-after", "")
+            raise _Retry(status, after_s=float(after) if after.isdecimal() else 0.0)
+        if not response.is_success:
+            raise RewardError(f"reward {self.address}: {status}: {_excerpt(response.text)}")
+        try:
+            return response.json()["rewards"]
+        except (ValueError, KeyError, TypeError) as error:
+            expected = '{"rewards": [a number or null for each completion]}'
+            raise RewardError(f"reward {self.address} returned {_excerpt(response.text)}, expected {expected}") from error
+
+
+def _sent(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without functions and without token ids, which are long and useless to a service without the run's tokenizer."""
+    return {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
+
+
+def _excerpt(text: str) -> str:
+    return " ".join(text.split())[:200] or "nothing"

@@ -1,1 +1,0 @@
-"""Evaluations of policy versions on held-out prompts, on any engine."""

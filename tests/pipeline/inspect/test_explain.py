@@ -1,0 +1,386 @@
+"""The life of a prompt from runs written record by record: fates that a small real run does not have, repeats, dead letters, stages."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.infra.errors import LogError
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.algorithms import losses
+from penstock.pipeline.algorithms.registry import AGGREGATES
+from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.inspect.explain import as_json, text
+from penstock.pipeline.inspect.explain.gradient_share import left_out, shares
+from penstock.pipeline.inspect.explain.stage_times import GroupTimestamps, stages
+from penstock.pipeline.inspect.records import browse, format
+from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.learner.train_step import Objective
+from penstock.pipeline.learner.training_samples import pack, token_share
+from penstock.topics import dead_letters, groups, rollouts
+from penstock.topics.catalogue import RUNS_SPEC, topics_of
+from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.ledger import Planned
+from penstock.topics.samples import Rollout
+from penstock.topics.wire.record import Outgoing, Record
+from tests.support.a_run import CONFIG, RUN, Teller
+
+
+def quiet(_: str) -> None:
+    """Nothing is said."""
+
+
+def written(told: list[Outgoing]) -> MemoryLog:
+    """A log with these records."""
+    log = MemoryLog()
+    log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(RUN, partitions=1)})
+    producer = log.producer()
+    for outgoing in told:
+        producer.send(outgoing)
+    return log
+
+
+def explained(told: list[Outgoing], group: int) -> dict[str, Any]:
+    """The life of a group, having gone through JSON; its page can be made."""
+    found = json.loads(json.dumps(as_json.explain(written(told), RUN, group, notify=quiet)))
+    assert text.as_page(found)
+    return dict(found)
+
+
+def planned(log: MemoryLog, members: list[int]) -> tuple[Planned, ...]:
+    """A plan that points to the groups' true places."""
+    found = {}
+    for record in log.tail({(f"{RUN}.groups", 0): "earliest"}).read_to_end(1.0):
+        headers = groups.check(record, run=RUN)
+        found[headers.group] = Planned(group=headers.group or 0, sha256=headers.sha256 or "", partition=0, offset=record.offset)
+    return tuple(found[number] for number in members)
+
+
+def test_a_stale_group_says_against_which_version_and_which_entry_says_so() -> None:
+    teller = Teller(config={"schedule": {**CONFIG["schedule"], "mode": "one_step_off"}})
+    told = [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0], version=0)]
+    told += [teller.version(1), teller.version(2), teller.entry("stale", step=2, version=2, groups=(0,))]
+    found = explained(told, 0)
+    assert found["fate"] == "stale"
+    assert found["stale"] == {
+        "entry": 4, "at_s": teller.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1,
+    }  # fmt: skip
+    assert found["why"] == "its oldest trained token is of version 0, the learner was at version 2: 2 behind, max_lag is 1 (ledger entry 4)"
+    assert "stale at" in text.as_page(found)
+
+
+def test_an_abandoned_group_says_why_and_shows_what_was_drawn() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0], version=0, outcome="abandoned")]
+    found = explained(told, 0)
+    assert (found["fate"], found["why"]) == ("abandoned", "because")
+    assert [one["sample"] for one in found["samples"]] == [0, 1]
+
+
+def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
+    teller = Teller()
+    prompt, first, second, outcome = teller.group([0.0, 1.0], version=0)
+    start = [teller.record(), teller.opened(), teller.version(0)]
+    waited = [explained([*start, *more], 0)["why"] for more in ([prompt], [prompt, first], [prompt, first, second])]
+    assert waited == [
+        "waits for a rollout worker: none of its samples is there",
+        "waits for samples: 1 of 2 are there",
+        "waits for the scorer that owns its partition: all its samples are there",
+    ]
+    assert explained([*start, prompt, first, second, outcome], 0)["why"].startswith(
+        "waits for the trainer, which takes the lowest numbers first"
+    )
+    later = Teller()
+    held = later.group([0.0, 1.0], version=3)[0]
+    assert (
+        "it may be drawn under version 3 or newer, the newest is 0"
+        in explained([later.record(), later.opened(), later.version(0), held], 0)["why"]
+    )
+
+
+def test_a_group_that_the_run_did_not_need_is_unused() -> None:
+    found = explained(list(Teller(steps=3).whole()), 7)
+    assert found["fate"] == "unused"
+    assert found["why"].startswith("the run ended first; it waited for the trainer")
+
+
+def test_a_plan_that_cannot_be_read_leaves_the_rest_of_the_story() -> None:
+    found = explained(list(Teller(steps=3).whole()), 1)
+    assert found["fate"] == "trained"
+    assert found["step"]["plan"] == [1, 2]
+    assert found["step"]["denominator"] is None
+    assert found["step"]["left_out"][0].startswith("advantages and gradient weights cannot be computed: ")
+    assert [one["token_weight"] for one in found["samples"]] == [None] * 4
+
+
+def test_a_plan_is_read_from_where_the_ledger_says() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0], version=0), *teller.group([0.0, 0.5], version=0)]
+    plan = planned(written(told), [1, 0])
+    step = teller.entry("step", step=0, version=0, plan=plan, boundaries=(2, 4), metrics={"grad_norm": 4.0})
+    found = explained([*told, step, teller.version(1)], 0)
+    assert found["why"] == "step 0, place 2 of 2 in its plan, under learner version 0"
+    assert [one["micro_batch"] for one in found["samples"]] == [1, 1]
+    advantages = [one["advantage"] for one in found["samples"]]
+    assert advantages == pytest.approx([-0.7070068, 0.7070068], rel=1e-5)  # (0 - 0.5) / (0.7071068 + 1e-4)
+    assert found["step"]["denominator"] == 4.0
+    assert [one["weight"] for one in found["samples"]] == pytest.approx([one / 4 for one in advantages])
+    assert found["step"]["clipped"] == pytest.approx(0.25)
+    assert found["step"]["left_out"] == []  # strictly on-policy at S = 1: no ratio, no correction
+    assert found["version"]["version"] == 1
+
+
+def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
+    found = explained(list(Teller(steps=3).whole()), 1)
+    found["step"] |= {"plan": list(range(1, 1001)), "boundaries": [4000]}
+    line = next(line for line in text.as_page(found).splitlines() if "place 1 of 1000" in line)
+    assert "(groups 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, … 1000 in all)" in line
+    assert "(samples end at 4000)" in line
+
+
+def test_records_that_repeat_others_are_shown_and_do_not_count() -> None:
+    teller = Teller()
+    told = teller.group([0.0, 1.0], version=0)
+    found = explained([teller.record(), teller.opened(), *told, told[1], told[-1]], 0)
+    assert [(one["is"], one["counts"]) for one in found["records"]] == [
+        ("prompt", True), ("sample 0", True), ("sample 1", True), ("sample 0", False), ("outcome scored", True), ("outcome scored", False),
+    ]  # fmt: skip
+    assert [one["place"] for one in found["samples"]] == ["rollouts/0/0", "rollouts/0/1"]
+
+
+def test_samples_beyond_the_first_k_are_surplus() -> None:
+    teller = Teller()
+    told = teller.group([0.0, 1.0, 0.5], version=0)
+    whole = groups.decode(told[-1].value)
+    kept = replace(whole, samples_per_prompt=2, samples=(whole.samples[0], whole.samples[2]))
+    ((headers, value),) = groups.encode_parts(kept, run=RUN, worker="scorer-0")
+    outcome = Outgoing(topic=f"{RUN}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
+    found = explained([teller.record(), teller.opened(), *told[:-1], outcome], 0)
+    assert [(one["sample"], one["counts"]) for one in found["samples"]] == [(0, True), (1, False), (2, True)]
+
+
+def test_tokens_of_several_versions_are_shown_as_spans() -> None:
+    teller = Teller()
+    prompt, first, *_ = teller.group([0.0, 1.0], version=0)
+    drawn = replace(rollouts.decode(first.value), span_versions=np.array([1, 2], np.int32), span_starts=np.array([0, 2], np.int32))
+    value = rollouts.encode(drawn)
+    headers = rollouts.headers(drawn, run=RUN).encode(value)
+    sample = Outgoing(topic=f"{RUN}.rollouts", partition=0, key=b"0", headers=headers, value=value)
+    found = explained([teller.record(), teller.opened(), prompt, sample], 0)
+    assert found["samples"][0]["versions"] == [{"version": 1, "from": 0, "to": 2}, {"version": 2, "from": 2, "to": 3}]
+    assert "1[0:2] 2[2:3]" in text.as_page(found)
+
+
+def refused(teller: Teller, record: Record, *, kind: str, reason: str) -> Outgoing:
+    """The dead letter about a record."""
+    letter = dead_letters.from_record(record, kind=kind, reason=reason, worker="scorer-0", time_ns=int(teller.now_s * 1e9))
+    value = dead_letters.encode(letter)
+    headers = dead_letters.headers(letter, run=RUN).encode(value)
+    return Outgoing(topic=f"{RUN}.dead-letters", partition=0, key=b"x", headers=headers, value=value)
+
+
+def as_record(outgoing: Outgoing, offset: int, **changes: Any) -> Record:
+    found = Record(
+        topic=outgoing.topic, partition=0, offset=offset, timestamp_ms=1, key=outgoing.key, headers=outgoing.headers, value=outgoing.value
+    )
+    return replace(found, **changes)
+
+
+def letter_of(log: MemoryLog) -> dict[str, Any]:
+    """The first dead letter as `penstock topics show` gives it; its page can be made."""
+    letter = browse.view(browse.record_at(log, RUN, "dead-letters", partition=0, offset=0), run=RUN)
+    assert format.as_page(letter)
+    return dict(json.loads(json.dumps(letter)))
+
+
+def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -> None:
+    teller = Teller()
+    told = teller.group([0.0, 0.0], version=0, outcome="filtered")
+    torn = as_record(told[1], 2, value=told[1].value[:100])
+    again = Outgoing(topic=torn.topic, partition=0, key=torn.key, headers=torn.headers, value=torn.value)
+    letter = refused(teller, torn, kind="checksum", reason="the headers say one thing, the payload another")
+    log = written([teller.record(), teller.opened(), *told, again, letter])
+    found = letter_of(log)
+    assert found["payload"]["kind"] == "checksum"
+    assert found["refused"]["topic"] == f"{RUN}.rollouts"
+    assert found["refused"]["unusable"].startswith("checksum: ")
+    assert found["claims_group"] == 0
+    claimed = as_json.explain(log, RUN, 0, notify=quiet)
+    assert claimed["fate"] == "filtered"
+    assert [(one["offset"], one["of"]) for one in claimed["dead_letters"]] == [(0, "rollouts/0/2")]
+    assert any(one["is"].startswith("unusable: ") for one in claimed["records"])
+
+
+def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -> None:
+    teller = Teller()
+    told = teller.group([0.0, 1.0], version=0)
+    orphan = as_record(told[1], 9, headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
+    log = written([teller.record(), teller.opened(), *told, refused(teller, orphan, kind="orphan", reason="no prompt")])
+    assert letter_of(log)["claims_group"] == 77
+    with pytest.raises(ConfigError, match=f"group 77 was never admitted: the highest group of run {RUN} is 0"):
+        as_json.explain(log, RUN, 77, notify=quiet)
+
+
+def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    teller = Teller()
+    told = teller.group([0.0, 1.0], version=0)
+    letter = refused(teller, as_record(told[1], 0), kind="killer", reason="three processes died")
+    decoded: list[int] = []
+    original = rollouts.decode_all
+    monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(len(value)) or original(value))
+    found = explained([teller.record(), teller.opened(), *told[:-1], letter], 0)
+    assert len(decoded) == 1  # of two samples
+    assert [one["sample"] for one in found["samples"]] == [1]
+    assert found["why"] == "waits for samples: 1 of 2 are there"
+    assert letter_of(written([teller.record(), teller.opened(), *told[:-1], letter]))["refused"] is None
+    assert len(decoded) == 1
+
+
+def test_a_letter_about_other_topics_claims_no_group() -> None:
+    teller = Teller()
+    told = teller.group([0.0, 1.0], version=0)
+    chunk = Record(topic=f"{RUN}.weights", partition=1, offset=0, timestamp_ms=1, key=b"0", headers=(), value=b"?")
+    log = [teller.record(), teller.opened(), *told, refused(teller, chunk, kind="missing-header", reason="no run")]
+    assert letter_of(written(log))["claims_group"] is None
+    assert explained(log, 0)["dead_letters"] == []
+
+
+def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    teller = Teller()
+    first, second = teller.group([0.0, 1.0], version=0), teller.group([0.0, 1.0], version=0)
+    log = written([teller.record(), teller.opened(), first[0], second[0]])
+    monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
+    with pytest.raises(LogError, match=r"the prompt of group 0 was deleted: .*prompts/0: the records at offsets 0 to 0 were deleted"):
+        as_json.explain(log, RUN, 0, notify=quiet)
+    with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
+        as_json.explain(log, RUN, 9, notify=quiet)
+
+
+def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_them() -> None:
+    teller = Teller()
+    told = [
+        teller.record(),
+        teller.opened(),
+        *teller.group([0.0, 1.0], version=0, outcome="filtered"),
+        *teller.group([0.0, 1.0], version=0),
+    ]
+    log = written(told)
+    log.delete_records({(f"{RUN}.rollouts", 0): 2, (f"{RUN}.groups", 0): 1})
+    found = as_json.explain(log, RUN, 0, notify=quiet)
+    lines = [f"{RUN}.rollouts/0: the records at offsets 0 to 1 were deleted", f"{RUN}.groups/0: the records at offsets 0 to 0 were deleted"]
+    assert found["gone"] == lines
+    assert found["why"].endswith(f", unless more is gone: {'; '.join(lines)}")
+    page = text.as_page(found)
+    assert "none is kept" in page and f"deleted\n  {lines[0]}" in page
+    assert as_json.explain(log, RUN, 1, notify=quiet)["gone"] == []
+    assert collect(log, RUN)["gone"] == lines
+
+
+def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    teller = Teller()
+    log = written([teller.record(), teller.opened(), *teller.group([0.0, 1.0], version=0)])
+    monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
+    with pytest.raises(LogError, match=r"ledger/0: the records at offsets 0 to 2 were deleted"):
+        as_json.explain(log, RUN, 0, notify=quiet)
+
+
+def test_stages_lie_between_moments_that_are_known() -> None:
+    found = stages(GroupTimestamps(admitted=10.0, begun=11.0, first_ended=12.0, last_ended=14.0, scored=15.0))
+    assert [(one.name, one.begins_s, one.seconds) for one in found] == [
+        ("waited for a worker", 0.0, 1.0),
+        ("drawing", 1.0, 3.0),
+        ("of it waiting for the slowest sample", 2.0, 2.0),
+        ("scoring", 4.0, 1.0),
+    ]
+    judged = stages(GroupTimestamps(admitted=10.0, last_ended=14.0, judged=14.75, scored=15.0))
+    assert [(one.name, one.begins_s, one.seconds) for one in judged] == [
+        ("waited for the scorer", 4.0, 0.75),
+        ("reward functions", 4.75, 0.25),
+    ]
+    assert stages(GroupTimestamps(admitted=10.0)) == []
+    assert stages(GroupTimestamps(begun=11.0, last_ended=12.0)) == []
+
+
+LENGTHS = ((3, 5), (1, 8), (4, 4))
+
+
+def config_of(**algorithm: Any) -> Config:
+    return from_table({"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "algorithm": algorithm})
+
+
+def a_plan() -> list[Group]:
+    """Three groups with samples of different lengths, some of their tokens out of the loss mask."""
+    drawn = np.random.default_rng(3)
+    plan = []
+    for number, lengths in enumerate(LENGTHS):
+        samples = [sample_of(number, sample, tokens, reward=float(drawn.random())) for sample, tokens in enumerate(lengths)]
+        told = groups.decode(Teller().group([0.0, 1.0], version=0)[-1].value)
+        plan.append(replace(told, group=number, samples=tuple(samples)))
+    return plan
+
+
+def sample_of(group: int, sample: int, tokens: int, *, reward: float) -> ScoredSample:
+    mask = np.ones(tokens, np.bool_)
+    mask[: tokens // 4] = False
+    rollout = Rollout(
+        group=group, sample=sample, token_ids=np.arange(tokens, dtype=np.int32), behaviour_logprobs=np.full(tokens, -1.0, np.float32),
+        loss_mask=mask, span_versions=np.array([0], np.int32), span_starts=np.array([0], np.int32),
+        finish="length" if tokens == 8 else "stop", temperature=1.0, top_p=1.0, top_k=0, started_ns=1, ended_ns=2, worker="r",
+    )  # fmt: skip
+    return ScoredSample(rollout=rollout, completion="?", reward=reward, components=(reward,))
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
+def test_gradient_weights_are_minus_the_loss_derivatives_for_every_loss_and_aggregation(loss: str, aggregate: str) -> None:
+    config, plan = config_of(loss=loss, aggregate=aggregate), a_plan()
+    objective = Objective.of(config)
+    batch = pack([sequence for group in plan for sequence in objective.sequences(group)])
+    logprobs = torch.tensor(batch.behaviour_logprobs, requires_grad=True)
+    summed, _ = objective.batch_loss(logprobs, batch)
+    found = shares(plan, config=config)
+    (summed / found.denominator).backward()
+    assert logprobs.grad is not None
+    gradients = [-logprobs.grad[row].numpy()[batch.completion_mask[row]] for row in range(len(found.samples))]
+    for one, gradient in zip(found.samples, gradients, strict=True):
+        assert gradient == pytest.approx(np.full(one.tokens, one.token_weight), rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_what_a_token_counts_is_what_the_loss_counts_it(aggregate: str) -> None:
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    weights = losses.token_weights(mask, aggregate=aggregate, max_tokens=7)
+    assert [row[0].item() for row in weights] == pytest.approx([token_share(n, aggregate=aggregate, max_tokens=7) for n in (2, 3)])
+
+
+def test_a_sample_that_ran_out_of_tokens_is_masked_and_stays_in_the_mean() -> None:
+    config, plan = config_of(truncated="mask"), a_plan()
+    found = shares(plan, config=config, boundaries=(2, 5))
+    assert sorted((one.group, one.sample) for one in found.samples) == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
+    assert [one.micro_batch for one in found.samples] == [0, 0, 1, 1, 1]
+    assert found.of(1)[0].advantage == shares(plan, config=config_of()).of(1)[0].advantage
+
+
+def test_what_the_log_cannot_tell_is_said_in_words() -> None:
+    assert left_out(config_of()) == []
+    lagging = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "schedule": {"mode": "one_step_off"}}
+    (said,) = left_out(from_table({**lagging, "algorithm": {"proximal": "behaviour"}}))
+    assert said.startswith("the ratio current / behaviour of each token")
+    corrected = left_out(from_table({**lagging, "algorithm": {"kl_coef": 0.1}}))
+    assert [word in " ".join(corrected) for word in ("correction weight tis", "kl_coef 0.1")] == [True, True]
+    assert "is its business" in left_out(config_of(loss="own.py:loss", aggregate="token_mean"))[0]
+
+
+def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef doubled(rewards):\n    return rewards\n")
+    config, plan = config_of(advantage=f"{own}:doubled"), a_plan()
+    with pytest.raises(ValueError, match="--trust-code loads it"):
+        shares(plan, config=config)
+    assert not (tmp_path / "ran").exists()
+    assert shares(plan, config=config, trust_code=True).samples
+    assert (tmp_path / "ran").exists()

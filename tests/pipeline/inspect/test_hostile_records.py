@@ -1,0 +1,50 @@
+"""What lies in the log of a run is shown, whatever it is: no record ends a command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.archive.files import NOTE, Archive
+from penstock.pipeline.inspect.records.browse import view
+from penstock.pipeline.inspect.records.format import as_line, as_page, clock
+from penstock.topics import dead_letters
+from penstock.topics.wire.record import Record
+from tests.support.strategies import EXAMPLES
+
+
+def stored(letter: dead_letters.DeadLetter, **changes: object) -> Record:
+    value = dead_letters.encode(letter)
+    headers = dead_letters.headers(letter, run="r").encode(value)
+    return replace(
+        Record(topic="r.dead-letters", partition=0, offset=0, timestamp_ms=1, key=b"x", headers=headers, value=value),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("timestamp_ms", [-(2**63), -1, 0, 10**13, 2**55, 2**63 - 1])
+def test_a_record_of_any_time_is_shown(timestamp_ms: int) -> None:
+    record = stored(EXAMPLES["dead-letters"], timestamp_ms=timestamp_ms)
+    assert "0/0" in as_line(record, run="r")
+    assert as_page(view(record, run="r"))
+    assert clock("%Y", 2.0**60).endswith(" s")
+
+
+def test_dead_letters_about_dead_letters_are_shown_without_end() -> None:
+    record = stored(EXAMPLES["dead-letters"])
+    for _ in range(300):
+        record = stored(dead_letters.from_record(record, kind="checksum", reason="x", worker="tracker", time_ns=1))
+    assert as_page(view(record, run="r"))
+
+
+NOTES = ["[]", "1", "no", "[" * 100_000, "{}", '{"format": 1}', '{"format": 1, "run": "../x", "created_ns": 1, "partitions": {}}']
+
+
+@pytest.mark.parametrize("text", NOTES, ids=lambda text: text[:30])
+def test_an_archive_whose_note_is_anything_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / NOTE).write_text(text)
+    with pytest.raises(ValueError, match=NOTE) as refused:
+        Archive(folder.parent, "r").note()
+    assert len(str(refused.value).splitlines()) == 1

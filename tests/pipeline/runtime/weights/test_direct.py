@@ -1,0 +1,121 @@
+"""Workers on the trainer's machine load from its memory, and read the log when it is not there."""
+
+import time
+from functools import partial
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.weights import direct
+from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights.read import ChunkReader
+from penstock.topics.weights import Manifest
+from tests.support.number_run import RUN, log_with
+from tests.support.published_weights import Publishing, content, tensors_of
+
+pytest.importorskip("torch")
+LIMIT_S = 60.0
+
+
+class Trainer(Publishing):
+    """Also shows the newest version to this machine's workers."""
+
+    def __init__(self, log: MemoryLog, state: LedgerState | None = None) -> None:
+        super().__init__(log, state, transport="ipc")
+
+    def die(self) -> LedgerState:
+        """End as a killed process does: the kernel frees its socket; returns what the log knows."""
+        self.writer._publisher.close()
+        return self.writer.state
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+    monkeypatch.setattr(weight_prefetch, "_POLL_S", 0.01)
+    monkeypatch.setattr(direct, "REQUEST_EVERY_S", 0.02)
+    return log_with()
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The versions whose chunks were read from the log."""
+    read, found = ChunkReader.read, list[int]()
+
+    def noted(self: ChunkReader, manifest: Manifest) -> object:
+        found.append(manifest.version)
+        return read(self, manifest)
+
+    monkeypatch.setattr(ChunkReader, "read", noted)
+    return found
+
+
+def wait_for(worker: WeightPrefetch, version: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while worker.version < version:
+        worker.wait(0.05)
+        assert time.monotonic() < deadline, f"version {version} did not come"
+    with worker.taken() as (found, tensors):
+        assert (found, b"".join(bytes(tensor.data) for tensor in tensors)) == (version, content(version))
+
+
+def test_workers_on_the_trainers_machine_read_no_chunk_and_a_late_one_neither(log: MemoryLog, chunks: list[int]) -> None:
+    trainer = Trainer(log)
+    trainer.version(0)
+    workers = [WeightPrefetch(log, RUN, shared=True, direct=True), WeightPrefetch(log, RUN, direct=True)]
+    for version in range(1, 6):
+        for worker in workers:
+            wait_for(worker, version - 1)
+        trainer.version(version)
+    workers.append(WeightPrefetch(log, RUN, direct=True))
+    for worker in workers:
+        wait_for(worker, 5)
+        worker.close()
+    assert chunks == []
+    assert [manifest.encoding for _, manifest in sorted(trainer.writer.state.manifests.items())] == ["full", "delta", "delta"] * 2
+    trainer.die()
+
+
+def test_without_a_trainer_they_read_the_log_and_see_the_memory_of_the_next_one(log: MemoryLog, chunks: list[int]) -> None:
+    trainer = Trainer(log)
+    for version in range(3):
+        trainer.version(version)
+    worker = WeightPrefetch(log, RUN, direct=True)
+    wait_for(worker, 2)
+    assert chunks == []
+    state = trainer.die()
+    late = WeightPrefetch(log, RUN, shared=True, direct=True)
+    wait_for(late, 2)
+    assert chunks == [0, 1, 2]
+    chunks.clear()
+    after = Trainer(log, state)  # reads what it goes on from
+    assert chunks == [0, 1, 2]
+    chunks.clear()
+    for version in (3, 4):
+        after.version(version)
+        for one in (worker, late):
+            wait_for(one, version)
+    assert chunks == []
+    for one in (worker, late):
+        one.close()
+    after.die()
+
+
+def test_a_version_that_the_log_does_not_have_counts_for_nobody(log: MemoryLog, chunks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "WAIT_S", 0.1)
+    trainer = Trainer(log)
+    trainer.version(0)
+    worker = WeightPrefetch(log, RUN, direct=True)
+    wait_for(worker, 0)
+    trainer.writer.publish(Weights(partial(tensors_of, 1)), version=1, step=1)
+    assert trainer.writer._publication is not None
+    trainer.writer._publisher.finish(trainer.writer._publication)  # in memory and sent, not committed
+    wait_for(worker, 0)  # after a while from the log
+    assert chunks == [0]
+    trainer.writer.finish_publishing()
+    wait_for(worker, 1)
+    assert chunks == [0]
+    worker.close()
+    trainer.die()

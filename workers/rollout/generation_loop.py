@@ -1,0 +1,235 @@
+"""Base of the workers that own an engine: they generate samples of groups, or single turns of episodes.
+
+Between two decode steps records are read, weights load and results are sent. During a rebalance the worker generates on and publishes
+nothing. A worker that shares its device acquires it when it has work, and releases it when another process waits and nothing is in
+flight.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.infra.engines.base import Completion, Engine
+from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
+from penstock.infra.engines.shared_device import SharedDevice
+from penstock.infra.log import Assigned, Member, Records, Revoked
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.scheduling import rules
+from penstock.topics.metrics import Activity
+from penstock.topics.wire.record import Record
+from penstock.workers.evaluator.shared_engine import SharedEngine
+
+COMMIT_EVERY_S = 0.5
+
+MEASURE_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class GenerationLoop(ABC):
+    """The common loop; a subclass defines what it generates and how it publishes that."""
+
+    session: Session
+    engine: Engine
+    weights: WeightPrefetch
+    member: Member
+    _settled: bool = field(default=False, init=False)
+    """True while this worker knows its partitions: False during a rebalance."""
+    _committed: float = field(default=0.0, init=False)
+    _measured: float = field(default=0.0, init=False)
+    _shares: bool = field(default=False, init=False)
+    """True if evaluations use this worker's engine, if any engine of a rollout worker."""
+    shared_engine: SharedEngine | None = field(default=None, kw_only=True)
+    """Runs evaluations on this engine; None if they have an engine of their own."""
+    device: SharedDevice | None = field(default=None, kw_only=True)
+    """Shared with the trainer; None if the worker has a device of its own."""
+
+    def run(self) -> None:
+        """Generate until the run is closed or a stop is requested; then release what is unfinished."""
+        session = self.session
+        session.finishing = self.finishing
+        session.reporter.outage = lambda: self.member.outage_s
+        session.reporter.ready()
+        try:
+            while self.weights.state.closed is None and not session.stop.is_set():
+                self.turn()
+            self.drain_samples()
+            self._evaluate_last()
+        finally:
+            self.close()
+            self.weights.close()
+            (self.shared_engine or self.engine).close()
+            if self.device is not None:
+                self.device.close()
+
+    def turn(self) -> None:
+        """Read records, publish what ended, load newer weights, start what may start, decode one step, commit."""
+        self._exchange()
+        use = self._device_use()
+        if use != "none":
+            self._refresh()
+        if use == "start" and not self._evaluates(idle=self.engine.idle):
+            self._start()
+        if use == "none":
+            self._take(DEVICE_POLL_S)
+        elif not self.engine.idle:
+            self._decode()
+        elif use == "start":
+            self._wait()
+        self._commit_done()
+        if time.monotonic() - self._measured > MEASURE_EVERY_S:
+            self._measure()
+        self.session.reporter.status()
+
+    def _device_use(self) -> Literal["none", "end", "start"]:
+        """Return what this worker may do with the shared device now: `start` new groups, `end` those in flight, or `none`.
+
+        `end`: another process waits. A worker that has just acquired the device always fills its free slots first.
+        """
+        device = self.device
+        if device is None:
+            return "start"
+        if device.owned and device.contended:
+            if not self.engine.idle:
+                return "end"
+            self.session.reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
+            device.release()
+        if device.owned:
+            return "start"
+        if self._evaluates(idle=False) or self._has_work():
+            self.session.reporter.doing(Activity.NO_DEVICE, "waiting for the device")
+            return "start" if device.acquire() else "none"
+        device.leave_queue()
+        return "none"
+
+    def _evaluates(self, *, idle: bool) -> bool:
+        """True if an evaluation uses, or waits for, this worker's engine."""
+        return self.shared_engine is not None and self.shared_engine.takes(shares=self._shares, idle=idle, meanwhile=self._keep_up)
+
+    def _keep_up(self) -> None:
+        """Exchange records and commit while an evaluation uses the engine."""
+        self._exchange()
+        self._commit_done()
+        self.session.reporter.status()
+
+    def _exchange(self) -> None:
+        """Read what arrived and publish what ended."""
+        self.weights.check()
+        self._take(0.0)
+        self._publish_completions()
+
+    def _commit_done(self) -> None:
+        """Record acknowledgements; commit at most every COMMIT_EVERY_S."""
+        self._acknowledge()
+        if time.monotonic() - self._committed > COMMIT_EVERY_S:
+            self._commit()
+
+    def _evaluate_last(self) -> None:
+        """After the run is closed: run the evaluations that are due; a worker that joined later first waits for its partitions."""
+        stop = self.session.stop
+        while self.shared_engine is not None and not self._settled and not stop.is_set():
+            self._take(1.0)
+            self.session.reporter.status()
+        while not stop.is_set() and self._evaluates(idle=False):
+            if self.device is not None and not self.device.wait(stop, meanwhile=self.session.reporter.status):
+                return
+            self._evaluates(idle=True)
+
+    @abstractmethod
+    def drain_samples(self) -> None:
+        """Publish what ended and commit what is acknowledged, so that the next owner generates only what is missing."""
+
+    @abstractmethod
+    def finishing(self) -> str:
+        """Describe the remaining work after a stop request."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the consumer group."""
+
+    @abstractmethod
+    def _assigned(self, event: Assigned) -> None:
+        """Drop what others own now, and find out what the own partitions have in the log already."""
+
+    @abstractmethod
+    def _revoke(self) -> None:
+        """Hold what is in flight until its owner is determined."""
+
+    @abstractmethod
+    def _received(self, record: Record) -> None: ...
+
+    @abstractmethod
+    def _publish_completions(self) -> None:
+        """Send what ended, while this worker knows its partitions."""
+
+    @abstractmethod
+    def _refresh(self) -> None:
+        """Between two decode steps: load the newest weights if the schedule requires it, and end what can no longer be fresh."""
+
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """True if something could start under the available weights; reports what is missing if not."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Fill the engine."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Nothing can be generated: wait for what is missing."""
+
+    @abstractmethod
+    def _ended(self, completions: list[Completion]) -> None:
+        """Take the completions of the engine."""
+
+    @abstractmethod
+    def _acknowledge(self) -> None:
+        """Record which records the log has acknowledged."""
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """Commit up to where everything is acknowledged."""
+
+    @abstractmethod
+    def _measure(self) -> None:
+        """Report the engine's counts."""
+
+    def _take(self, wait_s: float) -> None:
+        for event in self.member.take(wait_s):
+            match event:
+                case Assigned():
+                    self.session.dead_letters.on_rebalance()
+                    self._shares = any(partition == 0 for _, partition in event.partitions)
+                    self._assigned(event)
+                case Revoked():
+                    self._revoke()
+                    self._settled = False
+                case Records():
+                    for record in event.records:
+                        self._received(record)
+
+    def _already_stale(self, version: int) -> bool:
+        """True if samples of `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
+        newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
+        return rules.will_be_stale(newest_version=newest, policy_version_min=version, max_lag=max_lag)
+
+    def _load(self) -> bool:
+        """Load the newest fetched weights into the engine; False if another version is replacing them just now."""
+        with self.weights.taken() as (version, tensors):
+            if version <= self.engine.version:
+                return False
+            started = time.monotonic()
+            if self.engine.idle:
+                self.session.reporter.doing(Activity.LOAD, f"loading version {version}")
+            self.engine.load_weights(version, tensors)
+        self.session.reporter.add("load_s", time.monotonic() - started)
+        self.session.reporter.values["version"] = version
+        return True
+
+    def _decode(self) -> None:
+        """One decode step."""
+        started = time.monotonic()
+        completions = self.engine.step()
+        self.session.reporter.add("generate_s", time.monotonic() - started)
+        self._ended(completions)

@@ -1,0 +1,311 @@
+"""Writes a trainer's ledger entries, policy versions and checkpoints under one transactional id.
+
+One ledger record commits a step; a manifest and its ledger record in one transaction commit a version. After each step, live or
+repeated, the version that it completes is published before the checkpoint is written.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.infra import faults
+from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
+from penstock.infra.log import Transactions
+from penstock.infra.paths import run_directory
+from penstock.infra.tensors.stream import expected_nbytes
+from penstock.pipeline.learner.fingerprint import arithmetic_of
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
+from penstock.pipeline.learner.repeat_step import Difference
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weights.publish import manifest_record
+from penstock.pipeline.runtime.weights.retention import deletable, is_anchor
+from penstock.pipeline.scheduling import rules
+from penstock.topics import ledger, weights
+from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Activity
+from penstock.topics.weights import Manifest
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+from penstock.workers.trainer.checkpointer import MODEL, Checkpointer
+from penstock.workers.trainer.chunk_gaps import ChunkGaps
+from penstock.workers.trainer.weight_publisher import Publication, WeightPublisher
+
+DIGEST_BELOW = 100_000_000
+"""Models with fewer parameters record a weights digest with each step, others with each version."""
+
+
+@dataclass(slots=True)
+class RunWriter:
+    """Records the steps of a `PolicyTrainer`."""
+
+    session: Session
+    transactions: Transactions
+    state: LedgerState
+    """The ledger and the versions after this writer's last commit."""
+    checkpoints: Checkpointer = field(init=False)
+    newest_offset: int = -1
+    """Ledger offset of this writer's newest entry."""
+    lost: Manifest | None = None
+    """The newest version, while its chunks cannot be read and have not been sent again."""
+    _rebased_at: int | None = None
+    """Steps done at which the current weights differ from the version published there."""
+    _publisher: WeightPublisher = field(init=False)
+    _publication: Publication | None = None
+    """The version whose chunks are being sent."""
+    _stalled_s: float = 0.0
+    """How long this version has delayed its caller."""
+    _gaps: ChunkGaps = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Open the checkpoint directory. Raises `CheckpointError`."""
+        session = self.session
+        self.checkpoints = Checkpointer(session, self.write)
+        count = session.log.partitions(session.topic("weights")) or 2
+        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count, notify=session.reporter.notify)
+        self._gaps = ChunkGaps(session)
+        self._gaps.skip(self.state.manifests.values())
+
+    def open_run(self, policy: PolicyTrainer) -> None:
+        """Open the run with version 0, or check that the model is the one it was opened with."""
+        if self.state.opened is None:
+            session = self.session
+            fingerprint = arithmetic_of(policy.backend, session.config)
+            details = {"config": json.loads(session.record.config), "info": dict(session.info), "fingerprint": fingerprint}
+            self.write("run-opened", details=json.dumps(details))
+        self._read_newest()
+        self.publish(policy.weights(), version=0, step=policy.steps_done)
+        self.finish_publishing()
+        policy.release_weights()
+
+    def after_step(self, policy: PolicyTrainer) -> None:
+        """Publish the version that the newest step completes, if any, and start a checkpoint if one is due."""
+        session, done = self.session, policy.steps_done
+        session.reporter.values.update(step=done)
+        if rules.publishes(done - 1, steps=session.steps, steps_per_version=session.schedule.steps_per_version):
+            self.publish(policy.weights(), version=policy.version, step=done)
+            if not session.schedule.max_lag:
+                self.finish_publishing()  # the next step waits for it anyway
+        if (every := session.config.trainer.checkpoint_every) and done % every == 0:
+            self.checkpoint(policy)
+        policy.release_weights()
+
+    def rebase(
+        self,
+        policy: PolicyTrainer,
+        *,
+        differences: Sequence[tuple[Entry, Difference]],
+        changed: Mapping[str, tuple[Any, Any]],
+        fingerprint: Mapping[str, str | int],
+    ) -> None:
+        """Record the differences of repeated steps from the ledger: the next version has the repeated weights.
+
+        A checkpoint is written at once, because it alone holds the new optimizer state. A last version that is published keeps its weights.
+        """
+        self.finish_pending()
+        done, first = policy.steps_done, differences[0][0].step if differences else None
+        details = {
+            "fingerprint": fingerprint,
+            "changed": changed,
+            "differences": [
+                {"step": entry.step, "name": difference.name, "recorded": difference.recorded, "found": difference.found}
+                for entry, difference in differences
+            ],
+        }
+        measured = {"differing_steps": float(len({entry.step for entry, _ in differences}))}
+        self.write(
+            "rebased", step=done, version=policy.version, digest=policy.weights().digest, metrics=measured, details=json.dumps(details)
+        )
+        what = f"step {first} and {measured['differing_steps'] - 1:.0f} more gave other bits" if differences else "no repeated step differs"
+        self.session.reporter.notify(f"rebased after step {done - 1}: {what}; the run continues from the repeated weights")
+        if not differences:
+            return
+        self._rebased_at = done
+        if policy.version not in self.state.manifests:
+            self.publish(policy.weights(), version=policy.version, step=done)
+            self.finish_publishing()
+        elif done == self.session.steps and policy.weights_of is not None:
+            policy.release_weights()
+            policy.backend.load_weights(policy.weights_of(policy.version))
+            self._rebased_at = None
+        self.checkpoint(policy)
+        self.finish_pending()
+        policy.release_weights()
+
+    def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
+        """Commit a ledger entry. Records in `also` are written in the same transaction."""
+        session = self.session
+        entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), **fields)
+        with session.reporter.encoding:
+            value = ledger.encode(entry)
+            headers = ledger.headers(entry, run=session.run).encode(value)
+            record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
+        faults.reach(f"ledger.{kind}.before")
+        self.newest_offset = self.transactions.commit([*also, record])[-1]
+        faults.reach(f"ledger.{kind}.after")
+        self.state.last_seq = entry.seq
+        return entry
+
+    def publish(self, content: Weights, *, version: int, step: int) -> None:
+        """Commit the version before, then start to send a version's chunks. A published version is not sent again.
+
+        Raises `Unrecoverable` if the version is published with another digest.
+        """
+        self.finish_publishing()
+        published = self.state.manifests.get(version)
+        if published is not None:
+            if content.digest != published.digest:
+                origin = "repeating it from the log gave" if version else "the model directory holds"
+                raise Unrecoverable(
+                    f"version {version}: the recorded weights digest is {published.digest[:16]}…, {origin} {content.digest[:16]}…"
+                )
+            if self.lost is not None and self.lost.version == version:
+                self._publish_again(content, published)
+            self.session.reporter.values.update(version=version)
+            return
+        started = time.monotonic()
+        if content.adapted is None:
+            assert content.tensors, "a model has parameters"  # a copy: the model may change from here on
+        self._publication = self._publisher.start(content, version=version, step=step, manifests=self.state.manifests)
+        self._stalled_s = time.monotonic() - started
+
+    @property
+    def publishing(self) -> bool:
+        """True while the chunks of a version are being sent."""
+        return self._publication is not None
+
+    def finish_publishing(self, *, wait: bool = True) -> None:
+        """Commit the version being sent: its manifest with the ledger entry; without `wait`, only if all chunks are acknowledged."""
+        publication = self._publication
+        if publication is None or not (wait or publication.sent):
+            return
+        waiting, manifest = time.monotonic(), self._publisher.finish(publication)
+        self._publication = None
+        self._gaps.read_to(weights.chunk_places(manifest))
+        origin = self.state.manifests.get(0, manifest)
+        full_bytes = sum(expected_nbytes(dtype, shape) for _, dtype, shape in weights.layout(origin))
+        now = time.monotonic()
+        measured = {
+            "bytes": float(manifest.nbytes),
+            "full_bytes": float(full_bytes),
+            "delta": float(manifest.encoding == "delta"),
+            "adapter": float(manifest.encoding == "adapter"),
+            "publish_s": now - publication.started,
+            "stall_s": self._stalled_s + now - waiting,
+        }
+        record = manifest_record(manifest, run=self.session.run)
+        self.write("version", record, version=manifest.version, step=manifest.step, digest=manifest.digest, metrics=measured)
+        self.state.add(manifest)
+        self._publisher.committed(publication)
+        self.session.reporter.values.update(version=manifest.version)
+        config = self.session.config.weights
+        if config.keep == "chain" and is_anchor(manifest, every=config.anchor_every):
+            self._delete_old_chunks()
+
+    def _delete_old_chunks(self) -> None:
+        """Delete the chunks that no version in use needs; a refusal is logged only."""
+        per_version = self.session.schedule.steps_per_version
+        store = self.checkpoints.store
+        steps = store.steps() if store is not None and per_version > 1 else []  # a snapshot within a version is read again
+        needed = {rules.version_after(done, steps_per_version=per_version) for done in steps} & self.state.manifests.keys()
+        every = self.session.config.weights.anchor_every
+        before = deletable(self.state.manifests, ends=self._gaps.ends, every=every, needed=needed)
+        topic = self.session.topic("weights")
+        try:
+            self.session.log.delete_records({(topic, partition): offset for partition, offset in before.items()})
+        except LogUnreachable:
+            raise
+        except LogError as error:
+            self.session.reporter.throttled.notify("weights that stay", f"old weights are not deleted: {error}")
+
+    def repair_newest(self) -> None:
+        """Send the newest version again if its chunks cannot be read and its weights are in memory. Raises `LogError`."""
+        newest = self.state.newest_version
+        published = self.state.manifests.get(newest)
+        content = None if published is None or self._publication is not None else self._publisher.newest(published)
+        if published is None or content is None:
+            return
+        if (problem := self._publisher.check_chunks(self.state.manifests, newest)) is not None:
+            self.session.reporter.notify(f"version {newest} cannot be read any more ({problem}): it is sent again")
+            self._publish_again(content, published)
+
+    def _publish_again(self, content: Weights, published: Manifest) -> None:
+        """Send a published version again as a full snapshot; a new manifest with the same digest has the new offsets."""
+        publication = self._publisher.start(
+            content, version=published.version, step=published.step, manifests=self.state.manifests, full=True
+        )
+        manifest = self._publisher.finish(publication)
+        assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
+        self._gaps.read_to(weights.chunk_places(manifest))
+        self.transactions.commit([manifest_record(manifest, run=self.session.run)])
+        self.state.add(manifest)
+        self._publisher.committed(publication)
+        self.lost = None
+        self.session.reporter.notify(f"version {manifest.version} is published again")
+
+    def _read_newest(self) -> None:
+        """Read the newest version as base of the next delta; if that fails, it has to be sent again."""
+        newest = self.state.newest_version
+        if newest < 0:
+            return
+        if (problem := self._publisher.read_back(self.state.manifests, newest)) is not None:
+            self.lost = self.state.manifests[newest]
+            self.session.reporter.notify(f"version {newest} cannot be read ({problem}): it is sent again once its weights are restored")
+
+    def step_digest(self, policy: PolicyTrainer) -> str | None:
+        """Weights digest for the ledger entry of a step; None for a model too large to hash at each step."""
+        return policy.weights().digest if self._parameters < DIGEST_BELOW else None
+
+    def checkpoint(self, policy: PolicyTrainer) -> None:
+        """Start a checkpoint of the steps done, unless it exists or the run has none. Raises `CheckpointError`."""
+        if self.checkpoints.store is None:
+            return
+        self.finish_publishing()
+        published = self.state.manifests[policy.version]
+        is_current = published.step == policy.steps_done and self._rebased_at != policy.steps_done
+        self.checkpoints.start(policy, published=published, is_current=is_current, parameters=self._parameters, seq=self.state.last_seq)
+
+    def finish_pending(self, *, wait: bool = True) -> None:
+        """Commit the version and the checkpoint being written; without `wait`, only those that are ready."""
+        self.finish_publishing(wait=wait)
+        self.checkpoints.finish(wait=wait)
+
+    def export(self, policy: PolicyTrainer) -> None:
+        """Write the model as a Hugging Face directory, if `trainer.export` is set."""
+        if self.session.config.trainer.export:
+            target = run_directory(self.session.run) / MODEL
+            self.session.reporter.doing(Activity.SAVE, "writing the final model")
+            policy.backend.export(target, policy.weights().tensors)
+            self.session.reporter.notify(f"final model in {target}")
+
+    def check_manifest(self, record: Record) -> None:
+        """Check a record of partition 0 of `weights`: a manifest of this trainer, a duplicate, or a dead letter."""
+        dead_letters = self.session.dead_letters
+        try:
+            with dead_letters.decoding(record):
+                manifest = weights.read(record, run=self.session.run)[1]
+        except Unusable as error:
+            dead_letters.write(record, error)
+            return
+        if manifest.version not in self.state.manifests:
+            self.session.require_lease()
+            dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
+        elif manifest.digest != self.state.manifests[manifest.version].digest:
+            source = f"{record.topic}/{record.partition}/{record.offset}"
+            self.session.reporter.duplicate(f"manifest of version {manifest.version} at {source}")
+
+    def close_run(self, *, steps: int, status: str, reason: str) -> None:
+        """Commit the ledger's last entry."""
+        self.finish_pending()
+        ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
+        self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
+        newest = self.state.manifests.get(self.state.newest_version)
+        details = json.dumps({"status": status, "reason": reason})
+        self.write("run-closed", step=steps, digest=newest.digest if newest else None, details=details)
+
+    @property
+    def _parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.state.manifests[0].shapes)
