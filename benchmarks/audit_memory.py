@@ -27,7 +27,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from penstock.pipeline.inspect.audit.report import as_text, audit, summary
+from penstock.pipeline.inspect.audit.report import as_text, audit, summary  # noqa: E402
 from penstock.topics import groups, prompts, rollouts, weights  # noqa: E402
 from penstock.topics.groups import Group  # noqa: E402
 from penstock.topics.ledger import Planned  # noqa: E402

@@ -31,14 +31,14 @@ from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampli
 from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES  # noqa: E402
 from penstock.pipeline.config.load import load  # noqa: E402
 from penstock.pipeline.config.run_config import Config  # noqa: E402
-from penstock.pipeline.data.configured import open_data, open_eval_data
-from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
-from penstock.pipeline.inspect.report.formats import sparkline
+from penstock.pipeline.data.configured import open_data, open_eval_data  # noqa: E402
+from penstock.pipeline.data.tokenization import Decoder, Renderer, digests  # noqa: E402
+from penstock.pipeline.inspect.report.formats import sparkline  # noqa: E402
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer  # noqa: E402
-from penstock.pipeline.rewards.functions import resolve
-from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
+from penstock.pipeline.rewards.functions import resolve  # noqa: E402
+from penstock.pipeline.rewards.group_outcome import group_of, group_outcome  # noqa: E402
 from penstock.pipeline.runtime.factories import make_engine  # noqa: E402
-from penstock.pipeline.runtime.sampling import request_of, rollout_of
+from penstock.pipeline.runtime.sampling import request_of, rollout_of  # noqa: E402
 from penstock.pipeline.scheduling import rules  # noqa: E402
 from penstock.topics.groups import Group  # noqa: E402
 from penstock.topics.prompts import Prompt  # noqa: E402

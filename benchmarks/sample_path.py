@@ -42,7 +42,7 @@ CARRIERS = frozenset(
 )
 """Names of the types that hold a sample or a part of it."""
 TOPICS = (".prompts", ".rollouts", ".groups")
-ALWAYS = ("pipeline/scheduling/", "pipeline/envs/", "infra/sandbox/")
+ALWAYS = ("pipeline/scheduling/", "pipeline/data/", "pipeline/rewards/", "pipeline/agents/", "infra/sandbox/")
 IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/rewards/builtin/__init__.py": "the reward function, or the user's own"}
 """What runs in the reward functions' child process, where nothing is observed."""
 AS_BYTES = ("topics/", "infra/kafka/")

@@ -13,6 +13,8 @@ LAYERS = ("topics", "infra", "pipeline", "workers")
 """From the bottom up: each may import itself and those before it. They are imported as `penstock.<layer>`."""
 FACADE = "penstock"
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "mlflow", "datasets", "peft")
+SHARED_BY_ROLES = frozenset({("environment", "rollout"), ("rollout", "evaluator")})
+"""(importer, imported): environment and rollout workers keep the same groups; a rollout worker can share its engine with an evaluation."""
 TOPICS_MAY_IMPORT = sys.stdlib_module_names | {"penstock", "numpy", "pyarrow"}
 
 MODULES = sorted(path.relative_to(ROOT) for layer in (*LAYERS, FACADE) for path in (ROOT / layer).rglob("*.py"))
@@ -56,8 +58,10 @@ def breaches(path: Path) -> list[str]:
             found.append(f"{path}:{line}: {layer} imports {module}, which is above it")
         if layer == "topics" and top not in TOPICS_MAY_IMPORT:
             found.append(f"{path}:{line}: topics imports {module}")
-        if layer == named == "workers" and len(path.parts) > 2 and module.split(".")[2] != path.parts[1]:
-            found.append(f"{path}:{line}: worker {path.parts[1]} imports worker {module.split('.')[2]}")
+        if layer == named == "workers" and len(path.parts) > 2:
+            roles = (path.parts[1], module.split(".")[2])
+            if roles[0] != roles[1] and roles not in SHARED_BY_ROLES:
+                found.append(f"{path}:{line}: worker {roles[0]} imports worker {roles[1]}")
     return found
 
 

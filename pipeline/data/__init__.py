@@ -1,4 +1,4 @@
-"""Prompts and reference answers from files, the Hugging Face hub, reasoning-gym or a user's function, with random access to rows."""
+"""Data sets with random access to rows, the order of prompts, chat templates and tokenization."""
 
 from penstock.pipeline.data.open import check, open_dataset
 from penstock.pipeline.data.prompt_order import order

@@ -1,1 +1,1 @@
-"""Inspection of runs: run view, report, live view, status, tables, metrics, explanations, and the HTML page."""
+"""Inspection of runs: status, live view, report, HTML page with a timeline, explanations, tables, metrics, audit."""

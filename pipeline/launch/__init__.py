@@ -1,1 +1,1 @@
-"""One machine: create a run, start, supervise and restart its workers, assign GPUs to them."""
+"""One machine: plan, check and create a run; start, supervise and restart its workers, and assign GPUs to them."""

@@ -1,1 +1,1 @@
-"""The trainer's policy: optimizer steps, their repetition from the log, published versions and checkpoints."""
+"""The policy in training: one optimizer step (micro-batches, forward, backward, update), its repetition from the log, and ranks."""

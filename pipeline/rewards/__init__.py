@@ -1,1 +1,1 @@
-"""Reward functions: how they are found, called in child processes, limited in time, and combined into the outcome of a group."""
+"""Reward functions: built-in ones and users' own, run in child processes under time limits; outcomes of groups."""

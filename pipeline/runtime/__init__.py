@@ -1,1 +1,1 @@
-"""Shared by all workers: entry point, session, roles, leases, telemetry, run registry, topic reader, weights, dead letters, generation."""
+"""Shared by all workers: entry point, session, roles, leases, telemetry (status, Prometheus), run registry, topics, weights."""

@@ -1,5 +1,6 @@
 """Child processes of a test: killed at the end of their block, and whether a process still runs."""
 
+import itertools
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +29,15 @@ def runs(pid: int) -> bool:
         return False
 
 
-def time_that_passes_once(happened: Callable[[], bool]) -> SimpleNamespace:
-    """The module `time` of a module under test: an hour passes when something has happened, so that a limit ends then, not before."""
+def time_that_passes_after(happened: Callable[[], bool]) -> SimpleNamespace:
+    """The module `time` of a module under test: once something has happened, every look at the clock is an hour after the one before.
+
+    A limit that starts before or after that instant ends at its next check, and no limit ends earlier.
+    """
+    hours = itertools.count(1)
 
     def monotonic() -> float:
-        return time.monotonic() + (3600.0 if happened() else 0.0)
+        return time.monotonic() + (3600.0 * next(hours) if happened() else 0.0)
 
     return SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
 

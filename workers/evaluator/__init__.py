@@ -1,1 +1,1 @@
-"""The evaluator: held-out prompts -> `metrics`."""
+"""The evaluator: held-out prompts -> `metrics`. Its own engine, or one shared with a rollout worker."""

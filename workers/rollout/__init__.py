@@ -1,1 +1,1 @@
-"""The rollout worker: `prompts` and `weights` -> `rollouts`."""
+"""The rollout worker: `prompts` and `weights` -> `rollouts`. Generation loop, groups in flight, single calls."""

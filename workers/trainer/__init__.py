@@ -1,1 +1,1 @@
-"""The trainer: `groups` -> `ledger` and `weights`."""
+"""The trainer: `groups` -> `ledger` and `weights`. Inbox, steps, recovery, checkpoints, publishing."""

@@ -1,1 +1,1 @@
-"""Weights through the log: how a version is written, read and put together."""
+"""Policy versions through the log: publish, read, prefetch and retain weights, or share them on one machine."""

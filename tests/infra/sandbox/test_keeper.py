@@ -19,7 +19,7 @@ from penstock.infra.sandbox.keeper.confined import limit, scope_signals
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules, Isolation
 from penstock.pipeline.config.load import from_table
-from tests.support.children import child, end_in_time, runs, time_that_passes_once
+from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
@@ -163,7 +163,7 @@ def test_nothing_that_a_function_starts_outlives_its_child(pool: Pool, tmp_path:
 def test_a_daemon_ends_with_a_call_that_hangs(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, note = pool(timeout_s=600.0), tmp_path / "note"
     assert isinstance(result(ours, do="nothing"), int)
-    monkeypatch.setattr(pooled, "time", time_that_passes_once(lambda: note.exists() and note.read_text().endswith(" ")))
+    monkeypatch.setattr(pooled, "time", time_that_passes_after(lambda: note.exists() and note.read_text().endswith(" ")))
     assert result(ours, do="deaf", note=str(note), hang=True) == "took longer than 600 s and was killed"
     assert not runs(int(note.read_text()))
 

@@ -14,7 +14,7 @@ import pytest
 from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.infra.sandbox.spawn import ChildError
-from tests.support.children import child, end_in_time, runs, time_that_passes_once
+from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
 
 SERVED = """
@@ -218,7 +218,7 @@ def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path,
     ours, note = pool(timeout_s=600.0, retries=0), tmp_path / "note"
     ours.submit("warm", {})
     collect(ours)
-    monkeypatch.setattr(pooled, "time", time_that_passes_once(lambda: note.exists() and " " in note.read_text()))
+    monkeypatch.setattr(pooled, "time", time_that_passes_after(lambda: note.exists() and " " in note.read_text()))
     ours.submit("call", {"do": "grandchild", "note": str(note)})
     reason(collect(ours)["call"])
     assert end_in_time(*map(int, note.read_text().split()))

@@ -25,7 +25,7 @@ from penstock.pipeline.launch import restart_policy, run_lock
 from penstock.pipeline.launch.supervisor import LONGEST_STOP, Failure, Supervisor
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.topics.ledger import Entry
-from tests.support.children import child, end_in_time, runs, time_that_passes_once
+from tests.support.children import child, end_in_time, runs, time_that_passes_after
 
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
@@ -311,7 +311,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path,
         os.kill(left.pid, signal.SIGSTOP)
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
         run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
-        monkeypatch.setattr(run_lock, "time", time_that_passes_once(lambda: not runs(left.pid)))
+        monkeypatch.setattr(run_lock, "time", time_that_passes_after(lambda: not runs(left.pid)))
         run_lock.end_leftovers(tmp_path, "r", notify=said.append, limit_s=600.0)
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None

@@ -18,7 +18,7 @@ from penstock.pipeline.agents.gateway.server import Gateway
 from penstock.pipeline.agents.generation import Generation
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
 from tests.support.chat_families import stop_ids, template
-from tests.support.children import end_in_time, runs, time_that_passes_once
+from tests.support.children import end_in_time, runs, time_that_passes_after
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 
 ASK = """
@@ -124,7 +124,7 @@ def test_a_program_that_is_silent_is_killed_with_all_that_it_started(
     file = tmp_path / "child"
     code += "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     code += f"open({str(file)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
-    passes = time_that_passes_once(lambda: file.exists() and bool(file.read_text()))
+    passes = time_that_passes_after(lambda: file.exists() and bool(file.read_text()))
     monkeypatch.setattr(episode, "AgentClock", lambda: OftenReadClock(passes.monotonic))
     made = play(tmp_path, code)
     assert made.finish == "abort" and "environment-timeout: " in made.turns[-1].finish and limit in made.turns[-1].finish
