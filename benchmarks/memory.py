@@ -23,7 +23,7 @@ from command import PENSTOCK  # noqa: E402
 
 from penstock.infra.paths import run_directory  # noqa: E402
 from penstock.pipeline.config.load import from_json  # noqa: E402
-from penstock.pipeline.launch.check.memory import estimates, shape_of  # noqa: E402
+from penstock.pipeline.launch.check.sizes import estimates, shape_of  # noqa: E402
 
 EXAMPLE = ROOT / "examples" / "smollm2.toml"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check import trial
+from penstock.pipeline.launch.check import preflight
 from penstock.pipeline.rewards import child as reward_child
 from tests.support.light_model import light_model
 
@@ -92,7 +92,7 @@ class InProcess:
 
 @contextlib.contextmanager
 def in_process(_target: str, init: Mapping[str, Any], *, timeout_s: float, **_: Any) -> Iterator[InProcess]:
-    """In place of `trial._children`."""
+    """In place of `preflight._children`."""
     assert timeout_s > 0
     yield InProcess(init)
 
@@ -220,7 +220,7 @@ def tried(number: int, *, seed: int, limit_s: float) -> tuple[int, str, str, flo
     def stop(*_: Any) -> None:
         raise Hang
 
-    trial._children = in_process  # type: ignore[assignment]
+    preflight._children = in_process  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(prefix="mutated-") as name:
         folder = Path(name)
         light_model(folder / "model", context=512)

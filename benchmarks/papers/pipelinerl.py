@@ -10,10 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.papers.comparison import Comparison, Figure, main
-from penstock.pipeline.launch.planning.lengths import uniform
-from penstock.pipeline.launch.planning.outcome import Outcome
+from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
-from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear
+from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear, uniform
 from penstock.pipeline.scheduling.schedule import preset
 
 ACCELERATORS = SAMPLES_PER_STEP = 128

@@ -11,10 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.papers.comparison import Comparison, Figure, main
-from penstock.pipeline.launch.planning.lengths import lognormal
-from penstock.pipeline.launch.planning.outcome import Outcome
+from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
-from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload
+from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, lognormal
 from penstock.pipeline.scheduling.schedule import Order, preset
 
 SAMPLES_PER_PROMPT, PROMPTS_PER_STEP, ENGINES = 8, 2, 2

@@ -48,7 +48,7 @@ def plan(
 
     try:
         if plot is not None:
-            from penstock.pipeline.launch.planning.plot import check_path
+            from penstock.pipeline.launch.planning.rendering import check_path
 
             check_path(plot)
         if from_run is not None:
@@ -131,9 +131,8 @@ def _cluster(
     publish_s: float,
 ) -> Any:
     """The accelerators with the given speeds. Raises `ValueError`."""
-    from penstock.pipeline.launch.planning.lengths import parse
     from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
-    from penstock.pipeline.launch.planning.workload import Workload, from_speeds
+    from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
     from penstock.pipeline.scheduling.schedule import preset
 
     points = _speeds(speed)
@@ -168,12 +167,12 @@ def _speeds(text: str) -> list[tuple[int, float]]:
 
 
 def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
+    from penstock.pipeline.launch.planning.rendering import plan_as_json, plan_as_text
     from penstock.pipeline.launch.planning.search import search
-    from penstock.pipeline.launch.planning.text import plan_as_json, plan_as_text
 
     result = search(cluster)
     if plot is not None:
-        from penstock.pipeline.launch.planning.plot import plot as write_plot
+        from penstock.pipeline.launch.planning.rendering import plot as write_plot
 
         write_plot(result, plot)
         notify(f"wrote {plot}")

@@ -18,8 +18,7 @@ from penstock.pipeline.data.configured import described, open_data, open_eval_da
 from penstock.pipeline.data.rows import Row
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.launch.check.changes import code_digests
-from penstock.pipeline.launch.check.rows import RowReader
-from penstock.pipeline.launch.check.texts import endless_warning
+from penstock.pipeline.launch.check.rows import RowReader, endless_warning
 from penstock.pipeline.learner.user_functions import check_user_functions
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_key import make_key

@@ -6,6 +6,7 @@ It changes and downloads nothing. `fail` marks what every role needs, `warn` wha
 import importlib.util
 import io
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -22,9 +23,9 @@ from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.launch.check import limits
-from penstock.pipeline.launch.check.preflight import memory_line
+from penstock.pipeline.launch.check.sizes import memory_line
 from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.topics.catalogue import KEPT_SEGMENT_BYTES
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -274,14 +275,14 @@ def _jars() -> Finding:
 def _limits() -> Iterator[Finding]:
     """Limits that the broker needs for the segments of the weights if none is deleted."""
     limited = (
-        ("open files", limits.open_files(), limits.FILES_A_SEGMENT, "raise it: `ulimit -Hn 65536`, or LimitNOFILE of the service"),
-        ("memory maps", limits.memory_maps(), limits.MAPS_A_SEGMENT, "raise it: `sysctl vm.max_map_count=262144`"),
+        ("open files", open_files(), FILES_A_SEGMENT, "raise it: `ulimit -Hn 65536`, or LimitNOFILE of the service"),
+        ("memory maps", memory_maps(), MAPS_A_SEGMENT, "raise it: `sysctl vm.max_map_count=262144`"),
     )
     for name, limit, each, do in limited:
         if limit is None:
             yield Finding(name=name, level="ok", found="not limited")
         else:
-            room = limits.kept_bytes(limit, each=each)
+            room = kept_bytes(limit, each=each)
             text = f"{limit:,} a process, enough for {room / 1e12:,.1f} TB of weights"
             yield _finding(name, room >= MIN_RETAINED_BYTES, text, f'{do}, or set weights.keep = "chain"')
 
@@ -329,3 +330,29 @@ def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
             continue
         return Finding(name=name, level="ok", found=f"answers at {address.strip()}")
     return Finding(name=name, level="fail", found=f"no answer at {bootstrap}", do=do())
+
+
+FILES_A_SEGMENT, MAPS_A_SEGMENT = 1, 2
+RESERVED = 2_000
+"""Files and maps of everything else: Java, connections, the other topics of some runs."""
+MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+
+
+def open_files() -> int:
+    """Files that a process may have open: the hard limit, which Java takes for itself."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return 2**63 if hard == resource.RLIM_INFINITY else hard
+
+
+def memory_maps() -> int | None:
+    """Memory maps that a process may have; None where the system has no such limit."""
+    return int(MAX_MAP_COUNT.read_text()) if MAX_MAP_COUNT.exists() else None
+
+
+def kept_bytes(limit: int, *, each: int) -> int:
+    """Bytes of weights without deletion for which `limit` is enough if a segment takes `each` of it.
+
+    Example:
+        kept_bytes(65_530, each=2)  # -> 8_526_852_259_840
+    """
+    return max(0, limit - RESERVED) // each * KEPT_SEGMENT_BYTES

@@ -21,9 +21,9 @@ from penstock.pipeline.config.resume import changed
 from penstock.pipeline.inspect.report.files import REPORTS, remove_reports
 from penstock.pipeline.inspect.run_status import closing, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
-from penstock.pipeline.launch.check.arithmetic import threads
 from penstock.pipeline.launch.check.changes import with_changes
 from penstock.pipeline.launch.check.preflight import check
+from penstock.pipeline.launch.check.sizes import threads
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules

@@ -20,7 +20,7 @@ from penstock.pipeline.launch.create import create, new_id
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open_policy
-from penstock.pipeline.replay.train.verify import report_arithmetic
+from penstock.pipeline.replay.verify import report_arithmetic
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics.catalogue import check_run_id

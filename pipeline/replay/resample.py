@@ -13,7 +13,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.inspect.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.learner.ledger_history import LedgerHistory
-from penstock.pipeline.replay.rescore.cases import read_prompts
+from penstock.pipeline.replay.rescored_groups import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted

@@ -17,8 +17,7 @@ from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithme
 from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.repeat_step import repeat
-from penstock.pipeline.replay.plan_reader import require_retained
-from penstock.pipeline.replay.recording import Recording, with_model
+from penstock.pipeline.replay.recording import Recording, require_retained, with_model
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.weights.read import fetch
 

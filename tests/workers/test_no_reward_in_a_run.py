@@ -8,9 +8,9 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
-from penstock.pipeline.replay.train.steps import ReplayRequest
-from penstock.pipeline.replay.train.verify import ReplayResult, replay
+from penstock.pipeline.replay.rescore import RescoreRequest, score_run
+from penstock.pipeline.replay.steps import ReplayRequest
+from penstock.pipeline.replay.verify import ReplayResult, replay
 from tests.support.crew import audited, complete, config_of
 
 PARTIAL = """import time

@@ -13,7 +13,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.tables import samples_groups_steps
 from penstock.pipeline.learner.ledger_history import read_ledger_history
-from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
+from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.recorded_run import JUDGE, RecordedRun

@@ -104,8 +104,8 @@ def _with_another_token(record: Record, run: str) -> Outgoing:
 
 
 def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
-    from penstock.pipeline.replay.train.steps import ReplayRequest
-    from penstock.pipeline.replay.train.verify import ReplayResult, replay
+    from penstock.pipeline.replay.steps import ReplayRequest
+    from penstock.pipeline.replay.verify import ReplayResult, replay
 
     recording, result = Recording.open(log, run), ReplayResult(run)
     replay(recording, ReplayRequest(**wanted), result=result, notify=lambda _: None)
@@ -176,8 +176,8 @@ def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: Kafka
 def test_another_arithmetic_is_said_before_anything_is_computed(
     recorded: RecordedRun, log: KafkaLog, changed: dict[str, str | None], name: str, text: str
 ) -> None:
-    from penstock.pipeline.replay.train.steps import ReplayRequest
-    from penstock.pipeline.replay.train.verify import ReplayResult, replay
+    from penstock.pipeline.replay.steps import ReplayRequest
+    from penstock.pipeline.replay.verify import ReplayResult, replay
 
     recording, said = Recording.open(log, recorded.run), list[str]()
     opened = recording.entries[0]
@@ -276,9 +276,9 @@ def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytes
 def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_first_as_it_is(
     run_id: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    from penstock.pipeline.replay.train.overrides import what_if
-    from penstock.pipeline.replay.train.steps import ReplayRequest
-    from penstock.pipeline.replay.train.what_if import WhatIfResult, train
+    from penstock.pipeline.replay.overrides import what_if
+    from penstock.pipeline.replay.steps import ReplayRequest
+    from penstock.pipeline.replay.what_if import WhatIfResult, train
 
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0})
     found = [group_of(number, version=number // 2) for number in range(12)]

@@ -34,8 +34,7 @@ def score(
 ) -> None:
     """Score recorded rollouts with another reward: changed rewards, flips, groups with another outcome."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
-    from penstock.pipeline.replay.rescore.text import as_page
+    from penstock.pipeline.replay.rescore import RescoreRequest, as_page, score_run
     from penstock.pipeline.runtime.registration.trust import Trust
 
     try:

@@ -9,9 +9,9 @@ import typer
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading, refuse_folder
 
 if TYPE_CHECKING:
+    from penstock.pipeline.replay.overrides import WhatIf
     from penstock.pipeline.replay.recording import Recording
-    from penstock.pipeline.replay.train.overrides import WhatIf
-    from penstock.pipeline.replay.train.steps import ReplayRequest
+    from penstock.pipeline.replay.steps import ReplayRequest
 
 MODEL = "Directory with the model's config.json, if it is not model.path; the weights are in the log."
 
@@ -39,8 +39,8 @@ def train(
 ) -> int:
     """Train a run's recorded steps again, without other workers, and compare every bit; with --set, train them with a change."""
     from penstock.infra.errors import ConfigError
+    from penstock.pipeline.replay.overrides import what_if
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
-    from penstock.pipeline.replay.train.overrides import what_if
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
     from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 
@@ -64,7 +64,7 @@ def train(
             code = user_code(chosen.config, sections=("algorithm", "trainer"), overridden=keys_of(overrides or []))
             require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify, code=code)
             prepare(chosen.config)
-            from penstock.pipeline.replay.train.steps import ReplayRequest  # imports torch, which reads the environment then
+            from penstock.pipeline.replay.steps import ReplayRequest  # imports torch, which reads the environment then
 
             request = ReplayRequest(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
             if is_what_if:
@@ -76,8 +76,7 @@ def train(
 
 
 def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> int:
-    from penstock.pipeline.replay.text import as_text
-    from penstock.pipeline.replay.train.verify import ReplayResult, replay
+    from penstock.pipeline.replay.verify import ReplayResult, as_text, replay
 
     result = ReplayResult(recording.run)
     try:
@@ -92,10 +91,8 @@ def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> i
 
 
 def _what_if(recording: "Recording", chosen: "WhatIf", request: "ReplayRequest", *, export: Path | None, mlflow: bool, json: bool) -> int:
-    from penstock.pipeline.replay.text import table
-    from penstock.pipeline.replay.train.mlflow_curves import child_run
-    from penstock.pipeline.replay.train.what_if import WhatIfResult
-    from penstock.pipeline.replay.train.what_if import train as train_alternative
+    from penstock.pipeline.replay.what_if import WhatIfResult, child_run, table
+    from penstock.pipeline.replay.what_if import train as train_alternative
 
     result = WhatIfResult(recording.run, chosen.changed)
     try:

@@ -1,34 +1,42 @@
 """Everything that can fail later, tried before a run exists: `penstock check`, and before `create` and `run`.
 
-The first problem is raised as one line with its fix; earlier findings have been reported.
+The first problem is raised as one line with its fix; earlier findings have been reported. Samples are generated and scored in child
+processes, which may load a model, hang or crash; output of the libraries is discarded.
 """
 
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean
 from typing import Any
 
-import psutil
-
 from penstock.infra.errors import PenstockError
-from penstock.infra.paths import state_path
+from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.infra.sandbox.rules import ChildRules
+from penstock.infra.sandbox.spawn import ChildError
 from penstock.infra.tensors.parameter_count import parameters
-from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.inspect.records.runs import size
+from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
+from penstock.pipeline.data import Row
+from penstock.pipeline.data.configured import open_data
+from penstock.pipeline.data.references import InvalidReference, accepted
+from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.inspect.report.evaluations import one_line
 from penstock.pipeline.inspect.report.formats import duration
-from penstock.pipeline.launch.check import trial
-from penstock.pipeline.launch.check.arithmetic import arithmetic
-from penstock.pipeline.launch.check.disk import Growth, delta_share
-from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, estimates, offloaded, shape_of, time_shared
-from penstock.pipeline.launch.check.reward_signal import equal_and_low, scale_of
+from penstock.pipeline.launch.check.rows import PER_SOURCE
+from penstock.pipeline.launch.check.sizes import arithmetic, check_disk, memory_line
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.rewards import child as reward_child
+from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.runtime.factories import check_engine
+from penstock.pipeline.scheduling.reward_scale import LOW, RewardScale
+from penstock.topics.samples import cause_of, generated
 
 SHOWN_GROUPS = 2
 """Groups of which a sample is shown."""
@@ -79,7 +87,7 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     note("memory", memory_line(config))
     scores = list[Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
-        scores = trial.score_answers(config, kinds)
+        scores = score_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
     generated = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
@@ -98,84 +106,24 @@ def check_devices(config: Config) -> None:
             raise ConfigError(f'{section}.device: {device!r}, but no GPU is visible here; set "auto" or "cpu"')
 
 
-def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
-    """Compare what the run will write with what is free, where the log is on this machine. Raises `PenstockError`."""
-    count = parameters(config.model_directory)
-    if count is None:
-        return
-    chosen, steps, share = config.weights, info["steps"], delta_share(config.trainer.dtype, config.trainer.lr)
-    of_model = partial(Growth, config=config, count=count, adapters=adapter_bytes(config, _shape(config)))
-    likely, most = of_model(share=share), of_model(share=1.0)
-    sent = (
-        f"{size(likely.whole)} whole, every {chosen.anchor_every} versions; a delta about {size(likely.delta)} at trainer.lr = "
-        f"{config.trainer.lr:g} in {config.trainer.dtype}"
-        if likely.adapters is None
-        else f"{size(likely.whole)} whole, once; the adapters of each version {size(likely.adapters)}"
-    )
-    note("weights", f'{sent}; weights.keep = "{chosen.keep}"')
-    keeps = "" if config.kafka.keep_steps is None else f" (at most {size(likely.kept_samples(steps))} are retained)"
-    home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
-    free = shutil.disk_usage(home).free
-    full, earliest = likely.full_at(free, steps=steps), most.full_at(free, steps=steps)
-    soon = f"; full after step {earliest} if every delta were whole" if earliest is not None and full is None else ""
-    note(
-        "disk",
-        f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step"
-        f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints, {size(likely.exported)} of the exported model; {size(free)} are free"
-        f"{soon}",
-    )
-    if full is not None:
-        chain = of_model(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), share=share)
-        less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
-        fewer = "set kafka.keep_steps, " if config.kafka.keep_steps is None and steps * likely.samples > free // 4 else ""
-        raise PenstockError(
-            f"the disk would be full after step {full} of {steps}: the run writes about {size(likely.here(steps))}, {size(free)} are free: "
-            f'{less}{fewer}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
-            "or set PENSTOCK_HOME to a larger disk"
-        )
-
-
-def memory_line(config: Config) -> str:
-    """Expected peak memory of each worker, with a warning if the sum exceeds the free memory of this machine."""
-    shape = _shape(config)
-    if shape is None:
-        return "not estimated: the model is no decoder with dense gated layers"
-    workers, counts = estimates(config, shape), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
-    parts = [f"{each.role} {size(each.total)}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in workers]
-    total, free = sum(each.total * counts.get(each.role, 1) for each in workers), psutil.virtual_memory().available
-    if config.colocated and visible_gpus():
-        gpu, host = time_shared(workers)
-        turns = f"by turns the GPU holds {size(gpu)} at most and the host {size(host)}, {size(free)} are free"
-        return f"about {', '.join(parts)} at the peak; {turns}"
-    where = f"{size(free)} are free"
-    if visible_gpus():
-        host = offloaded(config, shape) * config.trainer.processes
-        where = f"most of it on the GPUs{f', {size(host)} of the trainer in host memory, of which {where}' if host else ''}"
-    return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
-
-
-def _shape(config: Config) -> Shape | None:
-    return shape_of(json.loads((config.model_directory / "config.json").read_text(encoding="utf-8")))
-
-
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
     notify(f"loading the model into the {config.rollout.engine} engine, to generate the samples of a step, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
-    trial_result = trial.generate(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
+    trial_result = generate(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
     samples: list[dict[str, Any]] = trial_result["samples"]
     if cause := next((sample["cause"] for sample in samples if sample["cause"]), None):
         raise PenstockError(f"{config.environment.source}: {cause}")
-    rows = trial.rows_of(config)
+    rows = rows_of(config)
     groups = [[sample for sample in samples if sample["row"] == number] for number in range(len(rows))]
     texts, ids, played = ([[sample[name] for sample in group] for group in groups] for name in ("completion", "token_ids", "episode"))
-    scores = trial.score(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
-    for group, row, score in zip(groups, rows, scores, strict=True):
-        for sample, reward in zip(group, score.rewards, strict=False):  # a single sample was scored twice
+    scores = score(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
+    for group, row, scored in zip(groups, rows, scores, strict=True):
+        for sample, reward in zip(group, scored.rewards, strict=False):  # a single sample was scored twice
             sample["reward"], sample["answer"] = reward, row.columns.get("answer")
     for number, group in enumerate(groups[:SHOWN_GROUPS], 1):
         note(f"sample {number}", _shown(group[0]))
-    scored = [sample["reward"] for sample in samples if sample["reward"] is not None]
-    span = f"{min(scored):g} to {max(scored):g}, mean {fmean(scored):.3g}" if scored else "none"
+    earned = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    span = f"{min(earned):g} to {max(earned):g}, mean {fmean(earned):.3g}" if earned else "none"
     note("rewards", f"of {len(samples)} samples of {len(rows)} prompts: {span}")
     tokens = sum(len(sample["token_ids"]) for sample in samples)
     trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
@@ -199,3 +147,210 @@ def _shown(sample: Mapping[str, Any]) -> str:
 
 def _score(score: Score) -> str:
     return "none" if score.rewards[0] is None else f"{score.rewards[0]:g}"
+
+
+ENOUGH = 16
+"""Samples from which equal rewards are no accident: a policy that is right in a fifth of them has no reward in 16 with 3 %."""
+
+
+def swapped(rows: Sequence[Row], answers: Sequence[str]) -> list[tuple[int, int]]:
+    """Two rows whose answers differ, each paired with the other; empty if there are none.
+
+    A reward that ignores the row cannot give both rows less for their own answer than for the other one.
+    """
+    answered = [number for number, row in enumerate(rows) if row.columns.get("answer") is not None]
+    pairs = [(answered[0], number) for number in answered[1:] if answers[number] != answers[answered[0]]] if answered else []
+    return [pairs[0], pairs[0][::-1]] if pairs else []
+
+
+def scale_of(config: Config, rewards: Sequence[float]) -> RewardScale:
+    """The range of a configuration's rewards, widened to some that were seen."""
+    scale = RewardScale.of(config.reward.functions, config.reward.weights, by_source=config.data.rewards)
+    scale.see(rewards)
+    return scale
+
+
+def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: Sequence[float | None]) -> None:
+    """Raise `PenstockError` if each of these rows' own answer earns less than another row's."""
+    pairs = zip(right, wrong, strict=True)
+    if rows and all(own is not None and other is not None and own < other for own, other in pairs):
+        raise PenstockError(
+            f"reward.functions: a wrong answer earns more than the right one: for {rows[0].origin} its own answer has the reward "
+            f"{right[0]:g}, the answer of {rows[1].origin} has {wrong[0]:g}; correct the reward's sign, or the answers (data.answer_field)"
+        )
+
+
+def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
+    """The problem if all sampled completions have the same reward, in the lower half of the scale; None otherwise.
+
+    Raises `PenstockError` with it for `ENOUGH` samples.
+    """
+    position = scale.position(rewards[0]) if len(rewards) > 1 and zero_variance(rewards) else None
+    if position is not None and position < LOW:
+        span = f"in a range of {scale.low:g} to {scale.high:g}"
+        problem = (
+            f"all {len(rewards)} sampled completions have the reward {rewards[0]:g}, {span}: nothing is learnt from equal rewards; "
+            f"{scale.advice(rewards[0])}, or a larger sampling.max_new_tokens if they are cut off"
+        )
+        if len(rewards) >= ENOUGH:
+            raise PenstockError(problem)
+        return problem
+    return None
+
+
+CHILD = "penstock.pipeline.launch.check.preflight:child"
+COPIES = 2
+"""Completions of a call: a reward that returns one number for any number of completions would pass with one."""
+PROMPTS, SAMPLES = 8, 8
+"""Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
+GENERATE_LIMIT_S = 1_800.0
+_ENGINE = ChildRules(section="environment", memory_gb=math.inf, file_gb=math.inf, isolate="none")
+"""Rules for the process that generates: an engine, which starts the run's environments by their own rules."""
+
+
+def rows_of(config: Config) -> list[Row]:
+    """The first rows of each source: together as many as a step has prompts; two of each with an environment, whose episodes are dear."""
+    data, groups = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
+    each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, groups // len(data.sources))
+    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(each, len(source)))]
+
+
+def _samples_of(config: Config) -> int:
+    return min(SAMPLES, config.schedule.samples_per_prompt) if config.environment.source is None else 1
+
+
+def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Up to `SAMPLES` samples of each of the first rows by the run's engine, generated concurrently in a process with these variables.
+
+    Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `generate_s`. Raises `PenstockError`.
+    """
+    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=GENERATE_LIMIT_S, rules=_ENGINE) as pool:
+        return dict(_result(pool, {}, what="generating"))
+
+
+def score(
+    config: Config, rows: Sequence[Row], completions: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Any]], episodes: Sequence[Any]
+) -> list[rewards.Score]:
+    """The score of some completions of each of the rows, by the run's reward functions. Raises `PenstockError`."""
+    reward, renderer = config.reward, Renderer.of(config)
+    init = reward_child.spec(
+        reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s,
+        max_steps=config.run.steps or 1, max_completion_length=config.max_completion_tokens,
+    )  # fmt: skip
+    limit_s = max(map(len, [*completions, range(COPIES)])) * reward.timeout_s
+    with _children(reward_child.CHILD, init, timeout_s=limit_s, rules=reward.rules()) as pool:
+        return [
+            rewards.Score.of(
+                _result(
+                    pool,
+                    reward_child.payload(
+                        _copied(texts),
+                        prompt=renderer.render(row)[0],
+                        messages=row.messages if played is None else renderer.messages(row),
+                        columns=row.columns,
+                        completion_ids=_copied(ids),
+                        episodes=played and _copied(played),
+                    ),
+                    what=f"the reward of {row.origin}",
+                )
+            )
+            for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True)
+        ]
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    return list(values) * (COPIES if len(values) == 1 else 1)
+
+
+def score_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
+    """Like `score`, for the rows' own answers, or their prompts if they have none. Raises `PenstockError`, also for a reversed reward."""
+    decoder, texts = Decoder(config.model.path), [_own_answer(row) for row in rows]
+    pairs = swapped(rows, texts)
+    tried, completions = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
+    scores = score(config, tried, [[text] for text in completions], [[decoder.encode(text)] for text in completions], [None] * len(tried))
+    if rows and not any(score.scored for score in scores[: len(rows)]):
+        raise PenstockError(f"the reward of {rows[0].origin}: every reward function returned None, as for all rows tried")
+    right, wrong = [scores[own].rewards[0] for own, _ in pairs], [score.rewards[0] for score in scores[len(rows) :]]
+    refuse_reversed(tried[len(rows) :], right, wrong)
+    return scores[: len(rows)]
+
+
+def _own_answer(row: Row) -> str:
+    """The first accepted answer of a row; the answer's own text if only a user function can score it."""
+    answer = row.columns.get("answer")
+    try:
+        return accepted(answer)[0]
+    except InvalidReference:
+        return str(answer or row.prompt or row.origin)
+
+
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Handler of a child process with the engine loaded: generates what `generate` returns."""
+    os.environ.update(init["environment"])
+    if not os.environ.get("PENSTOCK_DEBUG"):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+    from penstock.pipeline.runtime.factories import make_engine
+
+    config, started = from_json(init["config"]), time.monotonic()
+    engine = make_engine(config)
+    load_s = time.monotonic() - started
+    return lambda _: {"load_s": load_s, **_generate(config, engine)}
+
+
+def _generate(config: Config, engine: Any) -> dict[str, Any]:
+    from penstock.infra.engines.base import GroupRequest, Sampling
+    from penstock.pipeline.data.tokenization import digests
+    from penstock.pipeline.runtime.sampling import episode_request
+
+    renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
+    stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
+    how = Sampling(
+        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids,
+        stop=tuple(chosen.stop),
+    )  # fmt: skip
+    numbers = tuple(range(_samples_of(config)))
+    prompts, started = [renderer.render(row) for row in rows_of(config)], time.monotonic()
+    for group, ((text, ids), row) in enumerate(zip(prompts, rows_of(config), strict=True)):
+        request = GroupRequest(group=group, prompt_ids=ids, samples=numbers, rows=len(numbers), seed=config.run.seed, sampling=how)
+        messages = json.dumps(renderer.messages(row)) if renderer.messages(row) else None
+        played = config.environment.source is not None
+        engine.submit(episode_request(request, text=text, messages=messages, columns=row.columns) if played else request)
+    ended = {}
+    while not engine.idle:
+        ended.update({(completion.group, completion.sample): completion for completion in engine.step()})
+    samples = [
+        {
+            "row": group,
+            "prompt": prompts[group][0],
+            "completion": decoder.decode(generated(completion)),
+            "token_ids": generated(completion).tolist(),
+            "finish": completion.finish,
+            "episode": next(iter(rewards.episodes_of([completion]) or ()), None),
+            "cause": cause_of(getattr(completion, "turns", None)),
+        }
+        for (group, _), completion in sorted(ended.items())
+    ]
+    engine.close()
+    return {"samples": samples, "generate_s": time.monotonic() - started}
+
+
+@contextmanager
+def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: ChildRules) -> Iterator[ChildPool[int]]:
+    with ChildPool[int](
+        target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=GENERATE_LIMIT_S, rules=rules
+    ) as pool:
+        yield pool
+
+
+def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> Any:
+    pool.submit(0, dict(payload))
+    try:
+        while True:
+            for ended in pool.poll(1.0):
+                if isinstance(ended, Failed):
+                    raise PenstockError(f"{what}: {ended.reason}")
+                return ended.result
+    except ChildError as error:
+        raise PenstockError(str(error).partition(": ")[2] or str(error)) from error

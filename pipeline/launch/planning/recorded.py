@@ -15,8 +15,7 @@ import numpy.typing as npt
 from penstock.infra.log import Log
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.inspect.recorded_run import read_run
-from penstock.pipeline.launch.planning.lengths import recorded
-from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear
+from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear, recorded
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry

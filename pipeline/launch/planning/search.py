@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.pipeline.launch.planning.outcome import Outcome
+from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import Workload
 from penstock.pipeline.scheduling.schedule import MODES, Schedule

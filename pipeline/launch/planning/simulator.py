@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from penstock.pipeline.launch.planning.engine import AdmittedPrompt, SimulatedGroup, SimulatedWorker
-from penstock.pipeline.launch.planning.outcome import Outcome, SimulatedStep
+from penstock.pipeline.launch.planning.engine import AdmittedPrompt, Outcome, SimulatedGroup, SimulatedStep, SimulatedWorker
 from penstock.pipeline.launch.planning.workload import Workload
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from penstock.pipeline.inspect.report.text import printed
 from penstock.pipeline.launch.planning import recorded
-from penstock.pipeline.launch.planning.outcome import Outcome
+from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.recorded import RunTimes
+from penstock.pipeline.launch.planning.rendering import WIDTH
 from penstock.pipeline.launch.planning.simulator import simulate
-from penstock.pipeline.launch.planning.text import WIDTH
 from penstock.pipeline.launch.planning.workload import Workload
 from penstock.pipeline.scheduling.schedule import MODES
 

@@ -15,7 +15,7 @@ from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
-from penstock.pipeline.launch.check import disk, preflight, trial
+from penstock.pipeline.launch.check import preflight, sizes
 from penstock.pipeline.launch.check.propose import propose
 from penstock.pipeline.launch.create import check_inputs, create
 from penstock.pipeline.runtime.weights.publish import Base
@@ -172,7 +172,7 @@ def test_the_exported_model_has_to_fit_on_the_disk_too(
     folder = project(tmp_path)
     with_weights(folder / "model", (1000, 1_000))
     config = configured(folder, trainer={"export": export, "checkpoint_every": 0})
-    growth = disk.Growth(config=config, count=10**6, share=1.0)
+    growth = sizes.Growth(config=config, count=10**6, share=1.0)
     assert growth.exported == (growth.whole if export else 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=growth.weights(4) + growth.kept_samples(4)))
     assert (found(config)[1] is None) == fits
@@ -192,7 +192,7 @@ def test_what_a_run_takes_follows_from_its_deltas_and_from_what_is_kept_of_them(
 ) -> None:
     folder = project(tmp_path)
     with_weights(folder / "model", (1000, 1_000_000))
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(sizes.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     sections = {"run": {"steps": 200_000}, "trainer": {"dtype": "bfloat16", "lr": 1e-6}, "weights": {"keep": keep}}
     told, problem = found(configured(folder, **sections))
     assert "2.0 GB whole, every 20 versions; a delta about 12.0 MB" in told["weights"]
@@ -205,7 +205,7 @@ def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retenti
     folder, whole = project(tmp_path), 4 * 10**9
     config = configured(folder, weights={"anchor_every": every}, trainer={"checkpoint_every": 0})
     chained = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": "chain"})})
-    kept, short = (disk.Growth(config=chosen, count=10**9, share=share) for chosen in (config, chained))
+    kept, short = (sizes.Growth(config=chosen, count=10**9, share=share) for chosen in (config, chained))
     publisher, manifests, lying = WeightPublisher(MemoryLog(), "r", config.weights, 3), dict[int, Manifest](), 0
     for version in range(100):
         publisher.base = Base(version=version - 1, tensors=())
@@ -222,7 +222,7 @@ def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retenti
 def test_adapters_are_counted_once_a_version_and_in_intervals_where_old_ones_are_deleted(tmp_path: Path) -> None:
     config = configured(project(tmp_path), trainer={"lora_rank": 16}, weights={"anchor_every": 4})
     chained = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": "chain"})})
-    kept, short = (disk.Growth(config=chosen, count=10**9, share=1.0, adapters=10**8) for chosen in (config, chained))
+    kept, short = (sizes.Growth(config=chosen, count=10**9, share=1.0, adapters=10**8) for chosen in (config, chained))
     assert kept.weights(100) == kept.whole + 100 * 10**8
     assert short.weights(3) == kept.weights(3)
     assert kept.whole + 8 * 10**8 < short.weights(100) == short.weights(10**6) < kept.weights(100)
@@ -331,6 +331,6 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
 def test_an_engine_that_cannot_load_is_one_line(tmp_path: Path) -> None:
     config = configured(project(tmp_path), rollout={"engine": "transformers"})
     with pytest.raises(PenstockError) as caught:
-        trial.generate(config, {})
+        preflight.generate(config, {})
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)

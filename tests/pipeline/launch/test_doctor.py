@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.launch import doctor
-from penstock.pipeline.launch.check import limits
 from penstock.pipeline.launch.doctor import Package
 
 
@@ -88,8 +87,8 @@ def test_each_finding_is_there_before_the_next_one_is_looked_for_and_nothing_hea
 
 def test_a_broker_that_may_open_too_little_for_the_weights_is_worth_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "max_map_count").write_text("65530\n")
-    monkeypatch.setattr(limits, "MAX_MAP_COUNT", tmp_path / "max_map_count")
-    monkeypatch.setattr(limits, "open_files", lambda: 2_100)
+    monkeypatch.setattr(doctor, "MAX_MAP_COUNT", tmp_path / "max_map_count")
+    monkeypatch.setattr(doctor, "open_files", lambda: 2_100)
     files, maps = doctor._limits()
     assert (files.level, files.found) == ("warn", "2,100 a process, enough for 0.0 TB of weights")
     assert 'set weights.keep = "chain"' in files.do

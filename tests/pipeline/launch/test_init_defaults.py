@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.launch.check.inputs import Inputs
+from penstock.pipeline.launch.check.propose import Inputs
 
 INSTRUCT = Inputs(
     rows=100, prompt_field="question", answer_field="answer", longest_prompt=100, longest_answer=20, context=8192, count=135 * 10**6,

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.memory import Estimate, Shape, adapter_bytes, engine_parts, estimates, offloaded, shape_of, time_shared
+from penstock.pipeline.launch.check.sizes import Estimate, Shape, adapter_bytes, engine_parts, estimates, offloaded, shape_of, time_shared
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

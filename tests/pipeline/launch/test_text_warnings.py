@@ -8,7 +8,7 @@ import pytest
 
 from penstock.pipeline.data.rows import Fields, make_row
 from penstock.pipeline.data.tokenization import Renderer, digests
-from penstock.pipeline.launch.check.texts import ReplacedText, endless_warning
+from penstock.pipeline.launch.check.rows import ReplacedText, endless_warning
 from tests.support.light_model import light_model
 
 ENDS = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"

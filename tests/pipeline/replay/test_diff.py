@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.replay.train.verify import differing_tensors, drift, values
+from penstock.pipeline.replay.verify import differing_tensors, drift, values
 
 
 def tensor(name: str, numbers: list[float], dtype: str = "float32") -> TensorBytes:

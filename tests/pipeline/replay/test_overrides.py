@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.replay.overrides import what_if
 from penstock.pipeline.replay.recording import ranges
-from penstock.pipeline.replay.train.overrides import what_if
 
 TABLE: dict[str, dict[str, Any]] = {"run": {"steps": 4}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}}
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.pipeline.replay.rescore.text import as_page
+from penstock.pipeline.replay.rescore import as_page
 
 CHANGE = {"samples": 8, "changed": 2, "mean_before": 0.5, "mean_after": 0.25}
 

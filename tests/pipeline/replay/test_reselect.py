@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.replay.overrides import what_if
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.train.overrides import what_if
-from penstock.pipeline.replay.train.reselect import Selection
+from penstock.pipeline.replay.steps import Selection
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller

@@ -12,8 +12,8 @@ from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.train.steps import ReplayRequest
-from penstock.pipeline.replay.train.verify import ReplayResult, replay
+from penstock.pipeline.replay.steps import ReplayRequest
+from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.topics.groups import Group
 from tests.support.crew import audited
 from tests.support.trainer_alone import config_for, group_of, trained, written

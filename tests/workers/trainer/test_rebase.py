@@ -17,8 +17,8 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.train.steps import ReplayRequest
-from penstock.pipeline.replay.train.verify import ReplayResult, replay
+from penstock.pipeline.replay.steps import ReplayRequest
+from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.workers.trainer import recovery
 from tests.support.crew import Crew, audited, config_of

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline import cli
-from penstock.pipeline.launch.planning.lengths import lognormal
+from penstock.pipeline.launch.planning.rendering import reasons
 from penstock.pipeline.launch.planning.search import Cluster, search, simulated
-from penstock.pipeline.launch.planning.text import reasons
-from penstock.pipeline.launch.planning.workload import Workload, from_speeds
+from penstock.pipeline.launch.planning.workload import Workload, from_speeds, lognormal
 from penstock.pipeline.scheduling.schedule import preset
 
 GIVEN = [

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.launch.planning.lengths import constant, lognormal, parse, uniform
 from penstock.pipeline.launch.planning.simulator import simulate
-from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, from_speeds
+from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, constant, from_speeds, lognormal, parse, uniform
 from penstock.pipeline.scheduling.schedule import MODES, preset
 
 

@@ -13,7 +13,7 @@ from penstock.infra.errors import ConfigError
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch.run_lock import folder_of
-from penstock.pipeline.replay.rescore.run import RescoreRequest, score_run
+from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
 from penstock.pipeline.runtime.registration.run_key import key_path, make_key, signed
 from penstock.pipeline.runtime.registration.run_registry import registration, resolve, write, write_status

@@ -1,4 +1,4 @@
-"""A what-if: trains a run's recorded groups under other settings.
+"""A what-if: trains a run's recorded groups under other settings, and logs its curves to a child of the run's MLflow run.
 
 The samples are those of the recorded policies: everything here is off-policy, and labelled so.
 """
@@ -14,15 +14,15 @@ from typing import Any, Protocol
 
 from penstock.infra.checkpoints.rules import State
 from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.mlflow.child_run import ChildRun
 from penstock.infra.mlflow.tracking import Point
+from penstock.pipeline.inspect.metrics.mlflow_target import target_of
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import StepOutcome
-from penstock.pipeline.replay.plan_reader import require_retained
-from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.overrides import WhatIf
+from penstock.pipeline.replay.recording import Recording, require_retained
 from penstock.pipeline.replay.restore_policy import StartPoint, advance_to, arithmetic, open_policy
-from penstock.pipeline.replay.train.overrides import WhatIf
-from penstock.pipeline.replay.train.reselect import Selection
-from penstock.pipeline.replay.train.steps import ReplayRequest, StepToTrain, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.replay.steps import ReplayRequest, Selection, StepToTrain, Times, await_weights, check_steps, replay_steps
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 
@@ -230,3 +230,68 @@ def _export(policy: PolicyTrainer, directory: Path) -> None:
     temporary = directory.with_name(f".{directory.name}.new")
     policy.backend.export(temporary, policy.backend.weights())
     temporary.rename(directory)
+
+
+OF_TAG = "penstock.what_if_of"
+CHANGED_TAG = "penstock.changed"
+OFF_POLICY_TAG = "penstock.off_policy"
+
+
+@contextmanager
+def child_run(recording: Recording, what_if: WhatIf, result: WhatIfResult, *, enabled: bool, notify: Notify) -> Iterator[ChildRun | None]:
+    """A child run for the time of a what-if; None if not `enabled`. Raises `TrackingError`."""
+    if not enabled:
+        yield None
+        return
+    tags = {
+        OF_TAG: recording.run,
+        CHANGED_TAG: str(what_if) or "nothing",
+        OFF_POLICY_TAG: OFF_POLICY,
+        "mlflow.source.name": "penstock replay train",
+    }
+    target = target_of(recording.record, recording.config, tags=tags, changed=what_if.config)
+    child = ChildRun(target, name=f"{recording.run} with {_short(what_if)}")
+    result.mlflow_run_id = child.run_id
+    where = f"child of {child.parent_id}" if child.parent_id else f"MLflow has no run of {recording.run}, so it has no parent"
+    notify(f"MLflow: run {child.run_id} in experiment {target.experiment!r} ({where})")
+    status = "FAILED"
+    try:
+        yield child
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        done = {f"{OF_TAG}.steps": str(len(result.steps)), f"{OF_TAG}.digest": result.digest or "none"}
+        child.finish(status, tags=done)
+
+
+def _short(what_if: WhatIf) -> str:
+    return ", ".join(f"{key.partition('.')[2]}={after}" for key, (_, after) in what_if.changed.items()) or "nothing changed"
+
+
+def table(result: WhatIfResult) -> str:
+    """Some rows of a what-if's curves next to the recorded ones."""
+    changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in result.changed.items()) or "nothing changed"
+    lines = [f"{result.run} with {changed}: {len(result.steps)} steps, plans {result.plans}", f"off-policy: {OFF_POLICY}"]
+    lines.append(f"{'step':>6}{'loss':>12}{'recorded':>12}{'grad norm':>12}{'recorded':>12}{'ess':>8}{'kl k3':>10}")
+    stride = max(1, -(-len(result.steps) // 10))
+    rows = result.steps[::stride] + (result.steps[-1:] if result.steps and (len(result.steps) - 1) % stride else [])
+    for row in rows:
+        here, then = row["what_if"], row["recorded"] or {}
+        cells = [f"{row['step']:>6}"]
+        for name in ("loss", "grad_norm"):
+            cells += [_cell(here.get(name), 12), _cell(then.get(name), 12)]
+        lines.append("".join([*cells, _cell(here.get("ess"), 8, ".3f"), _cell(here.get("kl_behaviour_k3"), 10)]))
+    lines.append(f"weights {_digest(result.digest)}, recorded {_digest(result.recorded_digest)}")
+    if result.exported:
+        lines.append(f"model in {result.exported}")
+    return "\n".join(lines)
+
+
+def _digest(digest: str | None) -> str:
+    return "none" if digest is None else f"{digest[:16]}…"
+
+
+def _cell(value: float | None, width: int, form: str = ".4g") -> str:
+    return f"{'-' if value is None else format(value, form):>{width}}"

@@ -16,10 +16,9 @@ from penstock.infra.errors import LogError
 from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.repeat_step import Repetition, other_weights, repeat
-from penstock.pipeline.replay.plan_reader import PlanMember, require_retained
-from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.recording import PlanMember, Recording, ranges, require_retained
 from penstock.pipeline.replay.restore_policy import StartPoint, advance_to, apply_rebase, arithmetic, open_policy, weights_of
-from penstock.pipeline.replay.train.steps import ReplayRequest, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.replay.steps import ReplayRequest, Times, await_weights, check_steps, replay_steps
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
@@ -280,3 +279,51 @@ def busy_s(recording: Recording, steps: list[Entry]) -> float:
 def _progress(result: ReplayResult, recording: Recording) -> str:
     done = f"{result.steps} of {recording.planned_steps} steps trained: {result.matching} the same"
     return done + (f", weights {result.drift[-1]['relative']:.2e} away" if result.drift else "")
+
+
+SHOWN = 8
+
+
+def as_text(result: ReplayResult) -> str:
+    """An exact replay as text."""
+    times = result.as_json()["times"]
+    timing = f"{times['replay_s']:.1f} s, start-up {times['start_s']:.1f} s"
+    if times["ratio"] is not None:
+        timing += f"; the recorded trainer was busy for {times['recorded_busy_s']:.1f} s, ratio {times['ratio']:.2f}"
+    if result.first is None:
+        digest = f"; weights {result.digest[:16]}…" if result.digest else ""
+        return (
+            f"{result.run}: all {result.steps} steps are the same bit for bit, {result.digests} weights digests compared{digest}\n{timing}"
+        )
+    return "\n".join(
+        [*_lines_of(result.first, run=result.run), *_drift(result), f"{result.matching} of {result.steps} steps are the same", timing]
+    )
+
+
+def _lines_of(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
+    """The first difference, line by line."""
+    cause = "the log does not hold what it was trained on" if first["cause"] == "records" else "the same groups give other numbers"
+    yield f"{run}: step {first['step']} is the first that differs: {cause}"
+    for group in first["groups"] if first["cause"] == "records" else []:
+        yield f"  group {group['group']} (partition {group['partition']}, offset {group['offset']}): {group['problem']}"
+        for sample in group["samples"]:
+            for row in sample["differences"]:
+                where = f"token {row['token']} " if "token" in row else ""
+                yield f"    sample {sample['sample']} {where}{row['field']}: {row['found']}, in `rollouts` {row['drawn']}"
+    if first["cause"] != "records":
+        yield "  its groups: " + ranges(group["group"] for group in first["groups"])
+    yield from (f"  {number['text']}" for number in first["numbers"])
+    for tensor in first["tensors"][:SHOWN]:
+        text = tensor.get("problem") or f"{tensor['differing']} of {tensor['elements']} elements, by {tensor['max_abs']:.3g} at most"
+        yield f"  tensor {tensor['name']}: {text}"
+    if (more := len(first["tensors"]) - SHOWN) > 0:
+        yield f"  and {more} more tensors"
+    if first["note"]:
+        yield f"  {first['note']}"
+
+
+def _drift(result: ReplayResult) -> Iterator[str]:
+    """Distance of the weights from the recorded ones, at up to `SHOWN` steps."""
+    stride = max(1, -(-len(result.drift) // SHOWN))
+    for row in result.drift[::stride]:
+        yield f"  after step {row['step']:.0f} the weights are {row['relative']:.3g} of their norm away, {row['max_abs']:.3g} at most"

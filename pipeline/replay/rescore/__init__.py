@@ -1,1 +1,0 @@
-"""Scores recorded samples with the same or other reward functions."""

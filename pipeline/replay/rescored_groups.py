@@ -1,0 +1,400 @@
+"""Recorded groups: read as input of reward functions, scored again, and written as a new run.
+
+Texts are those of the recorded outcome; without one they are decoded from the token ids by the run's tokenizer. Groups are scored as by a
+live scorer, in child processes with time limits: a reward function that fails gives a failed group with a reason, never a reward of zero.
+A new run is registered last, so that an interruption leaves no run.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Log, Producer, Transactions
+from penstock.infra.sandbox.pool import Done, Failed
+from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
+from penstock.pipeline.data.tokenization import Decoder, digests
+from penstock.pipeline.inspect.recorded_run import RecordedRun
+from penstock.pipeline.rewards.child import payload_of, reward_pool
+from penstock.pipeline.rewards.functions import Score
+from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
+from penstock.pipeline.rewards.pool import RewardPool
+from penstock.pipeline.runtime.registration.run_key import make_key
+from penstock.pipeline.runtime.registration.run_registry import find, write
+from penstock.pipeline.runtime.topic_reader import Read
+from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
+from penstock.pipeline.runtime.weights.read import fetch
+from penstock.topics import groups, ledger, prompts, rollouts
+from penstock.topics.catalogue import check_run_id, topics_of
+from penstock.topics.groups import Group
+from penstock.topics.ledger import Entry
+from penstock.topics.prompts import Prompt
+from penstock.topics.rollouts import Rollout
+from penstock.topics.runs import RunRecord
+from penstock.topics.samples import generated
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Outgoing, Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A group that can be scored."""
+
+    group: Group
+    """The recorded group; without rewards if it has no outcome."""
+    partition: int
+    before: str | None
+    """scored, filtered or failed; None if it was never scored."""
+    messages: str | None
+    completions: tuple[str, ...]
+    samples: tuple[Rollout, ...]
+    """By number, as the completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedGroup:
+    """A group that cannot be scored, and why."""
+
+    number: int
+    partition: int
+    before: str | None
+    reason: str
+    group: Group | None
+    """Its recorded outcome, if there is one."""
+
+
+def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case | SkippedGroup]:
+    """Every admitted group once: those with an outcome in log order, then those without, by number.
+
+    `model` is the directory of the run's tokenizer, the configured one if None. Raises `LogError`.
+    """
+    prompts = read_prompts(recorded)
+    unscored: dict[int, Group | None] = dict.fromkeys(prompts)
+    for outcome in recorded.reader.groups():
+        if (group := outcome.payload) is None:
+            continue
+        number, partition = group.group, outcome.record.partition
+        if number not in prompts:
+            yield SkippedGroup(number=number, partition=partition, before=group.outcome, reason="its prompt cannot be read", group=group)
+            continue
+        if not group.samples:
+            unscored[number] = group
+            continue
+        del unscored[number]
+        yield Case(
+            group=group,
+            partition=partition,
+            before=group.outcome,
+            messages=prompts[number][0].messages,
+            completions=tuple(sample.completion for sample in group.samples),
+            samples=tuple(sample.rollout for sample in group.samples),
+        )
+    yield from _from_tokens(recorded, prompts, unscored, model=model)
+
+
+def read_prompts(recorded: RecordedRun, *, numbers: AbstractSet[int] | None = None) -> dict[int, tuple[Prompt, int]]:
+    """Group -> its prompt and its partition; unreadable prompts are skipped."""
+    reads = recorded.reader.prompts(only=numbers)
+    return {read.payload.group: (read.payload, read.record.partition) for read in reads if read.payload is not None}
+
+
+def _from_tokens(
+    recorded: RecordedRun, prompts: Mapping[int, tuple[Prompt, int]], unscored: Mapping[int, Group | None], *, model: str | None
+) -> Iterator[Case | SkippedGroup]:
+    """Groups without rewards, from the token ids of their samples."""
+    if not unscored:
+        return
+    decoder = decoder_of(recorded, model)
+    by_group: dict[int, dict[int, Rollout]] = {}
+    for read in recorded.reader.samples(only=unscored.keys()):
+        if (rollout := read.payload) is not None:
+            group_samples = by_group.setdefault(rollout.group, {})
+            if len(group_samples) < prompts[rollout.group][0].samples_per_prompt:
+                group_samples[rollout.sample] = rollout
+    for number, group in sorted(unscored.items()):
+        prompt, partition = prompts[number]
+        samples = tuple(rollout for _, rollout in sorted(by_group.pop(number, {}).items()))
+        before = group.outcome if group else None
+        if (problem := _problem(prompt, before, samples)) is not None:
+            yield SkippedGroup(number=number, partition=partition, before=before, reason=problem, group=group)
+        elif isinstance(decoder, str):
+            yield SkippedGroup(number=number, partition=partition, before=before, reason=decoder, group=group)
+        else:
+            yield Case(
+                group=group or _blank(prompt, recorded),
+                partition=partition,
+                before=before,
+                messages=prompt.messages,
+                completions=tuple(decoder.decode(generated(sample)) for sample in samples),
+                samples=samples,
+            )
+
+
+def _problem(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> str | None:
+    """Reason why a group cannot be scored; None if it can."""
+    if len(samples) < prompt.samples_per_prompt:
+        return f"{len(samples)} of {prompt.samples_per_prompt} samples are in the log"
+    if aborted := sum(sample.finish == "abort" for sample in samples):
+        return f"{aborted} of {len(samples)} samples were aborted"
+    if before == "abandoned":
+        return "it was abandoned: its last samples arrived after its deadline"
+    return None
+
+
+def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
+    """The run's decoder, or the reason why it is not available."""
+    path = model or recorded.config.model.path
+    info = json.loads(recorded.record.info) if recorded.record else {}
+    try:
+        here = digests(Path(path), chat_template=recorded.config.data.chat_template)
+        if "digests" in info and here["tokenizer"] != info["digests"]["tokenizer"]:
+            return f"its completions are recorded as token ids, and the tokenizer in {path} is not the run's; give --model DIR"
+        return Decoder(path)
+    except (ValueError, OSError) as error:
+        return f"its completions are recorded as token ids, and the run's tokenizer is not here ({error}); give --model DIR"
+
+
+def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
+    return group_of(prompt, "failed", reason="never scored", samples=(), reward=recorded.config.reward, scored_ns=prompt.created_ns)
+
+
+CHANGEABLE = ("algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
+"""Keys besides `reward.…` that affect a group's outcome."""
+WINDOW = 32
+"""Groups in flight for each child process; results are yielded in order, so a slow group delays later ones."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A group with its new outcome."""
+
+    case: Case
+    group: Group
+    """With the new outcome; without samples if the reward function failed."""
+
+
+def changed(config: Config, *, functions: Sequence[str] = (), weights: Sequence[float] = (), overrides: Sequence[str] = ()) -> Config:
+    """The run's configuration with another reward. Raises `ConfigError` for a key that does not affect the reward of a recorded sample."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if not key.startswith("reward.") and key not in CHANGEABLE:
+            raise ConfigError(f"--set {text}: {key} does not affect a reward; keys that do: reward.*, {', '.join(CHANGEABLE)}")
+    table = json.loads(to_json(config))
+    if functions:  # keep the weights if their number matches
+        recorded = table["reward"]["weights"]
+        table["reward"]["weights"] = list(weights) or (recorded if recorded and len(recorded) == len(functions) else None)
+        table["reward"]["functions"] = list(functions)
+    elif weights:
+        table["reward"]["weights"] = list(weights)
+    return override(from_table(table), [f"reward.functions={json.dumps(table['reward']['functions'])}", *overrides])
+
+
+def score_groups(
+    recorded: Iterable[Case | SkippedGroup], config: Config, *, steps: int, processes: int
+) -> Iterator[ScoredGroup | SkippedGroup]:
+    """Score the groups of a run of `steps` steps under `config.reward`, in their order.
+
+    Raises `ChildError` (one line) if a reward function cannot be loaded.
+    """
+    settings = {"max_steps": steps, "max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
+    with reward_pool(config.reward, size=processes, **settings) as pool:
+        waiting: dict[int, Case | SkippedGroup] = {}
+        ended: dict[int, ScoredGroup | SkippedGroup] = {}
+        yielded = 0
+        for number, case in enumerate(recorded):
+            if isinstance(case, SkippedGroup):
+                ended[number] = case
+            else:
+                waiting[number] = case
+                per_version = config.schedule.steps_per_version
+                payload = payload_of(case.group, case.samples, case.completions, messages=case.messages, steps_per_version=per_version)
+                pool.submit(number, payload)
+            while len(waiting) + len(ended) >= WINDOW * processes and yielded not in ended:
+                _take(pool, waiting, ended, config)
+            while yielded in ended:
+                yield ended.pop(yielded)
+                yielded += 1
+        while waiting or ended:
+            while yielded not in ended:
+                _take(pool, waiting, ended, config)
+            yield ended.pop(yielded)
+            yielded += 1
+
+
+def _take(
+    pool: RewardPool[int], waiting: dict[int, Case | SkippedGroup], ended: dict[int, ScoredGroup | SkippedGroup], config: Config
+) -> None:
+    for result in pool.poll(POLL_S):
+        case = waiting.pop(result.key)
+        assert isinstance(case, Case)
+        ended[result.key] = ScoredGroup(case=case, group=scored_group(case, result, config))
+
+
+def scored_group(case: Case, result: Done[int] | Failed[int], config: Config) -> Group:
+    """The group with its new outcome; `failed` without samples, with the reason, if the reward function failed."""
+    names = tuple(config.reward.functions)
+    same = replace(case.group, reward_names=names, reward_weights=tuple(config.reward.weights or [1.0] * len(names)))
+    if isinstance(result, Failed):
+        return replace(same, outcome="failed", reason=result.reason, samples=(), metrics=None)
+    outcome = group_outcome(case.samples, case.completions, Score.of(result.result), algorithm=config.algorithm)
+    return replace(same, outcome=outcome.outcome, reason=outcome.reason, samples=outcome.samples, metrics=outcome.metrics)
+
+
+WORKER = "replay-score"
+BATCH_BYTES = 8 << 20
+"""Size of a transaction."""
+WAIT_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class NewRun:
+    """A run being written; leaving the block without `finish` deletes its topics."""
+
+    log: Log
+    source: RecordedRun
+    run: str
+    config: Config
+    origin: dict[str, Any]
+    _producer: Producer
+    _transactions: Transactions
+    _waiting: list[Outgoing] = field(default_factory=list)
+    _bytes: int = 0
+    _written: int = 0
+    _done: bool = False
+
+    @classmethod
+    def create(cls, log: Log, source: RecordedRun, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
+        """Create the topics of a new run. Raises `ConfigError` for an invalid or existing id."""
+        try:
+            check_run_id(run)
+        except ValueError as error:
+            raise ConfigError(f"--write {error}") from error
+        if find(log, run) is not None or log.topics(f"{run}."):
+            raise ConfigError(f"--write {run}: the run exists already, or its topics do; choose another id")
+        count = log.partitions(f"{source.run}.prompts")
+        if not count or 0 not in source.past.ledger_state.manifests:
+            raise LogError(f"{source.run} cannot be copied: it has no topics, or its version 0 was never published")
+        specs = topics_of(
+            run,
+            partitions=count,
+            weight_partitions=config.weight_partitions,
+            weight_segment_bytes=config.weight_segment_bytes,
+            sample_segment_bytes=config.sample_segment_bytes,
+        )
+        log.create_topics(specs, copies=config.kafka.copies)
+        return cls(
+            log=log,
+            source=source,
+            run=run,
+            config=config,
+            origin=origin,
+            _producer=log.producer(),
+            _transactions=log.transactions(f"{run}.{WORKER}"),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._transactions.close()
+            self._producer.close()
+        finally:
+            if not self._done:
+                self.log.delete_topics(self.log.topics(f"{self.run}."))
+
+    def add(self, result: ScoredGroup | SkippedGroup) -> None:
+        """Write a group's outcome; a skipped group keeps the recorded one, if any."""
+        group = result.group
+        partition = result.partition if isinstance(result, SkippedGroup) else result.case.partition
+        if group is None:
+            return
+        self._written += 1
+        for headers, value in groups.encode_parts(_stamped(result, group), run=self.run, worker=WORKER):
+            key = str(group.group).encode()
+            self._waiting.append(
+                Outgoing(topic=f"{self.run}.groups", partition=partition, key=key, headers=headers.encode(value), value=value)
+            )
+            self._bytes += len(value)
+        if self._bytes >= BATCH_BYTES:
+            self._commit()
+
+    def finish(self, *, notify: Callable[[str], None]) -> RunRecord:
+        """Copy prompts, samples and version 0, close the ledger, and register the run."""
+        self._commit()
+        notify(f"copying prompts and samples to {self.run}")
+        reader = self.source.reader
+        copied: tuple[tuple[str, Callable[..., Headers], Iterator[Read[Any]]], ...] = (
+            ("prompts", prompts.check, reader.prompts()),
+            ("rollouts", rollouts.check, reader.samples()),
+        )
+        for topic, check, reads in copied:
+            # A record may hold several samples; it is copied once.
+            for _, records in groupby((read.record for read in reads if read.payload is not None), key=lambda record: record.id):
+                record = next(records)
+                self._copy(record, check(record, run=reader.run), to=f"{self.run}.{topic}")
+        self._producer.flush(WAIT_S)
+        self._producer.check()
+        created_ns = time.time_ns()
+        info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": self.origin}
+        self._write_ledger(info)
+        text, now = json.dumps(info), time.time_ns()
+        done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=text, created_ns=created_ns, updated_ns=now)
+        make_key(self.run)
+        write(self.log, done)
+        self._done = True
+        return done
+
+    def _copy(self, record: Record, headers: Headers, *, to: str) -> None:
+        named = replace(headers, run=self.run).encode(record.value)
+        self._producer.send(Outgoing(topic=to, partition=record.partition, key=record.key, headers=named, value=record.value))
+
+    def _write_ledger(self, info: dict[str, Any]) -> None:
+        """A ledger without steps, and the weights of version 0."""
+        ledger_state = self.source.past.ledger_state
+        tensors = fetch(self.log, ledger_state.manifests, 0, run=self.source.run)
+        manifest = send_version(
+            self._producer,
+            tensors,
+            run=self.run,
+            version=0,
+            step=0,
+            partitions=chunk_partitions(0, count=self.log.partitions(f"{self.run}.weights") or 0),
+            max_bytes=self.config.weights.chunk_mib * 2**20,
+            digest=lambda: ledger_state.manifests[0].digest,
+        )
+        opened = {
+            **json.loads((ledger_state.opened and ledger_state.opened.details) or "{}"),
+            "config": json.loads(to_json(self.config)),
+            "info": info,
+        }
+        end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
+        now = time.time_ns()
+        entries = (
+            Entry(seq=0, kind="run-opened", time_ns=now, details=json.dumps(opened)),
+            Entry(seq=1, kind="version", time_ns=now, version=0, step=0, digest=manifest.digest, metrics={"bytes": float(manifest.nbytes)}),
+            Entry(seq=2, kind="run-closed", time_ns=now, step=0, digest=manifest.digest, details=json.dumps(end)),
+        )
+        self._transactions.commit([manifest_record(manifest, run=self.run), *map(self._as_record, entries)])
+
+    def _as_record(self, entry: Entry) -> Outgoing:
+        value = ledger.encode(entry)
+        headers = ledger.headers(entry, run=self.run).encode(value)
+        return Outgoing(topic=f"{self.run}.ledger", partition=0, key=entry.kind.encode(), headers=headers, value=value)
+
+    def _commit(self) -> None:
+        if self._waiting:
+            self._transactions.commit(self._waiting)
+        self._waiting, self._bytes = [], 0
+
+
+def _stamped(result: ScoredGroup | SkippedGroup, group: Group) -> Group:
+    """The group with its time of scoring: now if it was never scored, else the recorded one, which keeps the order of arrival."""
+    first_scored = isinstance(result, ScoredGroup) and result.case.before is None
+    return replace(group, scored_ns=time.time_ns()) if first_scored else group

@@ -1,0 +1,246 @@
+"""The steps of a replay: recorded plans, or plans selected again under another filter, order or number of prompts.
+
+Time spent waiting for a followed run is counted apart. No group is stale in a new selection: off-policy training is intended, and labelled.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+
+from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.log import Tail
+from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.learner.policy_trainer import Notify
+from penstock.pipeline.replay.recording import POLL_S, PlanMember, PlannedGroups, ReadAhead, Recording
+from penstock.pipeline.replay.restore_policy import PROGRESS_S
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted
+from penstock.pipeline.scheduling.step_selector import Candidate, Selector
+from penstock.topics import groups
+from penstock.topics.ledger import Entry, Planned
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+NO_LIMIT = 1 << 40
+
+
+@dataclass(slots=True)
+class Selection:
+    """Plans of `prompts_per_step` groups, in the configured order."""
+
+    recording: Recording
+    config: Config
+    follow: bool = False
+    """True to wait for groups until the run is closed."""
+    waited_s: float = 0.0
+    _selector: Selector = field(init=False)
+    _tail: Tail | None = None
+
+    def __post_init__(self) -> None:
+        self._selector = Selector(replace(self.config.rules, max_lag=NO_LIMIT))
+
+    def plans(self) -> Iterator[tuple[Planned, ...]]:
+        """Yield plans; groups at the end that do not fill a step are not trained. Raises `PenstockError` if groups were deleted."""
+        if lost := deleted(self.recording.log, f"{self.recording.run}.groups"):
+            raise PenstockError(f"groups cannot be selected again, some were deleted: {'; '.join(lost)}")
+        count, plan = self.config.schedule.prompts_per_step, list[Planned]()
+        records = self._follow() if self.follow else self._all()
+        for planned in self._selected(records):
+            if self._trained(planned):
+                plan.append(planned)
+            if len(plan) == count:
+                yield tuple(plan)
+                plan = []
+
+    def steps(self) -> int:
+        """Number of plans; not for a selection that follows."""
+        return sum(1 for _ in Selection(self.recording, self.config).plans())
+
+    def _selected(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
+        for batch in batches:
+            for record in batch:
+                if (candidate := self._candidate(record)) is not None:
+                    self._selector.add(candidate)
+            yield from self._ready()
+        # No more groups follow: do not wait for groups without an outcome.
+        seen = self._selector.outcomes
+        self._selector.settle([number for number in range(max(seen, default=-1)) if number not in seen])
+        yield from self._ready()
+
+    def _ready(self) -> Iterator[Planned]:
+        while (candidate := self._selector.take(learner_version=0)) is not None:
+            yield Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset)
+
+    def _all(self) -> Iterator[list[Record]]:
+        """The groups in the log now, in the order of scoring."""
+        reads = RunReader(self.recording.log, self.recording.run).records("groups")
+        candidates = [((record.timestamp_ms, record.partition, record.offset), self._candidate(record)) for record in reads]
+        for _, candidate in sorted(candidates, key=lambda pair: pair[0]):
+            if candidate is not None:
+                self._selector.add(candidate)
+        yield []
+
+    def _follow(self) -> Iterator[list[Record]]:
+        topic, log = f"{self.recording.run}.groups", self.recording.log
+        partitions = [(topic, p) for p in range(log.partitions(topic) or 0)]
+        tail = log.tail(dict.fromkeys(partitions, "earliest"))
+        try:
+            while True:
+                over = self.recording.over
+                ends = log.end_offsets(partitions) if over else {}
+                while batch := tail.poll(POLL_S):
+                    yield batch
+                if over and all(tail.position(partition) >= end for partition, end in ends.items()):
+                    return
+                self.recording.wait(0.0)
+                self.waited_s += POLL_S
+        finally:
+            tail.close()
+
+    def _candidate(self, record: Record) -> Candidate | None:
+        try:
+            headers = groups.check(record, run=self.recording.run)
+        except Unusable:
+            return None
+        assert headers.group is not None and headers.outcome is not None
+        if headers.part != 0:
+            return None
+        trainable = bool(headers.samples) and not groups.lacks_rewards(headers.samples, headers.no_reward)
+        admitted = headers.outcome == "filtered" and trainable and not self.config.algorithm.filter_zero_variance
+        return Candidate(
+            group=headers.group,
+            outcome="scored" if admitted else headers.outcome,
+            policy_version_min=0,
+            partition=record.partition,
+            offset=record.offset,
+            parts=headers.parts or 1,
+            sha256=headers.sha256 or "",
+        )
+
+    def _trained(self, planned: Planned) -> bool:
+        """True unless the filter drops a group that was recorded without a filter."""
+        if not self.config.algorithm.filter_zero_variance or self.recording.config.algorithm.filter_zero_variance:
+            return True
+        member = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]
+        if member.group is None:
+            raise PenstockError(f"group {planned.group} cannot be read: {member.problem}")
+        return not zero_variance(member.group.rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest:
+    """Range of steps, and the reaction to a difference."""
+
+    from_step: int = 0
+    to_step: int | None = None
+    """Last step; None for all."""
+    follow: bool = False
+    """True to wait for more steps until the run is closed."""
+    keep_going: bool = False
+
+
+@dataclass(slots=True)
+class Times:
+    """Durations of a replay in seconds."""
+
+    start_s: float = 0.0
+    """Until the first step: loading the model and restoring its state."""
+    replay_s: float = 0.0
+    waited_s: float = 0.0
+    """The part of `replay_s` spent waiting for the followed run to commit a step."""
+
+    @property
+    def busy_s(self) -> float:
+        """`replay_s` without the waiting."""
+        return self.replay_s - self.waited_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepToTrain:
+    """One step of a replay."""
+
+    number: int
+    recorded: Entry | None
+    """The ledger entry of this step."""
+    members: list[PlanMember]
+    """The groups of its plan."""
+
+
+def replay_steps(
+    recording: Recording,
+    request: ReplayRequest,
+    *,
+    times: Times,
+    progress: Callable[[], None],
+    notify: Notify,
+    selection: Selection | None = None,
+) -> Generator[StepToTrain, None, None]:
+    """Yield the steps of the recorded plans, or of those of `selection`; calls `progress` every few seconds between steps.
+
+    Close the generator to complete the times if iteration stops early.
+    """
+    start = shown = time.monotonic()
+    steps = _recorded(recording, request, times, notify) if selection is None else _selected(recording, request, times, selection)
+    try:
+        for step in steps:
+            yield step
+            if time.monotonic() - shown > PROGRESS_S:
+                shown = time.monotonic()
+                progress()
+    finally:
+        times.replay_s = time.monotonic() - start
+
+
+def check_steps(recording: Recording, request: ReplayRequest) -> None:
+    """Refuse steps that are not committed, unless the replay follows the run. Raises `ConfigError`, `PenstockError`."""
+    count, run = len(recording.steps), recording.run
+    if request.to_step is not None and request.to_step < request.from_step:
+        raise ConfigError(f"--to-step {request.to_step} is before --from-step {request.from_step}")
+    waits = request.follow and not recording.over
+    if not waits and not count:
+        more = "a what-if that selects its own groups needs none" if recording.over else "--follow waits for some"
+        raise PenstockError(f"{run} has no committed step; {more}")
+    if request.from_step > count or (not waits and max(request.from_step, request.to_step or 0) >= count):
+        raise ConfigError(
+            f"{run} has committed steps 0 to {count - 1}" + (" so far; --follow waits for more" if not recording.over else "")
+        )
+
+
+def await_weights(recording: Recording, request: ReplayRequest) -> None:
+    """Wait until a followed run has published its initial weights."""
+    while request.follow and not recording.over and 0 not in recording.ledger_state.manifests:
+        recording.wait()
+
+
+def _recorded(recording: Recording, request: ReplayRequest, times: Times, notify: Notify) -> Iterator[StepToTrain]:
+    """The requested recorded plans; waits for later ones if the replay follows the run."""
+    ahead, number, waiting = ReadAhead(recording), request.from_step, False
+    try:
+        while request.to_step is None or number <= request.to_step:
+            if number < len(recording.steps):
+                entry = recording.steps[number]
+                yield StepToTrain(number=number, recorded=entry, members=ahead.take(entry, last=request.to_step))
+                number += 1
+            elif not request.follow or recording.over:
+                return
+            else:
+                if not waiting:
+                    notify(
+                        f"replayed up to step {number - 1}, the newest; waiting for more until {recording.run} is closed (Ctrl-C to stop)"
+                    )
+                waiting, start = True, time.monotonic()
+                recording.wait()
+                times.waited_s += time.monotonic() - start
+    finally:
+        ahead.close()
+
+
+def _selected(recording: Recording, request: ReplayRequest, times: Times, selection: Selection) -> Iterator[StepToTrain]:
+    """The plans of `selection`."""
+    planned = PlannedGroups(recording.log, recording.run)
+    for number, plan in enumerate(selection.plans()):
+        if request.to_step is not None and number > request.to_step:
+            return
+        times.waited_s = selection.waited_s
+        recorded = recording.steps[number] if number < len(recording.steps) else None
+        yield StepToTrain(number=number, recorded=recorded, members=planned.read(plan))

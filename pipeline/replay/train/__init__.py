@@ -1,1 +1,0 @@
-"""Recomputes recorded optimizer steps, exactly or with other settings."""
