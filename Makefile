@@ -17,6 +17,9 @@ TESTERS ?= 3
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
 SBOM := .penstock/sbom.json
+SITE_TOOLS := .penstock/docs
+# Exit status of `make docs` if its tools cannot be installed.
+UNBUILT ?= 1
 PIP_AUDIT := pip-audit==2.10.1
 COVERED := .penstock/coverage
 NEWEST := .penstock/newest
@@ -30,7 +33,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages check format lock clean help
+.PHONY: demo real install model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -47,8 +50,9 @@ help:
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
 	@echo "make sbom      a CycloneDX bill of materials of packages and jars, in .penstock/sbom.json"
 	@echo "make audit-packages  pip-audit over requirements.lock; needs a feed of advisories"
-	@echo "make check     ruff, vulture, mypy --strict, layers and folders;  make format rewrites the files"
-	@echo "make lock      resolve requirements.in into requirements.lock"
+	@echo "make docs      the site of docs/, strictly, in .penstock/site"
+	@echo "make check     ruff, vulture, mypy --strict, layers and folders, make docs;  make format rewrites the files"
+	@echo "make lock      resolve requirements.in and docs/requirements.in into their locks"
 	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
 
 demo:
@@ -109,9 +113,19 @@ sbom: $(STAMP)/environment
 
 # A tool of its own environment: what it needs is not in the lock that it audits. Without a verdict it has audited nothing.
 audit-packages: $(STAMP)/environment
-	@out=$$($(UV) tool run --from $(PIP_AUDIT) pip-audit --progress-spinner off --disable-pip --no-deps -r requirements.lock $(ARGS) 2>&1); status=$$?; \
+	@out=$$($(UV) tool run --from $(PIP_AUDIT) pip-audit --progress-spinner off --disable-pip --no-deps -r requirements.lock -r docs/requirements.lock $(ARGS) 2>&1); status=$$?; \
 	case "$$out" in *"not found on PyPI"*) ;; *"No known vulnerabilities found"*|*"Found "*" known vulnerabilit"*) printf '%s\n' "$$out"; exit $$status;; esac; \
 	echo "make audit-packages: no feed of advisories can be reached from here; nothing was audited ($${out##*$$'\n'})" >&2; exit 1
+
+# Tools of an environment of its own, which no install of a user has.
+docs: $(STAMP)/environment
+	@mkdir -p $(SITE_TOOLS)
+	@[ $(SITE_TOOLS)/.stamp -nt docs/requirements.lock ] || { $(UV) venv --quiet --clear --python $(BIN)/python $(SITE_TOOLS) && \
+	  VIRTUAL_ENV=$(SITE_TOOLS) timeout 30 $(UV) pip sync --quiet --require-hashes docs/requirements.lock 2>$(SITE_TOOLS)/error && \
+	  touch $(SITE_TOOLS)/.stamp; } || \
+	  { echo "make docs: the site was not built, as its tools cannot be installed: $$(tail -n 1 $(SITE_TOOLS)/error)" >&2; exit $(UNBUILT); }; \
+	out=$$(NO_MKDOCS_2_WARNING=1 $(SITE_TOOLS)/bin/mkdocs build --strict 2>&1) || { printf '%s\n' "$$out" >&2; exit 1; }; \
+	echo "the site of docs/ is in .penstock/site, without a warning"
 
 check: install
 	$(BIN)/ruff check .
@@ -119,11 +133,13 @@ check: install
 	$(BIN)/vulture
 	$(BIN)/mypy
 	$(PYTEST) tests/test_layers.py tests/test_house.py
+	@$(MAKE) --no-print-directory docs UNBUILT=0
 
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python tests/test_readme.py
+	$(BIN)/python docs/generate.py
 	$(BIN)/python -m tests.pipeline.algorithms.test_defaults_table
 	$(BIN)/python -m tests.pipeline.config.test_device_defaults
 
@@ -131,6 +147,8 @@ format: install
 lock: $(STAMP)/environment
 	$(UV) pip compile requirements.in --override overrides.txt --generate-hashes --no-emit-index-url --no-annotate \
 	  --python-version 3.11 --quiet -o requirements.lock
+	$(UV) pip compile docs/requirements.in --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --quiet \
+	  -o docs/requirements.lock
 
 # Needs `pip install atheris`, which no test does.
 fuzz:
