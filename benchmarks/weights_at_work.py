@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.weight_copy import WeightCopy
-from penstock.pipeline.config.schema import WeightsSection
+from penstock.pipeline.config.services import WeightsSection
 from penstock.pipeline.runtime.weights.read import bring
 from penstock.topics.weights import Manifest
 

@@ -1,83 +1,19 @@
-"""The wire format as it is documented: the columns are the codecs', and the shipped foreign client reads a run without our code."""
+"""The shipped foreign client reads a run without our code."""
 
 import ast
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pyarrow as pa
-import pytest
 
 from penstock.infra.broker.login import FILE
 from penstock.infra.kafka.log import KafkaLog
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics import groups
 from penstock.topics.catalogue import CONTROL, topics_of
-from penstock.topics.samples import SAMPLE_FIELDS
-from penstock.topics.upkeep import owners, state
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import Teller
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "read_topics.py"
-DOCUMENT = (ROOT / "docs" / "reference" / "topics.md").read_text(encoding="utf-8")
-SAMPLE = "Columns of a sample"
-CODECS = {
-    codec.name: codec.schema
-    for codec in (
-        prompts.CODEC, rollouts.CODEC, groups.CODEC, ledger.CODEC, weights.CODEC, weights.CHUNK_CODEC, metrics.CODEC, dead_letters.CODEC,
-        owners.CODEC, runs.CODEC, state.CODEC,
-    )
-}  # fmt: skip
-
-
-def documented(title: str) -> list[tuple[str, str]]:
-    """Column and type of each row of the table below a heading."""
-    section = re.split(r"^##+ ", DOCUMENT.partition(f"### {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
-    return re.findall(r"^\| `([\w.]+)` \| (.*?) \|", section, re.MULTILINE)
-
-
-def columns_of(fields: Iterator[pa.Field] | pa.Schema | tuple[pa.Field, ...], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Column and type of each field, those of structs below their own."""
-    for field in fields:
-        yield prefix + field.name, described(field)
-        inner = field.type.value_type if pa.types.is_list(field.type) else field.type
-        if pa.types.is_struct(inner):
-            yield from columns_of(tuple(inner), f"{prefix}{field.name}.")
-
-
-def described(field: pa.Field) -> str:
-    return named(field.type) + (" or null" if field.nullable else "")
-
-
-def named(kind: pa.DataType) -> str:
-    if pa.types.is_list(kind):
-        return f"list of {described(kind.value_field)}"
-    if pa.types.is_map(kind):
-        return f"map of {kind.key_type} to {named(kind.item_type)}"
-    return "struct" if pa.types.is_struct(kind) else str(kind)
-
-
-@pytest.mark.parametrize("schema", [*CODECS, SAMPLE])
-def test_the_documented_columns_are_those_of_the_codec(schema: str) -> None:
-    said = documented(f"`{schema}`" if schema in CODECS else schema)
-    expected = list(columns_of(CODECS.get(schema, SAMPLE_FIELDS)))
-    shared = list(columns_of(SAMPLE_FIELDS))
-    if schema == rollouts.SCHEMA:
-        said += shared
-    if schema == groups.SCHEMA:
-        within = [(f"samples.{name}", kind) for name, kind in shared]
-        expected = [column for column in expected if column not in within]
-        assert len(expected) == len(list(columns_of(groups.CODEC.schema))) - len(within)
-    assert said == expected
-
-
-def test_every_header_is_documented() -> None:
-    from penstock.topics.wire.headers import CHECKSUM, Headers
-
-    names = {name.replace("_", "-") for name in Headers.__dataclass_fields__} | {CHECKSUM}
-    assert {name for name in names if f"`{name}`" in DOCUMENT} == names
 
 
 def test_the_foreign_client_is_short_and_imports_none_of_our_code() -> None:

@@ -1,11 +1,10 @@
-"""What README and docs say is there is there: the tree, the commands, the files and the configuration's keys.
+"""What README and docs say is there is there: the tree, the commands and the files.
 
 `python tests/test_readme.py` rewrites the tree in README.md from the first sentence of each folder's docstring.
 """
 
 import ast
 import io
-import json
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -124,16 +123,6 @@ def test_every_make_target_that_is_named_exists(path: Path) -> None:
     assert set(re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))) <= targets
 
 
-def documented() -> dict[str, str]:
-    """section.key -> default, as docs/reference/configuration.md has it."""
-    text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
-    found = {}
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        name = section.partition("\n")[0].strip("[] `")
-        found |= {f"{name}.{key}": default for key, default in re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)}
-    return found
-
-
 def test_every_key_in_the_table_for_readers_of_trl_exists() -> None:
     from penstock.pipeline.config.run_config import Config
 
@@ -147,26 +136,6 @@ def test_every_key_in_the_table_for_readers_of_trl_exists() -> None:
     named = {key for row in rows for key in re.findall(rf"`((?:{sections})\.\w+)", " ".join(row[1:]))}
     assert len(named) > 40
     assert named <= there, named - there
-
-
-def test_every_key_of_the_configuration_is_documented_with_its_default() -> None:
-    from pydantic_core import PydanticUndefined
-
-    from penstock.pipeline.config.load import Config
-
-    expected = {}
-    for section, field in Config.model_fields.items():
-        assert field.annotation is not None
-        for key, inner in field.annotation.model_fields.items():
-            default = inner.get_default(call_default_factory=True)
-            if default is PydanticUndefined:
-                shown = "required"
-            elif default is None:
-                shown = "-"
-            else:
-                shown = f"`{json.dumps(default)}`"
-            expected[f"{section}.{key}"] = shown
-    assert documented() == expected
 
 
 if __name__ == "__main__":

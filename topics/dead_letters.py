@@ -52,6 +52,7 @@ class DeadLetter:
     kind: str
     """Class of the reason: a kind of `Unusable`, or one of the reader's own."""
     reason: str
+    """The reason in words."""
     worker: str
     """The worker that wrote the dead letter."""
     key: bytes | None

@@ -111,6 +111,7 @@ class Group(ByValue):
 
     group: int
     outcome: Outcome
+    """`scored`, `filtered`, `failed` or `abandoned`."""
     reason: str | None
     """Reason for not scoring the group; `None` if it was scored."""
     slot: int
@@ -120,12 +121,14 @@ class Group(ByValue):
     row: int
     prompt: str
     prompt_ids: Int32s
-    """[L]"""
+    """[L] the prompt's tokens."""
     columns: str
     """JSON object: the row's other columns."""
     reward_names: tuple[str, ...]
     reward_weights: tuple[float, ...]
+    """One weight per reward function."""
     samples: tuple[ScoredSample, ...]
+    """The samples of this part, by number; empty without rewards."""
     created_ns: int
     """Time of the prompt's admission."""
     scored_ns: int

@@ -52,6 +52,7 @@ class Planned:
 
     group: int
     sha256: str
+    """Digest of the group's record, as in its header."""
     partition: int
     offset: int
 
@@ -63,9 +64,12 @@ class Entry:
     seq: int
     """Index in the ledger, from 0."""
     kind: EntryKind
+    """`run-opened`, `step`, `stale`, `version`, `checkpoint`, `rebased` or `run-closed`."""
     time_ns: int
     step: int | None = None
+    """Index of a step, from 0; of another entry the number of steps before it."""
     version: int | None = None
+    """The learner's version at a step; the version that is published or checkpointed."""
     plan: tuple[Planned, ...] = ()
     """The groups of a step, in the order in which they were trained."""
     boundaries: tuple[int, ...] = ()
@@ -77,8 +81,9 @@ class Entry:
     grad_norm_bits: int | None = None
     """Bits of the gradient norm as an IEEE-754 double, read as int64."""
     digest: str | None = None
-    """Hex digest of the weights."""
+    """Hex digest of the weights; of a `step` only for small models."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Figures of a step: see metrics."""
     details: str | None = None
     """JSON: configuration, arithmetic fingerprint, reason, status; for a rebase, results of the repeated steps and the recorded ones."""
 

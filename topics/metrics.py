@@ -108,11 +108,16 @@ class Measurement:
     seq: int
     """Number among the incarnation's measurements, from 0."""
     kind: MeasurementKind
+    """`status` each second, `progress`, `eval` or `final`."""
     time_ns: int
     version: int | None = None
+    """The evaluated version."""
     step: int | None = None
+    """The optimizer step it belongs to."""
     values: dict[str, float] = field(default_factory=dict)
+    """Figures by name; most are cumulative since the process started."""
     labels: dict[str, str] = field(default_factory=dict)
+    """`activity` and its text `doing`, host, pid; of an evaluation some prompts with their completions."""
 
 
 def encode(measurement: Measurement) -> bytes:

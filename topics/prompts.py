@@ -58,7 +58,7 @@ class Prompt(ByValue):
     messages: str | None
     """JSON list of chat messages; `None` for a plain text prompt."""
     token_ids: Int32s
-    """[L]"""
+    """[L] the prompt's tokens; no reader tokenizes it again."""
     columns: str
     """JSON object: the row's other columns, for the reward functions."""
     created_ns: int

@@ -48,12 +48,14 @@ class RunRecord:
 
     run: str
     status: Status
+    """`created`, `running`, `finished`, `stopped` or `failed`."""
     config: str
     """JSON: the full configuration, without passwords."""
     info: str
     """JSON: digests of tokenizer, template and stop ids; the reason of a failure."""
     created_ns: int
     updated_ns: int
+    """Time of the newest status."""
     revision: int | None = None
     """Number of this record among those signed with the run's key, from 1; None without a signature."""
     mac: str | None = None

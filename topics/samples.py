@@ -80,7 +80,7 @@ class Turn:
     start: int
     end: int
     source: str
-    """prompt, model, tool, user or environment."""
+    """`prompt`, `model`, `tool`, `user`, or `environment` for the last turn of a trajectory that its environment ended."""
     finish: str | None = None
     """Finish reason of the model; in the last turn of an aborted trajectory, the cause."""
     reward: float | None = None
@@ -94,7 +94,7 @@ class Rollout(ByValue):
     group: int
     sample: int
     token_ids: Int32s
-    """[T]"""
+    """[T] the completion; of a trajectory all tokens after the prompt."""
     behaviour_logprobs: Float32s
     """[T] natural-log probabilities; NaN for tokens the policy did not generate."""
     loss_mask: Bools
@@ -104,6 +104,7 @@ class Rollout(ByValue):
     span_starts: Int32s
     """[S] index of the first token of each span: the first is 0, then ascending, at most T."""
     finish: Finish
+    """`stop`, `length` or `abort`."""
     temperature: float
     top_p: float
     top_k: int
@@ -119,8 +120,11 @@ class Rollout(ByValue):
     messages: str | None = None
     """JSON list of the trajectory's chat messages, those of the policy marked with `GENERATED`; None for a single completion."""
     environment: str | None = None
+    """Name of the trajectory's environment."""
     environment_version: str | None = None
+    """Digest of the environment's source, or the release of its package."""
     environment_seed: int | None = None
+    """Seed of the environment's reset."""
     support: Int32s | None = None
     """[T * k] ids that each token was sampled from, k per token, padded with -1; None for the full vocabulary. Logprobs are of the
     distribution over these ids."""

@@ -59,6 +59,7 @@ class Chunk:
     index: int
     """Index of the slice in the version, from 0."""
     data: bytes | memoryview
+    """At most 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Manifest:
     base_version: int | None
     """The version that the chunks change; `None` for a full snapshot."""
     digest: str
-    """Hex SHA-256 over names, types, shapes and bytes of all tensors, independent of the chunks."""
+    """Digest of names, types, shapes and bytes of all tensors, independent of the chunks."""
     nbytes: int
     """Bytes in all chunks."""
     names: tuple[str, ...]
@@ -81,10 +82,12 @@ class Manifest:
     dtypes: tuple[str, ...]
     """Element types, as "float32" or "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shape of each tensor."""
     chunk_partitions: tuple[int, ...]
     chunk_offsets: tuple[int, ...]
     chunk_sizes: tuple[int, ...]
     chunk_sha256: tuple[str, ...]
+    """Hex SHA-256 of each chunk's data."""
     created_ns: int
 
     @property

@@ -29,71 +29,78 @@ from penstock.pipeline.scheduling.schedule import MODES
 
 class RunSection(Section):
     name: str = Field("run", description="first part of the run id")
-    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
-    epochs: PositiveFloat | None = Field(None, description="passes over the data instead of steps")
-    seed: NonNegative = 0
-    restart: Literal["on-failure", "never"] = Field("on-failure", description="on-failure: `penstock run` restarts a crashed worker")
+    steps: Positive | None = Field(None, description="optimizer steps; give `steps` or `epochs`")
+    epochs: PositiveFloat | None = Field(None, description="passes over the data; an incomplete last step is skipped")
+    seed: NonNegative = Field(0, description="seed of the order of prompts, of samples, generated data and training")
+    restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` restarts a crashed worker")
     max_restarts: NonNegative = Field(5, description="consecutive restarts of one worker before the run fails")
     health_port: Annotated[int, Field(ge=0, lt=2**16)] = Field(
-        0, description="port of the first worker's /livez, /readyz and /metrics, the next ones follow; 0 for none"
+        0, description="loopback port of the first worker's `/livez`, `/readyz`, `/metrics`; others follow; 0: none"
     )
-    stall_s: PositiveFloat = Field(300.0, description="seconds without progress after which the stuck worker is reported")
+    stall_s: PositiveFloat = Field(300.0, description="seconds without progress after which the stuck stage is reported")
 
 
 class ModelSection(Section):
     path: Annotated[str, Resolve(absolute_model)] = Field(
-        description="a Hugging Face causal language model: a directory, or hf:ORG/NAME@REVISION of the hub, which a run records by commit"
+        description=("Hugging Face causal language model with its tokenizer: a directory, or `hf:ORG/NAME@REVISION`, recorded by commit")
     )
 
 
 class SourceSampling(Section):
-    temperature: PositiveFloat | None = None
-    max_new_tokens: Positive | None = None
+    temperature: PositiveFloat | None = Field(None, description="sampling temperature; `sampling.temperature` if absent")
+    max_new_tokens: Positive | None = Field(None, description="longest completion; `sampling.max_new_tokens` if absent")
 
 
 class DataSection(Section):
     source: Annotated[str | list[str], SOURCE] = Field(
-        description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor; or a list of such"
+        description=(
+            "`x.jsonl`, `x.parquet` (or a folder, or a pattern), `hf:NAME`, `reasoning-gym:TASK`, `tiny:successor`, "
+            "`file.py:function` or `package.module:function`; options follow a question mark: `hf:openai/gsm8k?config=main`; "
+            "or a list of sources, which are mixed"
+        )
     )
-    weights: list[FinitePositive] | None = Field(None, description="weight of each source; its number of rows if absent")
-    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of reward.functions that score it; else all")
-    sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> its own sampling settings")
-    sort_by: str | None = Field(None, description="column of numbers by which each epoch is sorted, ascending, instead of shuffled")
-    skip_solved: float | None = Field(None, description="mean reward at or above which a row is skipped in the next epoch")
-    skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is skipped in the next epoch")
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
-    tag_field: str | None = Field(None, description="column with the tag that selects one of rollout.pools for a prompt")
-    split: str = "train"
-    start: NonNegative = Field(0, description="first row of the slice that is used")
-    limit: Positive | None = Field(None, description="rows of the slice that is used")
-    size: Positive | None = Field(None, description="rows to make, for sources that generate them")
-    shuffle: bool = True
-    first_group: NonNegative = Field(0, description="index of group 0 in the order of prompts")
-    chat_template: Annotated[str, Resolve(absolute_template)] = Field("auto", description="auto, on, off, or the path of a Jinja file")
-    system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; none if absent")
-    template_arguments: dict[str, Any] = Field(
-        default_factory=dict, description="variables of the chat template in addition to the messages: enable_thinking, …"
+    weights: list[FinitePositive] | None = Field(None, description="share of each source in a mixture; its number of rows if absent")
+    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of `reward.functions` that score it")
+    sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> its own `temperature` and `max_new_tokens`")
+    sort_by: str | None = Field(None, description="column of numbers; each epoch is sorted by it, ascending, instead of shuffled")
+    skip_solved: float | None = Field(None, description="mean reward at or above which a row is left out of the next epoch")
+    skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is left out of the next epoch")
+    prompt_field: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
+    answer_field: str = Field("answer", description="column that reward functions get as `answer`; empty for none")
+    tag_field: str | None = Field(None, description="column that selects one of `rollout.pools`; in a mixture it may be `data_source`")
+    split: str = Field("train", description="split of an `hf:` data set; generated sources have the same names")
+    start: NonNegative = Field(0, description="first row that is used")
+    limit: Positive | None = Field(None, description="number of rows that are used; all if absent")
+    size: Positive | None = Field(None, description="rows to generate, for sources that generate them; the source's own number if absent")
+    shuffle: bool = Field(True, description="shuffle each epoch by the seed")
+    first_group: NonNegative = Field(0, description="position of group 0 in the order of prompts; `penstock fork` sets it")
+    chat_template: Annotated[str, Resolve(absolute_template)] = Field(
+        "auto", description="`auto`: the model's, if any; `on`: required; `off`: none; or the path of a Jinja file"
     )
-    max_prompt_tokens: Positive = 1024
-    on_change: Literal["refuse", "accept"] = Field("refuse", description="what a resumed run does if its rows have changed since its start")
+    system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; needs a chat template")
+    template_arguments: dict[str, Any] = Field(default_factory=dict, description="variables of the template: `enable_thinking = false`")
+    max_prompt_tokens: Positive = Field(1024, description="limit of a prompt; a longer one stops the run with the name of its row")
+    on_change: Literal["refuse", "accept"] = Field("refuse", description="what a resumed run does if the rows have changed")
 
 
 class ChildSection(Section):
     """Keys of a section whose code runs in child processes."""
 
     pass_env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(
-        default_factory=list, description="environment variables that its processes get in addition to the standard list"
+        default_factory=list, description="environment variables that child processes get too"
     )
     memory_gb: PositiveFloat | None = Field(
-        None, description="memory of a child process and its descendants; half of the machine's if absent"
+        None, description="memory limit of a child with its descendants; half of the machine's if absent"
     )
-    max_processes: Positive = Field(512, description="processes of a child and its descendants")
-    file_gb: PositiveFloat = Field(64.0, description="size of a file that a child process writes")
+    max_processes: Positive = Field(512, description="limit of processes of a child with its descendants")
+    file_gb: PositiveFloat = Field(64.0, description="limit of a file that a child writes, in GB")
     isolate: Isolation | None = Field(
-        None, description="none, landlock, bwrap, or auto: bwrap if it works, else landlock; for root none, else landlock"
+        None,
+        description=(
+            "`none`, `landlock`, `bwrap`, or `auto` (`bwrap` if it works, else `landlock`); if absent `landlock`, for root `none`"
+        ),
     )
-    isolate_network: bool = Field(False, description="its processes have no network; needs isolate = bwrap or auto")
+    isolate_network: bool = Field(False, description="child processes have no network; needs `isolate` `bwrap` or `auto`")
 
     def _rules(self, section: str, *also: str) -> ChildRules:
         return ChildRules(
@@ -108,13 +115,19 @@ class ChildSection(Section):
 
 
 class RewardSection(ChildSection):
-    functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
-    weights: list[float] | None = None
-    timeout_s: PositiveFloat = 30.0
-    concurrency: Positive = Field(64, description="groups that a child process scores concurrently if a function is async or a service")
-    on_error: Literal["stop", "drop"] = Field(
-        "stop", description="stop: a reward that fails in the same way for more than 5 % of the groups stops the run"
+    functions: Annotated[list[str], SOURCE] = Field(
+        ["exact_match"],
+        min_length=1,
+        description=(
+            "`exact_match`, `math_verify`, `reasoning_gym`, `environment` (the environment's reward), `soft_overlong` (DAPO's"
+            " length penalty, arXiv 2503.14476), `file.py:function`, `package.module:function`, or a service "
+            "`http://HOST:PORT/PATH`; options follow a question mark: `soft_overlong?cache=64`"
+        ),
     )
+    weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
+    timeout_s: PositiveFloat = Field(30.0, description="seconds that the functions may take for one completion")
+    concurrency: Positive = Field(64, description="groups that a child scores concurrently if a function is `async` or a service")
+    on_error: Literal["stop", "drop"] = Field("stop", description="if a function fails in the same way for more than 5 % of the groups")
 
     def rules(self) -> ChildRules:
         """Rules of the reward processes; the token is passed only if a reward is a service."""
@@ -125,23 +138,26 @@ class RewardSection(ChildSection):
 class EnvironmentSection(ChildSection):
     source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="file.py:Class, gymnasium:ID, textarena:ID, openenv:ADDRESS, tiny:lake or agent:COMMAND; samples are then trajectories",
+        description=(
+            "`file.py:Class`, `package:Class`, `gymnasium:ID`, `textarena:ID`, `openenv:ws://HOST:PORT`, `tiny:lake`, or "
+            "`agent:COMMAND`; samples are then trajectories of several turns; single completions if absent"
+        ),
     )
-    carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
-    processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
-    in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
-    max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
-    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
+    carrier: Literal["process", "log"] = Field(
+        "process", description="trajectories run in rollout workers (`process`) or environment workers (`log`)"
+    )
+    processes: Positive = Field(2, description="child processes for environments, per worker")
+    in_flight: Positive = Field(256, description="concurrent trajectories, per worker")
+    max_turns: Positive = Field(10, description="turns of the policy after which a trajectory is truncated")
+    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt after which it is truncated")
     max_result_tokens: Positive | None = Field(None, description="tokens to which a tool result or a step's text is cut; not cut if absent")
     history: Literal["exact", "template"] = Field(
-        "exact", description="exact: contexts contain all generated tokens; template: contexts are rendered by the chat template"
+        "exact", description="contexts contain all generated tokens (`exact`), or what the chat template renders"
     )
-    resume: Literal["replay", "restart"] = Field(
-        "replay", description="after a lost session: replay the recorded actions on the same seed, or restart the trajectory"
-    )
-    reset_timeout_s: PositiveFloat = 60.0
-    step_timeout_s: PositiveFloat = 30.0
-    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="environment time of one trajectory")
+    resume: Literal["replay", "restart"] = Field("replay", description="after a crash: replay the recorded actions, or start anew")
+    reset_timeout_s: PositiveFloat = Field(60.0, description="seconds for a reset")
+    step_timeout_s: PositiveFloat = Field(30.0, description="seconds for a step")
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="seconds of the environment's time in one trajectory")
     retries: NonNegative = Field(2, description="retries of a failing environment before its sample is aborted")
 
     def rules(self) -> ChildRules:
@@ -150,205 +166,171 @@ class EnvironmentSection(ChildSection):
 
 
 class ScheduleSection(Section):
-    mode: Annotated[str, one_of(MODES)] = "pipelined"
+    mode: Annotated[str, one_of(MODES)] = Field("pipelined", description=", ".join(MODES))
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
-    samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group")
-    steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
-    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
-    order: Literal["submission", "arrival"] | None = Field(None, description="the mode's own if absent")
-    stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
-        None, description="what to do with a group in flight that can no longer be fresh; the mode's own if absent"
+    samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group, at least 2")
+    steps_per_version: Positive = Field(1, description="S: optimizer steps between two published versions")
+    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind the learner; the mode's own if absent")
+    order: Literal["submission", "arrival"] | None = Field(
+        None, description="of training: group numbers, or scoring; the mode's own if absent"
     )
-    oversample: NonNegative = Field(0, description="r: samples started beyond K per group; the group is closed when K of them have ended")
+    stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
+        None, description="what to do with an unfinished group that can no longer be fresh; the mode's own if absent"
+    )
+    oversample: NonNegative = Field(0, description="r: K + r samples start, the group ends when K have ended; favours short ones")
     max_drops_per_step: Positive | None = Field(
-        None, description="dropped groups between two steps that stop the run; 16 U·S, at least 64, if absent"
+        None, description="dropped groups between two steps that stop the run; 16 U·S or 64 if absent"
     )
 
 
 class SamplingSection(Section):
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="with top_k only, as each token's support is recorded")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature; the learner's logits are divided by it too")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; only with `top_k`")
     top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="number of most likely tokens to sample from; 0 for all")
-    max_new_tokens: Positive = 256
+    max_new_tokens: Positive = Field(256, description="longest completion; one that reaches it has `finish = length`")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list, description="texts that end a completion, as the model's end token does"
+        default_factory=list, description="texts that end a completion, of which they are part"
     )
-    seeded: bool = Field(True, description="each sample has a random seed of its own; vLLM generates faster without")
+    seeded: bool = Field(True, description="random numbers of each sample follow from the seed; vLLM generates faster without")
 
 
 class AlgorithmSection(Section):
-    defaults: Literal[1, 2] = Field(2, description="edition of the defaults; 1 in records without this key")
+    defaults: Literal[1, 2] = Field(2, description="edition of the values of absent keys; a fork keeps its parent's")
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
-        "grpo", description=f"{', '.join(LOSSES)}, or package:function / file.py:function"
+        "grpo", description=f"{', '.join(LOSSES)}, or a function `file.py:function`, `package:function`"
     )
     advantage: Annotated[Annotated[str, one_of(ADVANTAGES, or_function=True, options=True)] | None, SOURCE] = Field(
-        None, description=f"{', '.join(ADVANTAGES)}, or package:function / file.py:function; the loss's own choice if absent"
+        None, description=f"{', '.join(ADVANTAGES)}, or a function; the loss's own if absent"
     )
-    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
-    clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
-    clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
+    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = Field(
+        None, description="how token losses become one number (`constant`: sum by `max_new_tokens`); the loss's own if absent"
+    )
+    clip_low: FinitePositive | None = Field(None, description="lower clip range of the ratio; if absent 0.2, `gspo` 0.0003, `cispo` 1")
+    clip_high: FinitePositive | None = Field(None, description="upper clip range; if absent 0.2, `dapo` 0.28, `gspo` 0.0004, `cispo` 4")
     clip_dual: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        None, description="bound of the ratio for negative advantages, 0 for none; the loss's own choice if absent"
+        None, description="bound of the ratio for negative advantages, 0 for none; if absent 3, `cispo` none"
     )
-    kl_coef: NonNegativeFloat = 0.0
-    kl_weighted: bool | None = Field(
-        None, description="weight the KL of a token by current / behaviour, because the latter sampled it; true if absent"
-    )
-    kl_in: Literal["loss", "reward"] = Field("loss", description="k3 in the loss, or k1 off the reward before advantages are taken")
-    reference: Annotated[str | None, PATH] = Field(
-        None, description="directory of the model that kl_coef compares with; model.path if absent"
-    )
+    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference model; above 0 the trainer keeps a frozen copy")
+    kl_weighted: bool | None = Field(None, description="weight the KL of a token by current / behaviour; true if absent")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="k3 in the loss, or k1 subtracted from the reward before the advantage")
+    reference: Annotated[str | None, PATH] = Field(None, description="directory of the reference model; `model.path` if absent")
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
-        None, description="denominator of the ratio; from the schedule, the loss and the correction if absent"
+        None, description="denominator of the ratio; `snapshot`: start of the version, if S > 1; from schedule, loss and dtype if absent"
     )
     correction: Annotated[str, one_of(CORRECTIONS, or_none=True)] | None = Field(
-        None, description="correction that bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
+        None,
+        description=f"bound of the weight proximal / behaviour: none, {', '.join(CORRECTIONS)}; from schedule, loss and dtype if absent",
     )
-    correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")
+    correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="weights below it are masked; if absent 0, `icepop` 0.5, `geometric_mis` 0.9"
+    )
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
-        None, description="the correction's own bound if absent"
+        None, description="weights above it are cut (`tis`) or masked; if absent 5, `geometric_tis` 2, `geometric_mis` 1.1"
     )
     reject_kl: FinitePositive | None = Field(
-        None, description="sequences over which the mean KL of behaviour and proximal policy is above it are not trained; none if absent"
+        None, description="mean KL of behaviour and proximal policy above which a sequence is not trained"
     )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="of a bonus for the entropy of each token's distribution")
-    entropy_floor: FinitePositive | None = Field(
-        None, description="nats from which a token's entropy has no more bonus; none if absent, and the bonus never ends"
-    )
+    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of a bonus for the entropy of each token's distribution")
+    entropy_floor: FinitePositive | None = Field(None, description="nats from which a token's entropy has no more bonus; none if absent")
     ess_floor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"
     )
     combine: Literal["rewards", "advantages"] = Field(
-        "rewards", description="sum the rewards of several functions, or the advantages of each"
+        "rewards", description="sum rewards, or each function's advantages (GDPO, arXiv 2601.05242)"
     )
-    filter_zero_variance: bool = True
-    truncated: Literal["train", "mask", "penalise"] = "train"
-    truncated_penalty: float = Field(-1.0, description='added to the reward of a truncated completion if truncated = "penalise"')
+    filter_zero_variance: bool = Field(True, description="groups with equal rewards are `filtered` and replaced")
+    truncated: Literal["train", "mask", "penalise"] = Field(
+        "train", description="train truncated samples, leave them out, or lower their reward"
+    )
+    truncated_penalty: float = Field(-1.0, description='added to the reward under `truncated = "penalise"`')
 
 
 class PoolSection(Section):
-    workers: Positive = 1
-    tags: list[str] = Field(default_factory=list, description="values of data.tag_field whose prompts it gets; without any, all others")
-    fallback: list[str] = Field(
-        default_factory=list, description="pools that take its prompts while it has no workers: the first that has some; else they wait"
-    )
+    workers: Positive = Field(1, description="rollout workers that `penstock run` starts in the pool")
+    tags: list[str] = Field(default_factory=list, description="values of `data.tag_field` that the pool samples; without any, all others")
+    fallback: list[str] = Field(default_factory=list, description="pools that sample its prompts while it has no worker")
 
 
 class RolloutSection(Section):
-    engine: Annotated[str, one_of(ENGINES)] = "transformers"
-    workers: Positive = 2
-    gpus_per_worker: NonNegative = Field(0, description="GPUs of each rollout worker, after the trainer's; 0 with trainer.gpus = 0: all")
-    threads: Positive = 1
-    device: str = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: Positive | None = Field(
-        None, description="maximum number of groups in flight per worker; from the engine's concurrency if absent"
-    )
-    concurrency: Positive = Field(64, description="concurrent samples in vLLM (its max_num_seqs)")
-    kv_cache: Literal["recompute", "keep"] = Field(
-        "recompute", description="recompute or keep the KV cache of samples in flight when the weights change"
-    )
-    engine_process: bool = Field(False, description="vLLM in a process of its own instead of the worker's")
-    vllm: dict[str, Any] = Field(default_factory=dict, description="any argument of vLLM's engine: tensor_parallel_size, …")
-    toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds the toy engine sleeps for each token of a group")
-    pools: dict[str, PoolSection] = Field(
-        default_factory=dict, description="groups of rollout workers by name, each with prompts of its own by their tag"
-    )
+    engine: Annotated[str, one_of(ENGINES)] = Field("transformers", description=f"{', '.join(ENGINES)} (random tokens, no model)")
+    workers: Positive = Field(2, description="rollout workers that `penstock run` starts")
+    gpus_per_worker: NonNegative = Field(0, description="GPUs of each worker, after the trainer's; with `trainer.gpus = 0`: all")
+    threads: Positive = Field(1, description="threads of each worker")
+    device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
+    slots: Positive | None = Field(None, description="groups in flight per worker; if absent 3, for vLLM from `concurrency`")
+    concurrency: Positive = Field(64, description="concurrent samples in vLLM (its `max_num_seqs`)")
+    kv_cache: Literal["recompute", "keep"] = Field("recompute", description="KV cache of samples in flight after a weight update")
+    engine_process: bool = Field(False, description="vLLM runs in a process of its own")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's engine, such as `tensor_parallel_size`")
+    toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds that the toy engine sleeps per token of a group")
+    pools: dict[str, PoolSection] = Field(default_factory=dict, description="groups of rollout workers by name")
 
 
 class ScorerSection(Section):
-    workers: Positive = 1
+    workers: Positive = Field(1, description="scorers that `penstock run` starts")
     processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
-    group_deadline_s: PositiveFloat = Field(
-        3600.0, description="seconds of its rollout worker's activity after which an unfinished group is abandoned"
-    )
+    group_deadline_s: PositiveFloat = Field(3600.0, description="seconds of its worker's activity after which a group is `abandoned`")
 
 
 class TrainerSection(Section):
-    backend: Annotated[str, one_of(BACKENDS)] = "torch"
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    deepspeed_config: Annotated[dict[str, Any], JSON_FILE] = Field(
-        default_factory=dict, description="DeepSpeed's own options, as a table or the path of its JSON file, which is read at once"
-    )
+    backend: Annotated[str, one_of(BACKENDS)] = Field("torch", description="`torch` or `deepspeed`")
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage of DeepSpeed")
+    deepspeed_config: Annotated[dict[str, Any], JSON_FILE] = Field(default_factory=dict, description="DeepSpeed's options, or a JSON file")
     offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none", description="kept in host memory under deepspeed: optimizer (masters and moments), or parameters, too"
+        "none", description="kept in host memory: masters and moments, or weights too"
     )
-    offload_activations: bool = Field(False, description="store activations for the backward pass in host memory")
-    processes: Positive = Field(1, description="data-parallel processes of the trainer, each with threads or a GPU of its own")
-    device: str = "auto"
-    gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: Positive = 1
-    deterministic: Literal["warn", "strict"] = Field(
-        "warn", description="strict refuses operations without a deterministic form; GPU attention is deterministic only under it"
+    offload_activations: bool = Field(False, description="keep activations for the backward pass in host memory")
+    processes: Positive = Field(1, description="data-parallel processes, each with threads or a GPU of its own")
+    device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
+    gpus: NonNegative = Field(0, description="GPUs of the trainer, as many as `processes`; with `rollout.gpus_per_worker = 0`: all")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the weights; `auto` is `bfloat16` if the device has it. The optimizer is float32"
     )
-    tf32: bool = Field(False, description="whether a GPU computes float32 products in TF32; on GPUs if absent")
+    threads: Positive = Field(1, description="threads per process; other counts give other bits. By the model's size if absent")
+    deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` refuses operations that are not deterministic")
+    tf32: bool = Field(False, description="a GPU computes float32 products in TF32; on a GPU true if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
-        None, description="what a restarted trainer does if a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
+        None, description="if a recomputed step has other bits; if absent `rebase` on a GPU or other arithmetic, else `stop`"
     )
-    peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; built in for common GPUs")
-    lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.0
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    max_grad_norm: PositiveFloat = 1.0
-    lora_rank: NonNegative = Field(0, description="rank of the adapters that are trained instead of the weights; 0 trains the weights")
-    lora_alpha: FinitePositive | None = Field(None, description="adapters count alpha / rank; 2 x lora_rank if absent")
-    micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
-    gradient_checkpointing: bool = False
+    peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; known for common GPUs")
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="betas of AdamW")
+    weight_decay: NonNegativeFloat = Field(0.0, description="weight decay of AdamW")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay of the learning rate to 0 at the last step")
+    warmup_steps: NonNegative = Field(0, description="steps of linear warm-up")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradient norm above which gradients are clipped")
+    lora_rank: NonNegative = Field(0, description="rank of LoRA adapters, which are trained instead of the weights; 0 trains the weights")
+    lora_alpha: FinitePositive | None = Field(None, description="adapters count alpha / rank; 2 x `lora_rank` if absent")
+    micro_batch_tokens: Positive = Field(8192, description="padded tokens of one micro-batch, per process")
+    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     share_prompts: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="compute the common prefix of a group's samples once: auto if the logprobs are the same, on fails if they differ",
+        "auto", description="compute common prefixes once; `auto`: if the logprobs are the same"
     )
-    export: bool = Field(True, description="write the model as a Hugging Face directory, with each checkpoint and at the end")
-    checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
-    checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
-    checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
-    initial_state: Annotated[str | None, PATH] = Field(
-        None, description="folder of the initial optimizer state, as `penstock fork` writes it; a new state if absent"
-    )
-    initial_steps: NonNegative = Field(0, description="optimizer steps of that state; the learning-rate schedule continues after them")
-    checkpoint_dir: Annotated[str | None, PATH] = Field(
-        None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent"
-    )
+    export: bool = Field(True, description="write a Hugging Face directory with each checkpoint, and at the end `runs/RUN/model`")
+    checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 for none")
+    checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that are retained, in addition to the best one")
+    checkpoint_keep_every: Positive | None = Field(None, description="checkpoints whose number of steps it divides are retained too")
+    initial_state: Annotated[str | None, PATH] = Field(None, description="folder of the initial optimizer state, from `penstock fork`")
+    initial_steps: NonNegative = Field(0, description="optimizer steps of that state; warm-up and decay continue after them")
+    checkpoint_dir: Annotated[str | None, PATH] = Field(None, description="folder with a folder per run; `runs/RUN/checkpoints` if absent")
 
 
 class EvalSection(Section):
     source: Annotated[str | list[str] | None, SOURCE] = Field(
-        None, description="held-out prompts, as data.source, or a list of such; no evaluator if absent"
+        None, description="held-out prompts, as `data.source`; no evaluation if absent"
     )
-    engine: Literal["own", "rollout"] = Field(
-        "own", description="own: the evaluator has an engine of its own; rollout: a rollout worker evaluates on its engine between groups"
-    )
-    functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as reward.functions, and those if absent")
-    weights: list[float] | None = Field(None, description="one for each of eval.functions")
+    engine: Literal["own", "rollout"] = Field("own", description="an engine of the evaluator, or a rollout worker's (the default on a GPU)")
+    functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as `reward.functions`; those if absent")
+    weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
     threshold: float | None = Field(None, description="reward from which a completion is solved; the sum of positive weights if absent")
-    split: str = "test"
-    start: NonNegative = 0
-    limit: Positive | None = Field(64, description="of each source")
-    size: Positive | None = None
+    split: str = Field("test", description="as `data.split`")
+    start: NonNegative = Field(0, description="as `data.start`")
+    limit: Positive | None = Field(64, description="as `data.limit`, for each source")
+    size: Positive | None = Field(None, description="as `data.size`")
     every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
     samples: Positive = Field(4, description="sampled completions per prompt, in addition to the greedy one")
-    temperature: PositiveFloat = 1.0
-    max_new_tokens: Positive | None = None
+    temperature: PositiveFloat = Field(1.0, description="temperature of the sampled completions")
+    max_new_tokens: Positive | None = Field(None, description="as `sampling.max_new_tokens`; that if absent")
     target: float | None = Field(None, description="greedy accuracy that ends the run")
     patience: Positive | None = Field(None, description="evaluations without a new best that end the run")
-
-
-class WeightsSection(Section):
-    chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
-    partitions: Annotated[int, Field(ge=1, le=64)] = Field(
-        8, description="of the topic `weights` that take the chunks of versions from 1 on"
-    )
-    keep: Literal["chain", "all"] = Field(
-        "all", description="chain deletes versions before the last but one full snapshot; replaying them needs all"
-    )
-    anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are deltas")
-    encoding: Literal["auto", "merged", "adapter"] = Field(
-        "auto", description="adapter, and auto with LoRA: versions are sent as adapters, which readers merge into version 0"
-    )
-    shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
-    transport: Literal["kafka", "ipc"] = Field(
-        "kafka", description="ipc: rollout workers on the trainer's machine load from its memory; all others, and late ones, read the log"
-    )

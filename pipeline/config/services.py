@@ -1,4 +1,4 @@
-"""Configuration sections for Kafka, the launcher, MLflow, TensorBoard and Weights & Biases; none of their keys affects a step."""
+"""Configuration sections for the transport of weights, Kafka, the launcher and trackers; none of their keys affects a step."""
 
 from typing import Annotated, Literal
 
@@ -8,43 +8,39 @@ from penstock.infra.log import GIVE_UP_S, SESSION_S, Copies
 from penstock.pipeline.config.fields import Positive, PositiveFloat, Resolve, Section, absolute
 
 
+class WeightsSection(Section):
+    chunk_mib: Annotated[int, Field(ge=1, le=8)] = Field(8, description="size of a chunk in the topic `weights`")
+    partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for the chunks of versions from 1 on")
+    keep: Literal["chain", "all"] = Field("all", description="`chain` deletes versions that loading the newest ones does not need")
+    anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are lossless deltas")
+    encoding: Literal["auto", "merged", "adapter"] = Field(
+        "auto", description="whether versions of a LoRA run are sent as adapters (`auto`)"
+    )
+    shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory (Linux)")
+    transport: Literal["kafka", "ipc"] = Field("kafka", description="`ipc`: workers on the trainer's machine load from its memory")
+
+
 class KafkaSection(Section):
-    bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
-    partitions: Positive | None = Field(
-        None, description="of prompts, rollouts and groups; 4 x the most workers of one role, at least 8, if absent"
-    )
-    replication_factor: Positive | None = Field(
-        None, description="copies of each record; three, or as many as there are brokers, if absent"
-    )
-    min_insync_replicas: Positive | None = Field(
-        None, description="copies that must have a record before it is acknowledged; 2, on one broker 1, if absent"
-    )
-    allow_loss: bool = Field(
-        False, description="takes fewer than two copies in sync on several brokers: the loss of one node can then lose acknowledged records"
-    )
-    give_up_s: PositiveFloat = Field(
-        GIVE_UP_S, description="seconds without a response of the broker after which a worker exits with an error and is restarted"
-    )
+    bootstrap: str = Field("embedded", description="`embedded`: this machine's own broker; or `HOST:PORT[,HOST:PORT]`")
+    partitions: Positive | None = Field(None, description="of `prompts`, `rollouts`, `groups`; 4 x the most workers of a role if absent")
+    replication_factor: Positive | None = Field(None, description="copies of each record; 3, or as many as there are brokers, if absent")
+    min_insync_replicas: Positive | None = Field(None, description="copies that acknowledge a record; 2, on one broker 1, if absent")
+    allow_loss: bool = Field(False, description="accept fewer than 2 copies in sync on several brokers; a lost one can lose records")
+    give_up_s: PositiveFloat = Field(GIVE_UP_S, description="seconds without a response of the broker after which a worker exits")
     session_s: float = Field(
-        SESSION_S,
-        ge=1.0,
-        le=300.0,
-        description="seconds without a heartbeat after which a worker's partitions are reassigned; more for workers on busy or frozen "
-        "machines, within the broker's group.min.session.timeout.ms and group.max.session.timeout.ms",
+        SESSION_S, ge=1.0, le=300.0, description="seconds without a heartbeat after which a worker's partitions are reassigned"
     )
-    keep_steps: Positive | None = Field(
-        None,
-        description="newest steps whose prompts, samples and groups are retained; older ones are deleted unless an open group or a "
-        "checkpoint needs them; all are retained if absent",
-    )
-    archive: Annotated[str | None, Resolve(absolute)] = Field(
-        None, description="folder that the run is exported into before anything is deleted by keep_steps"
-    )
+    keep_steps: Positive | None = Field(None, description="newest steps whose prompts, samples and groups are retained; all if absent")
+    archive: Annotated[str | None, Resolve(absolute)] = Field(None, description="folder to export into before `keep_steps` deletes")
     security: dict[str, str] = Field(
         default_factory=dict,
         exclude=True,  # never written to a record or file: every process reads it from its own environment
         repr=False,
-        description="security_protocol, sasl_mechanism, sasl_plain_username, …; passwords in PENSTOCK_SECURITY only",
+        description=(
+            "`security_protocol`, `sasl_mechanism`, `sasl_plain_username`, `ssl_cafile`, `ssl_certfile`, `ssl_keyfile`, "
+            "`ssl_check_hostname`, `sasl_oauth_token_file` or `sasl_oauth_token_command`; passwords only in "
+            "`PENSTOCK_SECURITY`. Never written to the log"
+        ),
     )
 
     @property
@@ -55,29 +51,23 @@ class KafkaSection(Section):
 
 class LaunchSection(Section):
     placement: Literal["separate", "colocated"] = Field(
-        "separate",
-        description="colocated: trainer and rollout worker share one device alternately; the one that waits frees its memory",
+        "separate", description="`colocated`: trainer and one rollout worker time-share a device"
     )
-    environments: Positive = Field(
-        1, description='environment workers that `penstock run` starts if environment.carrier is "log"; more may join'
-    )
-    pin: Literal["auto", "off"] = Field(
-        "off",
-        description="auto pins rollout workers and trainer to cores of their own",
-    )
+    environments: Positive = Field(1, description='environment workers that `penstock run` starts under `environment.carrier = "log"`')
+    pin: Literal["auto", "off"] = Field("off", description="`auto`: rollout workers and trainer get cores of their own")
 
 
 class TensorboardSection(Section):
-    enabled: bool = Field(False, description="event files in the run's folder")
+    enabled: bool = Field(False, description="write event files to `runs/RUN/tensorboard`")
 
 
 class WandbSection(Section):
-    enabled: bool = Field(False, description="a Weights & Biases run of the same id; its key comes from WANDB_API_KEY")
-    project: str = "penstock"
-    mode: Literal["online", "offline"] = "online"
+    enabled: bool = Field(False, description="a Weights & Biases run of the same id; needs `WANDB_API_KEY`")
+    project: str = Field("penstock", description="project at Weights & Biases")
+    mode: Literal["online", "offline"] = Field("online", description="`offline` writes to `runs/RUN/wandb`, for `wandb sync`")
 
 
 class MlflowSection(Section):
-    enabled: bool = True
-    tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
-    experiment: str = "penstock"
+    enabled: bool = Field(True, description="send metrics to MLflow; `metrics.jsonl` is written either way")
+    tracking_uri: str | None = Field(None, description="MLflow tracking URI; a sqlite file in the state directory if absent")
+    experiment: str = Field("penstock", description="MLflow experiment")

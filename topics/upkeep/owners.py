@@ -39,8 +39,9 @@ class Owner:
     writer: str
     """Single-writer id, such as `trainer` or `scorer-0`; prefixed with the run, a transactional id."""
     token: str
-    """The process."""
+    """Random, made by the process at its start."""
     kind: OwnerKind
+    """`taken`, `alive` or `ended`."""
     host: str
     """For display only."""
     time_ns: int

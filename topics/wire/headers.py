@@ -32,23 +32,39 @@ class Headers:
     """The headers of a record; `None` means that a header is absent."""
 
     run: str
+    """Run id."""
     schema: str
+    """Schema of the payload, such as `rollouts/1`."""
     group: int | None = None
+    """Group number."""
     sample: int | None = None
+    """Number of the sample in its group."""
     policy_version_min: int | None = None
+    """Oldest policy version of the trained tokens; of a prompt or call, the oldest it may be sampled from."""
     policy_version_max: int | None = None
+    """Newest policy version of any token."""
     outcome: str | None = None
+    """Outcome of a group, finish of a sample or reply, kind of an entry or measurement, status of a run."""
     worker: str | None = None
+    """The writer; of an owner, the id of the single writer."""
     attempt: int | None = None
+    """Of a prompt, 1 if its row is retried; of a call, the attempts before it."""
     part: int | None = None
+    """Index of the part of a group, or of the chunk of a version."""
     parts: int | None = None
+    """Number of parts of the group."""
     samples: int | None = None
+    """Number of samples."""
     tokens: int | None = None
+    """Tokens that the policy generated; of a call, its context."""
     reward_mean: float | None = None
+    """Mean over the samples that have a reward."""
     sha256: str | None = None
+    """Of a group, over the payloads of its parts; of a call and its reply, over the context's ids as little-endian int32."""
     sample_tokens: tuple[tuple[int, int], ...] | None = None
-    """Number and tokens of each sample of a record of several."""
+    """`NUMBER:TOKENS` of each sample of a `rollouts/2` record, such as `0:512,3:498`."""
     turn: int | None = None
+    """Index of the policy's turn in its trajectory, from 0."""
     no_reward: int | None = None
     """Number of samples of a group without a reward."""
 

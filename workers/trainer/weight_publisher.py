@@ -14,7 +14,7 @@ from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.machine_memory import is_supported
 from penstock.infra.tensors.stream import LARGEST, TensorBytes, broken_tensor, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
-from penstock.pipeline.config.schema import WeightsSection
+from penstock.pipeline.config.services import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.weights.direct import IpcWeightSender
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version

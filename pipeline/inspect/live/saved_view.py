@@ -20,7 +20,6 @@ from penstock.topics.catalogue import RUNS_TOPIC, STATE, topic_name
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.upkeep import state
-from penstock.topics.upkeep.state import State
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, RecordId
 
@@ -54,7 +53,7 @@ class ViewWriter:
         if len(text) > MOST_BYTES or self.log.partitions(topic) is None:  # the run is older than this topic
             return None
         named = {f"{name.removeprefix(f'{view.run}.')}/{number}": offset for (name, number), offset in positions.items()}
-        record = State(worker=self.worker, positions=json.dumps(named), view=text)
+        record = state.State(worker=self.worker, positions=json.dumps(named), view=text)
         value = state.encode(record)
         headers = state.headers(record, run=view.run).encode(value)
         return self.producer.send(Outgoing(topic=topic, partition=0, key=state.KEY, headers=headers, value=value))

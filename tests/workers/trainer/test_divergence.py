@@ -9,7 +9,7 @@ import pytest
 from penstock.infra.errors import Diverged
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.config.schema import WeightsSection
+from penstock.pipeline.config.services import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.topics.catalogue import topics_of
 from penstock.workers.trainer.weight_publisher import WeightPublisher

@@ -1,0 +1,250 @@
+"""The reference from the code: `python docs/generate.py` rewrites configuration.md, topics.md and metrics.md in docs/reference/.
+
+`python docs/generate.py cli` prints the page of the commands, which only the site has: `penstock COMMAND --help` prints the same.
+"""
+
+import ast
+import inspect
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from io import StringIO
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pyarrow as pa
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from penstock.pipeline.cli.app import app
+from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.config.schema import PoolSection, SourceSampling
+from penstock.pipeline.runtime.main import parsed
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, samples, weights
+from penstock.topics.catalogue import CONTROL, RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.turns import calls, replies
+from penstock.topics.upkeep import owners, state
+from penstock.topics.wire import headers
+from penstock.topics.wire.headers import Headers
+
+PAGES = Path(__file__).resolve().parent / "reference"
+TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "table", Any: "value"}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+MORE = {
+    "data": "[Prompts and data](../how-to/data.md) explains sources, mixtures and chat templates.",
+    "reward": "[Rewards](../how-to/rewards.md) explains functions, services, failures and isolation.",
+    "environment": "[Environments](../how-to/environments.md) and [agents](../how-to/agents.md) explain them.",
+    "schedule": "[Schedules](../explanation/schedules.md) explains the modes.",
+    "algorithm": "[Algorithms](../explanation/algorithms.md) has the formulas, and the table of values of absent keys.",
+    "weights": "[Weights](../explanation/weights.md) explains how versions are sent.",
+    "kafka": "[Operations](../how-to/operations.md#another-broker) shows how to use another broker.",
+}
+"""Section of the configuration -> sentence that leads to its explanation."""
+CODECS = (
+    (prompts.CODEC, prompts.Prompt), (calls.CODEC, calls.Call, samples.Rollout),
+    (replies.CODEC, replies.Reply, samples.Rollout), (groups.CODEC, groups.Group, prompts.Prompt, groups.ScoredSample),
+    (ledger.CODEC, ledger.Entry, ledger.Planned), (weights.CODEC, weights.Manifest), (weights.CHUNK_CODEC, weights.Chunk),
+    (metrics.CODEC, metrics.Measurement), (dead_letters.CODEC, dead_letters.DeadLetter), (runs.CODEC, runs.RunRecord),
+    (owners.CODEC, owners.Owner), (state.CODEC, state.State),
+)  # fmt: skip
+"""Codec of a schema, and the classes whose fields describe its columns."""
+STRUCTS = {"turns": samples.Turn, "samples": groups.ScoredSample, "plan": ledger.Planned}
+"""Column of structs -> the class whose fields describe theirs."""
+RECORDS = {
+    "run": runs, "prompts": prompts, "rollouts": rollouts, "calls": calls, "replies": replies, "groups": groups, "weights": weights,
+    "ledger": ledger, "metrics": metrics, "dead-letters": dead_letters, CONTROL[0]: owners, "state": state, RUNS_TOPIC: runs,
+}  # fmt: skip
+"""Topic -> the module of its records."""
+
+
+COMMON = {
+    "group": "group number", "sample": "number of the sample in its group", "turn": "index of the policy's turn",
+    "attempt": "as in the call", "samples_per_prompt": "K", "epoch": "number of the epoch, from 0", "row": "index of the row in the data",
+    "part": "index of the part, from 0", "parts": "number of parts of the group", "reward_names": "names of the reward functions",
+    "max_new_tokens": "limit of the generated tokens", "temperature": "sampling temperature", "top_p": "1 if there is no limit",
+    "version": "policy version", "topic": "topic of the refused record", "partition": "partition of the record",
+    "offset": "offset of the record", "timestamp_ms": "timestamp of the record", "key": "key of the record", "value": "its payload",
+    "headers": "headers of the record, in order", "name": "name", "media": "not used", "sha256": "digest", "mime": "media type",
+    "uri": "location", "start": "first token", "end": "one past the last token", "chunk_partitions": "partition of each chunk",
+    "chunk_offsets": "offset of each chunk", "chunk_sizes": "bytes of each chunk", "worker": "the writer", "role": "its role",
+    "run": "run id", "created_ns": "time of creation", "started_ns": "start of generation", "ended_ns": "end of generation",
+    "asked_ns": "time of the request", "scored_ns": "time of the outcome", "time_ns": "time of the record",
+}  # fmt: skip
+"""Meanings of columns whose names say nearly everything."""
+
+
+def table(*rows: Iterable[str]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = ["|" + "|".join(re.sub(r"\|", r"\\|", cell) for cell in row) + "|\n" for row in rows]
+    return lines[0] + "|" + "---|" * (lines[0].count("|") - 1) + "\n" + "".join(lines[1:]) + "\n"
+
+
+def kind_of(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """A key's type with its bounds: `integer > 0`."""
+    if annotation in TYPES:
+        bounds = [f" {sign} {getattr(item, name):g}" for item in metadata for name, sign in SIGNS.items() if hasattr(item, name)]
+        return TYPES[annotation] + ",".join(bounds)
+    inner = get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return kind_of(inner[0], [item for extra in inner[1:] for item in getattr(extra, "metadata", [extra])])
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if get_origin(annotation) in (list, tuple):
+        return f"list of {kind_of(inner[0])}"
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "table"
+    return " or ".join(kind_of(option, metadata) for option in inner if option is not type(None))
+
+
+def default_of(field: Any) -> str:
+    """A key's default as TOML has it; `-` if an absent key has the effect that its meaning describes."""
+    value = field.get_default(call_default_factory=True)
+    return "required" if value is PydanticUndefined else "-" if value is None else f"`{json.dumps(value)}`"
+
+
+def configuration() -> str:
+    """Every key of a run's configuration."""
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    sections |= {"data.sampling.SOURCE": SourceSampling, "rollout.pools.NAME": PoolSection}
+    text = """# Configuration
+
+A run is configured by one TOML file. `penstock init` writes one, `penstock check` validates it, `--set section.key=value` overrides a key.
+Paths are relative to the file, in `--set` to the working directory. An unknown key or a wrong value is an error with the nearest valid one.
+The run's topic `run` has the complete configuration without `kafka.security`; workers read it there.
+A `-` is a key without a default: its meaning says what applies if it is absent.
+
+"""
+    for name in sorted(sections, key=lambda name: list(Config.model_fields).index(name.partition(".")[0])):
+        own = sections[name].__annotations__
+        keys = dict(sorted(sections[name].model_fields.items(), key=lambda item: item[0] not in own))
+        rows = [
+            (f"`{key}`", kind_of(field.annotation, field.metadata), default_of(field), field.description or "")
+            for key, field in keys.items()
+        ]
+        text += f"## [{name}]\n\n{MORE[name] + chr(10) * 2 if name in MORE else ''}" + table(("key", "type", "default", "meaning"), *rows)
+    return text
+
+
+@cache
+def docstrings(owner: Any) -> dict[str, str]:
+    """Field or constant -> its docstring, of a class or a module."""
+    tree = ast.parse(inspect.getsource(owner))
+    body = tree.body if inspect.ismodule(owner) else tree.body[0].body  # type: ignore[attr-defined]
+    texts = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            name = field.target if isinstance(field, ast.AnnAssign) else field.targets[0]
+            texts[name.id] = " ".join(text.value.value.split()).rstrip(".")  # type: ignore[union-attr]
+    return texts
+
+
+def columns(fields: Iterable[pa.Field], owners_: Iterable[type], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, type and meaning of each column; those of a struct follow it. Raises `KeyError` for a column without a meaning."""
+    texts = COMMON | {name: text for owner in reversed([*owners_]) for name, text in docstrings(owner).items()}
+    for field in fields:
+        kind = field.type.value_type if pa.types.is_list(field.type) else field.type
+        meaning = re.sub("`?None`?", "null", texts[field.name])
+        yield f"`{prefix}{field.name}`", arrow_type(field), meaning[0].upper() + meaning[1:]
+        if pa.types.is_struct(kind):
+            inner = [item for item in kind if field.name != "samples" or item not in samples.SAMPLE_FIELDS]
+            yield from columns(inner, [STRUCTS[field.name]] if field.name in STRUCTS else [], f"{field.name}.")
+
+
+def arrow_type(field: pa.Field) -> str:
+    """A column's type in Arrow's words."""
+
+    def text(kind: pa.DataType) -> str:
+        if pa.types.is_list(kind):
+            return f"list of {text(kind.value_type)}" + (" or null" if kind.value_field.nullable else "")
+        if pa.types.is_map(kind):
+            return f"map to {text(kind.item_type)}"
+        return "struct" if pa.types.is_struct(kind) else str(kind)
+
+    return text(field.type) + (" or null" if field.nullable else "")
+
+
+def topics() -> str:
+    """Topics, headers, and the columns of every schema."""
+    text = """# Topics
+
+A run has the topics `RUN.NAME`; all runs share `penstock.runs`. `calls` and `replies` exist only with environment workers.
+[The log](../explanation/the-log.md) explains records, transactions, duplicates and dead letters.
+
+"""
+    counts = {1: "1", 2: "`kafka.partitions`", 3: "2 + `weights.partitions`"}
+    rows = []
+    for name, spec in {**topics_of("run", partitions=2, weight_partitions=3, turns=True), RUNS_TOPIC: RUNS_SPEC}.items():
+        topic = name.removeprefix("run.")
+        if topic not in CONTROL[1:]:
+            shown = "control-ROLE" if topic in CONTROL else topic
+            gists = re.split(r"[\w ]*`[^`]*`: ", (RECORDS[topic].__doc__ or "").split("\n")[0])
+            gist = gists[-1 if topic == RUNS_TOPIC else 1]
+            rows.append((f"`{shown}`", gist, counts[spec.partitions], spec.configs["cleanup.policy"]))
+    text += table(("topic", "record", "partitions", "cleanup"), *rows)
+    meanings = {name.replace("_", "-"): text for name, text in docstrings(Headers).items()}
+    meanings[headers.CHECKSUM] = docstrings(headers)["CHECKSUM"]
+    text += "## Headers\n\n" + table(("header", "meaning"), *((f"`{name}`", meaning) for name, meaning in meanings.items()))
+    head = ("column", "type", "meaning")
+    text += "## Columns of a sample\n\n" + table(head, *columns(samples.SAMPLE_FIELDS, (samples.Rollout,)))
+    text += "`rollouts/1` has the column `group` before them, and `rollouts/2` a row for each of up to 64 samples.\n\n"
+    for codec, *classes in CODECS:
+        text += f"## {codec.name}\n\n" + table(head, *columns(codec.schema, classes))
+    return text
+
+
+def cli() -> str:
+    """Every command with its arguments and options, as `--help` has them."""
+    found = list(commands(typer.main.get_command(app), "penstock"))
+    options = {name: {option_of(option) for option in command.params if option.param_type_name == "option"} for name, command in found}
+    counts = Counter(chain.from_iterable(options.values()))
+    common = {option for option, count in counts.items() if count > len(found) / 4}
+    text = "# Commands\n\nRUN is an id, a unique prefix, or `latest`. Options of many commands:\n\n" + table(
+        ("option", "meaning"), *sorted(common)
+    )
+    for name, command in found:
+        arguments = [option.metavar or option.name.upper() for option in command.params if option.param_type_name == "argument"]
+        text += f"## {' '.join([name, *arguments])}\n\n{command.help}\n\n"
+        shown = [option_of(option) for option in command.params if option_of(option) in options[name] - common]
+        text += table(("option", "meaning"), *shown) if shown else ""
+        text += f"```\n{help_of_worker()}\n```\n\n" if name == "penstock worker" else ""
+    return text
+
+
+def help_of_worker() -> str:
+    """What `penstock worker --help` prints: its options are argparse's."""
+    os.environ["COLUMNS"] = "110"
+    with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+        parsed(["--help"], prog="penstock worker")
+    return shown.getvalue().strip()
+
+
+def option_of(option: Any) -> tuple[str, str]:
+    """An option's spelling and meaning."""
+    names, value = ", ".join(sorted(option.opts, key=len)), f" {option.metavar}" if option.metavar else ""
+    return f"`{names}{value}`", option.help or ""
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Each command with its full name."""
+    if getattr(command, "invoke_without_command", True):
+        yield name, command
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{name} {part}")
+
+
+WRITTEN = {"configuration.md": configuration, "topics.md": topics}
+"""File in docs/reference/ -> function that makes its text."""
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["cli"]:
+        print(cli())
+    else:
+        for file, made in WRITTEN.items():
+            (PAGES / file).write_text(made(), encoding="utf-8")

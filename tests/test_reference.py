@@ -1,0 +1,38 @@
+"""The reference is generated from the code: its pages are current, and every key, column and option has a meaning."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from docs.generate import PAGES, WRITTEN, cli
+from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.config.schema import PoolSection, SourceSampling
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_a_generated_page_is_current(page: str) -> None:
+    assert (PAGES / page).read_text(encoding="utf-8") == WRITTEN[page](), "rewrite it with: python docs/generate.py"
+
+
+def keys() -> Iterator[tuple[str, Any]]:
+    sections: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
+    for name, section in {**sections, "data.sampling": SourceSampling, "rollout.pools": PoolSection}.items():
+        assert issubclass(section, BaseModel)
+        yield from ((f"{name}.{key}", field) for key, field in section.model_fields.items())
+
+
+def test_every_key_of_the_configuration_has_a_meaning_and_a_row() -> None:
+    page = (PAGES / "configuration.md").read_text(encoding="utf-8")
+    assert [name for name, field in keys() if not field.description] == []
+    assert page.count("\n|`") == len(list(keys()))
+
+
+def test_the_page_of_the_commands_has_every_command_and_a_meaning_for_every_option() -> None:
+    page = cli()
+    assert {"## penstock run CONFIG", "## penstock topics show RUN|DIR TOPIC PARTITION OFFSET", "## penstock runs"} <= set(
+        page.splitlines()
+    )
+    assert "--trust-code" in page.partition("## penstock worker")[2].partition("## ")[0]
+    assert [line for line in page.splitlines() if line.endswith("||")] == []
