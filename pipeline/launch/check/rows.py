@@ -3,6 +3,7 @@
 The rows of different kinds (other columns, or values of other types) are collected, so that the reward functions can be tried on each kind.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,9 @@ from penstock.pipeline.data.tokenization import Renderer
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards.faults import RewardError
 
+OPENING_TAG = re.compile(r"(<(?!assistant|model|bot|s>)[a-z_]+>)\s*\Z")
+"""A tag such as `<think>` that a chat template or a prompt opens for the policy; names of roles are none."""
+TAG_CHARACTERS = 40
 PER_SOURCE = 2
 """First rows of each source that the reward functions are tried on."""
 MOST_KINDS = 8
@@ -56,7 +60,11 @@ class RowReader:
             check(dataset, also=lambda row: self._row(row, scoring))
 
     def _row(self, row: Row, scoring: rewards.Rewards) -> None:
-        self.renderer.render(self.replaced.seen(row))
+        prompt, _ = self.renderer.render(self.replaced.seen(row))
+        if tag := OPENING_TAG.search(prompt[-TAG_CHARACTERS:]):
+            self._note(
+                tag[0], f"{row.origin}: the prompt ends with {tag[1]}: completions start after it, and reward functions do not get it"
+            )
         try:
             scoring.check(row.columns, without_json=row.without_json, answer_field=self._config.data.answer_field)
         except RewardError as error:

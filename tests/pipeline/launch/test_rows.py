@@ -136,6 +136,29 @@ def test_columns_that_no_reward_gets_or_that_have_a_name_of_the_run_are_told_onc
     ]
 
 
+@pytest.mark.parametrize(
+    ("ending", "tag"),
+    [
+        ("<think>\n", "<think>"),
+        ("<answer>", "<answer>"),
+        ("<assistant>\n", None),
+        ("<s>", None),
+        ("<think>\n\n</think>\n\n", None),
+        ("", None),
+    ],
+)
+def test_a_tag_that_the_template_opens_is_told_once_because_rewards_do_not_get_it(
+    read: Read, tmp_path: Path, ending: str, tag: str | None
+) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}</s>{% endfor %}" + f"{{% if add_generation_prompt %}}{ending}{{% endif %}}"
+    )
+    _, said = read([GOOD, GOOD], data={"chat_template": str(tmp_path / "t.jinja")})
+    notes = [line for line in said if "completions start after it" in line]
+    where = f"{tmp_path}/rows.jsonl:1: the prompt ends with {tag}: completions start after it, and reward functions do not get it"
+    assert notes == ([where] if tag else [])
+
+
 def test_a_mixture_accepts_the_column_data_source_and_keeps_its_own_name_for_the_source(read: Read) -> None:
     reader, said = read([{**GOOD, "data_source": "openai/gsm8k"}], [GOOD])
     assert [row.columns.get("data_source") for row in reader.kinds] == ["rows", "rows1"]
