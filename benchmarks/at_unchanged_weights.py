@@ -32,7 +32,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import TokenSequence, pack
 from penstock.pipeline.runtime.factories import make_backend, make_engine
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 
 PROMPT_TOKENS = 16
 AT_LEAST_ESS, AT_MOST_LOST = 0.95, 0.01

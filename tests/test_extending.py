@@ -30,7 +30,7 @@ from penstock.pipeline.rewards import builtin as builtin_rewards
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime import roles
 from penstock.pipeline.runtime.factories import make_backend, make_engine
-from penstock.pipeline.scheduling import schedule
+from penstock.pipeline.scheduling import rules
 from penstock.topics import catalogue
 from tests.support.paths import ROOT
 
@@ -84,7 +84,7 @@ def test_a_new_topic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(schedule.MODES, "toy", schedule.Schedule(mode="toy", starts_on="groups", loads_at="group", max_lag=3))
+    monkeypatch.setitem(rules.MODES, "toy", rules.Schedule(mode="toy", starts_on="groups", loads_at="group", max_lag=3))
     assert config(schedule={"mode": "toy"}).rules.max_lag == 3
 
 
@@ -109,7 +109,7 @@ def test_a_new_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from penstock.pipeline.algorithms.importance_weights import correction_weights
+    from penstock.pipeline.algorithms.losses import correction_weights
 
     monkeypatch.setitem(algorithms.CORRECTIONS, "toy", algorithms.Correction(unit="token", masks=True, low=0.9, high=1.1))
     assert config(algorithm={"correction": "toy", "proximal": "current"}).correction == "toy"

@@ -8,7 +8,7 @@ import sys
 
 from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.runtime.main import main
-from penstock.pipeline.runtime.reporting.visible_output import visible_errors
+from penstock.pipeline.runtime.reporting.log_lines import visible_errors
 
 GC_OBJECTS = 1_000_000
 """New objects between two garbage collections until a worker is ready. At Python's 700 they take a quarter of the import of vLLM."""

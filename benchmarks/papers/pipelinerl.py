@@ -13,7 +13,7 @@ from benchmarks.papers.comparison import Comparison, Figure, main
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear, uniform
-from penstock.pipeline.scheduling.schedule import preset
+from penstock.pipeline.scheduling.rules import preset
 
 ACCELERATORS = SAMPLES_PER_STEP = 128
 TRAIN_TOKEN = 4.918

@@ -14,7 +14,7 @@ from benchmarks.papers.comparison import Comparison, Figure, main
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, lognormal
-from penstock.pipeline.scheduling.schedule import Order, preset
+from penstock.pipeline.scheduling.rules import Order, preset
 
 SAMPLES_PER_PROMPT, PROMPTS_PER_STEP, ENGINES = 8, 2, 2
 ROUNDS = (32, 64, 96)

@@ -33,7 +33,7 @@ from penstock.pipeline.cli.run import create, run, worker
 from penstock.pipeline.cli.streams import OutputError, checked_output, open_closed, refuse_unseen
 from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.launch.shutdown import silence
-from penstock.pipeline.runtime.reporting.visible_output import visible_errors
+from penstock.pipeline.runtime.reporting.log_lines import visible_errors
 
 SYNONYMS = {
     "resume": "run --resume RUN",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from penstock.pipeline.runtime.reporting.visible_output import print_json
+from penstock.pipeline.runtime.reporting.log_lines import print_json
 
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog

@@ -133,7 +133,7 @@ def _cluster(
     """The accelerators with the given speeds. Raises `ValueError`."""
     from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
     from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
-    from penstock.pipeline.scheduling.schedule import preset
+    from penstock.pipeline.scheduling.rules import preset
 
     points = _speeds(speed)
     if not train_speed > 0:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.launch.shutdown import silence
-from penstock.pipeline.runtime.reporting.visible_output import VisibleStream
+from penstock.pipeline.runtime.reporting.log_lines import VisibleStream
 
 ONLY_PRINT = frozenset(
     {"runs", "status", "logs", "report", "explain", "sql", "graph", "plan", "topics list", "topics tail", "topics show", "topics acls"}

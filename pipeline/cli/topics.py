@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, reading, refuse_folder
-from penstock.pipeline.runtime.reporting.visible_output import print_json
+from penstock.pipeline.runtime.reporting.log_lines import print_json
 
 if TYPE_CHECKING:
     from penstock.pipeline.archive.export import Exported

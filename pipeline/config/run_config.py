@@ -27,7 +27,7 @@ from penstock.pipeline.config.schema import (
     TrainerSection,
 )
 from penstock.pipeline.config.services import KafkaSection, LaunchSection, MlflowSection, TensorboardSection, WandbSection, WeightsSection
-from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.pipeline.scheduling.rules import Schedule, preset
 from penstock.topics.catalogue import DELETED_SEGMENT_BYTES, KEPT_SEGMENT_BYTES
 from penstock.topics.weights import FIRST
 

@@ -24,7 +24,7 @@ from penstock.pipeline.config.fields import (
     absolute_template,
     one_of,
 )
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 
 
 class RunSection(Section):

@@ -11,7 +11,7 @@ from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import CORRECTIONS
 from penstock.pipeline.config.plugins import is_address, nearest, short_name
 from penstock.pipeline.config.run_config import Config, source_name
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 
 MAX_SAMPLES = MAX_TURNS = 1 << 12
 """Group, sample and turn are encoded in one number of 63 bits, the seed of a turn's random numbers."""

@@ -10,8 +10,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import WorkerView
 from penstock.pipeline.runtime.roles import HELPERS, generating_roles
 from penstock.pipeline.scheduling.fates import SETTLED
-from penstock.pipeline.scheduling.rules import version_after, versions_of
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import Schedule, version_after, versions_of
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is silent."""

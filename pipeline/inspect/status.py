@@ -12,9 +12,9 @@ from penstock.pipeline.inspect.report import waste
 from penstock.pipeline.inspect.report.time_spent import trainer_time
 from penstock.pipeline.inspect.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE
+from penstock.pipeline.runtime.reporting.reporter import OUTSIDE
 from penstock.pipeline.runtime.roles import generating_roles
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 from penstock.topics.metrics import Activity, activity_of
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")

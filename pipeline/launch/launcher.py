@@ -35,7 +35,7 @@ from penstock.pipeline.runtime.leases import SILENT_S, WriterLease
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, registration, set_status, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
-from penstock.pipeline.runtime.reporting.visible_output import exact_output, print_json
+from penstock.pipeline.runtime.reporting.log_lines import exact_output, print_json
 from penstock.topics.catalogue import control_topics_of
 from penstock.topics.runs import RunRecord, Status
 

@@ -21,7 +21,7 @@ from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.paths import state_path, write_private
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.leases import new_token
-from penstock.pipeline.runtime.registration.this_machine import LOCK, own_runs
+from penstock.pipeline.runtime.registration.run_registry import LOCK, own_runs
 
 PIDS = "workers.json"
 STOP_LIMIT_S = 30.0

@@ -16,8 +16,7 @@ from penstock.pipeline.learner.ledger_history import LedgerHistory
 from penstock.pipeline.replay.rescored_groups import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.registration.run_registry import registration
-from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
-from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, keys_of, require_trusted, user_code
 from penstock.pipeline.runtime.sampling import request_of
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.runtime.weights.read import fetch

@@ -19,8 +19,7 @@ from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.replay.rescored_groups import NewRun, ScoredGroup, SkippedGroup, cases, changed, score_groups
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_registry import registration
-from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_trusted
-from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
+from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, keys_of, require_trusted, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.groups import Group, ScoredSample
 

@@ -22,7 +22,7 @@ from penstock.pipeline.runtime.registration.run_registry import Registration, re
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, require_own_server, require_trusted
 from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import Schedule
 from penstock.topics.catalogue import topic_name
 from penstock.topics.metrics import Activity
 from penstock.topics.runs import RunRecord

@@ -1,11 +1,94 @@
-"""Rules of admission, start, freshness and publication, and summaries of lags: pure functions of integers and of a `Schedule`."""
+"""Schedules as data; the rules of admission, start, freshness and publication; the presence of partition owners.
 
-from collections.abc import Container, Sequence
+All differences between modes are fields of `Schedule`, and `MODES` has the named ones. Rules are pure functions of integers and of a
+`Schedule`. A killed worker does not report its exit, so an owner's presence expires `SILENT_S` after its last report.
+"""
+
+import time
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.topics.metrics import Measurement
+
+Order = Literal["submission", "arrival"]
+StaleInFlight = Literal["finish", "abort", "continue"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When steps start, when weights are loaded, and the largest lag of a sample."""
+
+    mode: str
+    starts_on: Literal["round", "groups"]
+    """round: a step waits until its whole round is scored; groups: until its own groups are (complete groups, arXiv 2606.26997)."""
+    loads_at: Literal["round", "group", "step"]
+    """round: every group of a round is generated under that round's version; group: under the newest version when the group starts; step:
+    the newest weights are loaded between two decode steps, and samples in flight continue under them (PipelineRL, arXiv 2509.19128)."""
+    max_lag: int
+    prompts_per_step: int = 8
+    """U"""
+    samples_per_prompt: int = 8
+    """K"""
+    steps_per_version: int = 1
+    """S"""
+    order: Order = "submission"
+    stale_in_hand: StaleInFlight = "finish"
+    """Handling of a group in flight that can no longer be fresh. finish: it is generated to its end; abort: it is aborted and replaced
+    (RollArt); continue: it continues, and its stale tokens are not trained."""
+    oversample: int = 0
+    """r: a group is started with K + r samples and closed when K of them have ended."""
+    max_drops_per_step: int = 128
+
+    @property
+    def samples_begun(self) -> int:
+        """Samples that are started for a group: K + r."""
+        return self.samples_per_prompt + self.oversample
+
+    @property
+    def round_groups(self) -> int:
+        """Groups trained between two published versions: U·S."""
+        return self.prompts_per_step * self.steps_per_version
+
+
+MODES: Mapping[str, Schedule] = {
+    "synchronous": Schedule(mode="synchronous", starts_on="round", loads_at="round", max_lag=0),
+    "pipelined": Schedule(mode="pipelined", starts_on="groups", loads_at="round", max_lag=0),
+    "one_step_off": Schedule(mode="one_step_off", starts_on="groups", loads_at="group", max_lag=1),
+    "in_flight": Schedule(mode="in_flight", starts_on="groups", loads_at="step", max_lag=4, order="arrival"),
+    "bounded": Schedule(mode="bounded", starts_on="groups", loads_at="step", max_lag=1, order="arrival", stale_in_hand="abort"),
+}
+
+
+def preset(
+    mode: str,
+    *,
+    prompts_per_step: int,
+    samples_per_prompt: int,
+    steps_per_version: int,
+    max_lag: int | None = None,
+    order: Order | None = None,
+    stale_in_hand: StaleInFlight | None = None,
+    oversample: int = 0,
+    max_drops_per_step: int | None = None,
+) -> Schedule:
+    """A named mode with this run's sizes. None keeps the mode's value; `max_drops_per_step` is max(16 U·S, 64) by default."""
+    base = MODES[mode]
+    return replace(
+        base,
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=samples_per_prompt,
+        steps_per_version=steps_per_version,
+        max_lag=base.max_lag if max_lag is None else max_lag,
+        order=order or base.order,
+        stale_in_hand=stale_in_hand or base.stale_in_hand,
+        oversample=oversample,
+        max_drops_per_step=max_drops_per_step or max(16 * prompts_per_step * steps_per_version, 64),
+    )
+
 
 DROPPED = frozenset({"filtered", "failed", "abandoned"})
 """Outcomes a scorer may give a group instead of `scored`; each of them, and `stale`, admits one new prompt."""
@@ -172,3 +255,76 @@ def choose_partition(*, unfinished: Sequence[int], slots: Sequence[int], owners:
         if owner is not None and unfinished[partition] < slots[partition]
     ]
     return min(candidates)[2] if candidates else None
+
+
+SILENT_S = 30.0
+"""An owner without a report for this long is absent. It reports once a second, except while it loads weights or compiles."""
+
+
+@dataclass(slots=True)
+class Presence:
+    """The owners of a run's partitions according to their reports, on the reader's clock."""
+
+    partitions: int
+    now_s: float = 0.0
+    """The reader's working time."""
+    slots: list[int] = field(init=False)
+    """Partition -> number of unfinished groups that it may have at once."""
+    _owners: list[str | None] = field(init=False)
+    _seen_s: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots, self._owners, self._seen_s = [0] * self.partitions, [None] * self.partitions, [0.0] * self.partitions
+
+    def update(self, process: str, owned: Collection[int], *, slots: int) -> None:
+        """Apply a report: the process owns exactly these partitions and has `slots` for groups over all of them."""
+        share = max(1, -(-slots // max(1, len(owned))))
+        for partition in range(self.partitions):
+            if partition in owned:
+                self._owners[partition], self.slots[partition], self._seen_s[partition] = process, share, self.now_s
+            elif self._owners[partition] == process:
+                self._owners[partition] = None
+
+    def present(self, partition: int) -> bool:
+        """True if the partition's owner reports."""
+        return self._owners[partition] is not None and self.now_s - self._seen_s[partition] <= SILENT_S
+
+    @property
+    def owners(self) -> list[str | None]:
+        """The owner of each partition, or None if it has none that reports."""
+        return [owner if self.present(partition) else None for partition, owner in enumerate(self._owners)]
+
+
+PROMPTS, CALLS = "partitions", "calls"
+"""Labels in a worker's report with its owned partitions of `prompts` and of `calls`."""
+
+
+def update_presence(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> None:
+    """Apply a worker's measurement if its role owns such partitions."""
+    if measured.role in _OWNERS[label] and label in measured.labels:
+        owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
+        # Two machines may start workers with the same name: one's reports do not change the partitions of the other.
+        presence.update(f"{measured.worker}/{measured.incarnation}", owned, slots=int(measured.values.get("slots", 1)))
+
+
+_OWNERS = {PROMPTS: ("rollout", "environment"), CALLS: ("rollout",)}
+
+
+@dataclass(slots=True)
+class WorkingClock:
+    """A clock that runs only while its owner works, not during an outage or while the process is stopped.
+
+    Each iteration of a loop adds the time since the last one, up to `longest_turn_s`.
+    """
+
+    longest_turn_s: float = 1.0
+    now_s: float = 0.0
+    _last: float = field(default_factory=time.monotonic)
+
+    def tick(self, *, working: bool = True) -> float:
+        """Advance the clock and return it."""
+        now = time.monotonic()
+        if working:
+            self.now_s += min(now - self._last, self.longest_turn_s)
+        self._last = now
+        return self.now_s

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from penstock.pipeline.scheduling.rules import DROPPED, is_fresh
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import DROPPED, Schedule, is_fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,8 +96,7 @@ def _work(
     rank: int, port_file: Path, size: int, cases: list[Any], settings: dict[str, Any], config: Config, groups: int, directory: Path
 ) -> None:
     from penstock.infra.backends.ranks.process_set import ProcessSet, store_on_free_port
-    from penstock.workers.trainer.follower import Follower
-    from penstock.workers.trainer.other_ranks import variables
+    from penstock.workers.trainer.other_ranks import Follower, variables
 
     store = None
     if rank == 0:

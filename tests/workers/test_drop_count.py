@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.schedule import MODES, preset
+from penstock.pipeline.scheduling.rules import MODES, preset
 from penstock.pipeline.scheduling.step_selector import Candidate
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 from penstock.workers.feeder.admission import Admission
-from penstock.workers.trainer.group_inbox import DropLimit, GroupInbox
+from penstock.workers.trainer.inbox import DropLimit, GroupInbox
 
 RUN, STEPS, LIMIT = "demo", 3, 3
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")

@@ -11,7 +11,7 @@ from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.paths import GSM8K
 

@@ -11,7 +11,7 @@ from penstock.infra.engines.base import Engine
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.metrics import Activity
-from penstock.workers.evaluator.evaluations import Evaluations
+from penstock.workers.evaluator.evaluator import Evaluations
 
 
 @dataclass(slots=True)

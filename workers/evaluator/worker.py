@@ -10,7 +10,7 @@ from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.metrics import Activity
-from penstock.workers.evaluator.evaluations import Evaluations
+from penstock.workers.evaluator.evaluator import Evaluations
 
 
 def main(session: Session) -> None:

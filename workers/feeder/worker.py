@@ -18,15 +18,14 @@ from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_to_current_end
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.presence import WorkingClock
 from penstock.pipeline.scheduling.resume_point import resume_point_of
+from penstock.pipeline.scheduling.rules import WorkingClock
 from penstock.topics import prompts
 from penstock.topics.metrics import Activity
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.feeder.admission import Admission
-from penstock.workers.feeder.choice import Choice, Choices
+from penstock.workers.feeder.admission import Admission, Choice, Choices
 
 POLL_S = 0.5
 

@@ -5,17 +5,75 @@ low watermark of prompts whose samples are all acknowledged; the offset metadata
 start.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.infra.engines.base import Completion
-from penstock.infra.log import Pending
+from penstock.infra.log import Log, Partition, Pending, Start, Tail
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.topics import rollouts
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import cause_of
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
+
+
+class Published(NamedTuple):
+    """A sample that is in the log."""
+
+    partition: int
+    group: int
+    sample: int
+    offset: int
+
+
+class PublishedSamples:
+    """Follows the owned partitions of `rollouts`; each read continues where the last one ended."""
+
+    def __init__(self, log: Log, run: str) -> None:
+        self._log, self._run, self._topic = log, run, f"{run}.rollouts"
+        self._tail: Tail | None = None
+
+    def follow(self, starts: Mapping[int, int]) -> list[Published]:
+        """Follow these partitions instead, each from its start or the first retained record; returns their samples."""
+        self.close()
+        if starts:
+            first_offsets = self._log.beginning_offsets((self._topic, partition) for partition in starts)
+            first: dict[Partition, Start] = {at: max(first, starts[at[1]]) for at, first in first_offsets.items()}
+            self._tail = self._log.tail(first)
+        return self.read_new()
+
+    def read_new(self) -> list[Published]:
+        """The samples that were written since the last read; raises `LogError` if they cannot be read."""
+        samples = []
+        for record in read_to_current_end(self._log, self._tail) if self._tail else ():
+            try:
+                headers = rollouts.check(record, run=self._run)
+            except Unusable:
+                continue  # the scorer owns reading `rollouts`
+            assert headers.group is not None
+            samples += [Published(record.partition, headers.group, sample, record.offset) for sample in rollouts.tokens_of(headers)]
+        return samples
+
+    def position(self, partition: int) -> int:
+        """Position in a followed partition."""
+        assert self._tail is not None
+        return self._tail.position((self._topic, partition))
+
+    def skip(self, partition: int, offset: int) -> None:
+        """Move the position in a followed partition to `offset`."""
+        assert self._tail is not None
+        self._tail.seek((self._topic, partition), offset)
+
+    def close(self) -> None:
+        """Close the reader."""
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
 
 
 @dataclass(slots=True)

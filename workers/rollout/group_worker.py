@@ -24,8 +24,7 @@ from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.rollout.generation_loop import GenerationLoop
-from penstock.workers.rollout.group_tasks import GroupTask, GroupTasks
-from penstock.workers.rollout.published_samples import PublishedSamples
+from penstock.workers.rollout.group_tasks import GroupTask, GroupTasks, PublishedSamples
 
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for prompts or weights before it checks everything again."""

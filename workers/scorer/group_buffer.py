@@ -1,25 +1,28 @@
-"""A scorer's groups: the samples that have arrived, complete groups, and the offsets that may be committed.
+"""A scorer's groups: the samples that have arrived, complete groups, the offsets that may be committed, and the writer of outcomes.
 
 A sample counts once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so that a new
 owner needs only the log. The offset metadata tell where in `groups` it starts to read: a restart costs the same at any time of a run.
+Outcomes and offsets are one transaction, and only the owner of a partition commits; after an unknown result the log decides.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, LostPartition, OutcomeUnknown
+from penstock.infra.log import Member, Partition, Transactions
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import ScorerOffsetMetadata
 from penstock.pipeline.runtime.roles import generating_roles
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.id_set import IdSet
-from penstock.pipeline.scheduling.presence import CALLS, PROMPTS, Presence, WorkingClock, update_presence
-from penstock.topics import metrics, prompts
+from penstock.pipeline.scheduling.rules import CALLS, PROMPTS, Presence, WorkingClock, update_presence
+from penstock.topics import groups, metrics, prompts
+from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 
 ORPHAN_AFTER_S = 30.0
 """After this working time without its prompt a sample is checked against the log, where prompts precede their samples."""
@@ -247,3 +250,71 @@ def _prompts_to_come(session: Session, state: PartitionGroups) -> frozenset[int]
         if tail is not None:
             tail.close()
     return frozenset(group for group in group_numbers if group is not None)
+
+
+WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
+"""Limits of one transaction, except for a larger single group: on a slow link it must end before the broker aborts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeWriter:
+    """Writes outcomes of the owned partitions' groups."""
+
+    session: Session
+    transactions: Transactions
+    member: Member
+    owned: Mapping[int, PartitionGroups]
+    read_finished: Callable[[list[int]], None]
+    """Reads from the log which groups of these partitions have ended."""
+
+    def write(self, ended: Sequence[Group]) -> None:
+        """Write outcomes, in as few transactions as the limits allow."""
+        batch, size = dict[int, list[Outgoing]](), 0
+        for group in ended:
+            partition = next((p for p, state in self.owned.items() if group.group in state.open), None)
+            if partition is None:
+                continue
+            records = self._encoded(group, partition)
+            nbytes = sum(len(record.value) for record in records)
+            if batch and (size + nbytes > WRITE_BYTES or len(batch) == WRITE_GROUPS):
+                self._commit(batch)
+                batch, size = {}, 0
+            batch[group.group], size = records, size + nbytes
+        if batch:
+            self._commit(batch)
+
+    def _encoded(self, group: Group, partition: int) -> list[Outgoing]:
+        topic, key = self.session.topic("groups"), str(group.group).encode()
+        with self.session.reporter.encoding:
+            parts = groups.encode_parts(group, run=self.session.run, worker=self.session.worker)
+            return [
+                Outgoing(topic=topic, partition=partition, key=key, headers=headers.encode(value), value=value) for headers, value in parts
+            ]
+
+    def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
+        """Commit the outcomes of these groups with offsets; if the result is unknown, read from the log which were written."""
+        records = [record for parts in batch.values() for record in parts]
+        partitions = {record.partition for record in records}
+        try:
+            offsets = self.transactions.commit(
+                records, offsets=self._offsets(partitions, without=batch.keys()), member=self.member.membership()
+            )
+        except LostPartition:
+            return  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
+        except OutcomeUnknown:
+            self.read_finished(sorted(partitions))
+            if still_open := {group: parts for group, parts in batch.items() if group in self.owned[parts[0].partition].open}:
+                self._commit(still_open)
+            return
+        for record, offset in zip(records, offsets, strict=True):
+            self.owned[record.partition].finish(int(record.key or b""), offset=offset)
+
+    def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
+        """Offsets and metadata for a new owner once the groups in `without` have ended."""
+        offsets: dict[Partition, tuple[int, str]] = {}
+        for partition in partitions:
+            state = self.owned[partition]
+            prompts_offset, rollouts_offset = state.offsets(without=without)
+            offsets[self.session.topic("prompts"), partition] = prompts_offset, state.note(without=without)
+            offsets[self.session.topic("rollouts"), partition] = rollouts_offset, ""
+        return offsets

@@ -24,8 +24,7 @@ from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
-from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups, RolloutReports, reject_orphans
-from penstock.workers.scorer.outcome_writer import OutcomeWriter
+from penstock.workers.scorer.group_buffer import OpenGroup, OutcomeWriter, PartitionGroups, RolloutReports, reject_orphans
 
 NEXT_RESULT_S, GATHERED_S = 0.003, 0.02
 """Rewards that follow within the first time are written in one transaction, gathered for the second at most.

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: every point of a run, one JSON object per line; the uploader to MLflow reads from here.
+"""`metrics.jsonl`: every point of a run, one JSON object per line; the uploader to MLflow reads from here. And other sinks of the points.
 
 One process writes each line once. It continues after the last complete line of an existing file. MLflow gets no point that is not in the
-file.
+file. A sink that fails is reported once and closed: the file has all points.
 """
 
 import contextlib
@@ -10,13 +10,15 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from penstock.infra.errors import Fenced
 from penstock.infra.mlflow.tracking import Point
 from penstock.infra.mlflow.uploader import Delivery
-from penstock.pipeline.inspect.metrics.points import Line
+from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.inspect.metrics.points import Line, flatten
 
 LOCK_WAIT_S = 5.0
 """Time for another tracker of this run to finish ending."""
@@ -142,3 +144,105 @@ def _delivery(line: dict[str, Any]) -> Delivery:
     when, step = round(line["time"] * 1000), line["step"]
     points = tuple(Point(key=name, value=value, timestamp_ms=when, step=step) for name, value in _values(line).items())
     return Delivery(source=line["from"], number=line["number"], points=points)
+
+
+STEP = "optimizer_step"
+"""W&B's axis for all but a worker's own numbers, whose axis is `SECONDS`."""
+SECONDS = "run_seconds"
+STATUSES = ("status", "final")
+
+
+class Sink(Protocol):
+    """Takes a run's points."""
+
+    def write(self, line: Line, *, new: bool) -> None:
+        """Take a moment's values; `new` is False for what an earlier tracker of the run has written."""
+
+    def close(self) -> None:
+        """Write what is held."""
+
+
+class TensorBoard:
+    """One event file in a folder; a restarted tracker reads the run from its beginning and rewrites the file."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        for earlier in directory.glob("events.out.tfevents.*"):
+            earlier.unlink()
+        self._writer = EventFileWriter(str(directory))
+
+    def write(self, line: Line, *, new: bool) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        del new
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in line.values.items()]
+        self._writer.add_event(Event(wall_time=line.timestamp_ms / 1000.0, step=line.step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run of the run's own id, which a restarted tracker continues; its key comes from the environment alone."""
+
+    def __init__(self, run: str, directory: Path, *, project: str, mode: Literal["online", "offline"], config: Mapping[str, Any]) -> None:
+        import wandb
+
+        directory.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self._run = wandb.init(
+            project=project, id=run, name=run, dir=str(directory), mode=mode, resume="allow", config=flatten(config), reinit="create_new",
+            settings=wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric=STEP)
+        self._run.define_metric("system/*", step_metric=SECONDS)
+
+    def write(self, line: Line, *, new: bool) -> None:
+        if new:
+            self._run.log({SECONDS if line.kind in STATUSES else STEP: line.step, **line.values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def sinks(config: Config, run: str, directory: Path, *, notify: Callable[[str], None]) -> "Sinks":
+    """The sinks that the configuration names."""
+    makers: dict[str, Callable[[], Sink]] = {}
+    if config.tensorboard.enabled:
+        makers["TensorBoard"] = lambda: TensorBoard(directory / "tensorboard")
+    if config.wandb.enabled:
+        chosen, table = config.wandb, config.model_dump(mode="json")
+        makers["W&B"] = lambda: WeightsAndBiases(run, directory, project=chosen.project, mode=chosen.mode, config=table)
+    return Sinks(makers, notify)
+
+
+class Sinks:
+    """Several sinks, each for itself."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Sink]], notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._open: dict[str, Sink] = {}
+        for name, make in makers.items():
+            self._try(name, lambda name=name, make=make: self._open.update({name: make()}))  # type: ignore[misc]
+
+    def write(self, line: Line, *, new: bool) -> None:
+        """Give all of them a moment's values."""
+        for name, sink in list(self._open.items()):
+            self._try(name, lambda sink=sink: sink.write(line, new=new))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for name, sink in list(self._open.items()):
+            self._try(name, sink.close)
+        self._open.clear()
+
+    def _try(self, name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # foreign libraries, with errors of no common type: a run never ends because of them
+            self._open.pop(name, None)
+            cause = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else " ".join(str(error).split())[:200]
+            self._notify(f"{name} gets no more points ({cause or type(error).__name__}); metrics.jsonl has all of them")

@@ -7,22 +7,24 @@ metrics from their beginning and adds missing points, so that both hold the same
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from penstock.infra.errors import LogError
-from penstock.infra.log import Partition
+from penstock.infra.log import Log, Partition
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
-from penstock.pipeline.inspect.live.saved_view import ViewWriter
+from penstock.pipeline.inspect.live import saved_view
+from penstock.pipeline.inspect.live.saved_view import Saved, ViewWriter
 from penstock.pipeline.inspect.metrics.mlflow_target import lineage, target_of
 from penstock.pipeline.inspect.metrics.points import Line, Points
 from penstock.pipeline.inspect.report.files import remove_reports
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.run_status import closing, status_of
-from penstock.pipeline.inspect.run_view import Folded
+from penstock.pipeline.inspect.run_view import Folded, RunView
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import between, deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Activity, Measurement, activity_of
@@ -30,11 +32,33 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 from penstock.workers.tracker.checkpoint_history import CheckpointHistory
-from penstock.workers.tracker.metrics_file import MetricsFile
+from penstock.workers.tracker.metrics_file import MetricsFile, sinks
 from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
 from penstock.workers.tracker.retention import Retention
-from penstock.workers.tracker.sinks import sinks
-from penstock.workers.tracker.start import entries_before, saved_start
+
+
+def saved_start(log: Log, run: str) -> Saved:
+    """The view of the deleted records, and the offsets after it; an empty view and no offsets if nothing was deleted."""
+    if not deleted(log, f"{run}.prompts", f"{run}.groups"):
+        return RunView(run=run), {}
+    view, since = saved_view.newest(log, run)
+    return view, {partition: offset for partition, offset in since.items() if partition[0] not in (RUNS_TOPIC, f"{run}.run")}
+
+
+def entries_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[tuple[Folded, Record]]:
+    """The ledger's entries and the measurements before these offsets, each once: `metrics.jsonl` may be on another machine."""
+    view = RunView(run=run)
+    for topic in ("ledger", "metrics"):
+        at = (f"{run}.{topic}", 0)
+        for record in between(log, at, log.beginning_offsets([at])[at], since.get(at, 0)):
+            try:
+                payload = view.fold(record)
+            except Unusable:
+                continue  # the tracker that read it first wrote a dead letter
+            if payload is not None:
+                yield payload, record
+            view.forget()
+
 
 POLL_S = 0.5
 LOOK_S = 0.05

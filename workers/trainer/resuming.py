@@ -1,26 +1,123 @@
-"""Where a trainer resumes: from the newest step's resume point, which saves reading all of the ledger.
+"""Where a trainer resumes, and its policy there: the newest usable checkpoint, then the committed steps after it, repeated from the log.
 
-If the resume point or a record that it names is missing, everything is read.
+It starts from the newest step's resume point, which saves reading all of the ledger; if that or a record it names is missing, everything
+is read. A repeated step must give the bits of the ledger. Any difference stops the run, or under `trainer.on_mismatch = "rebase"` is
+recorded with both values, and the run continues from the repeated weights.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from penstock.infra.log import Log, Partition
-from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history
+from penstock.infra import faults
+from penstock.infra.errors import RecordMissing, Unrecoverable
+from penstock.infra.log import Log
+from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic, rebases
+from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history, read_planned
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer
+from penstock.pipeline.learner.repeat_step import Difference, Repetition, other_weights, repeat
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import between
-from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
 from penstock.topics import ledger, weights
+from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Activity
+from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.run_writer import RunWriter
+
+
+class OlderNeeded(Exception):
+    """No checkpoint within the ledger's read entries can be used: the full ledger has to be read."""
+
+
+def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> None:
+    """Bring a new policy to the last step of the ledger; returns early if the worker is stopped.
+
+    Raises `Unrecoverable` if a repeated step differs and the run does not rebase, `LogError` if the log cannot be read, and
+    `OlderNeeded` if `past` starts too late.
+    """
+    done, reporter, started = past.steps_done, writer.session.reporter, time.monotonic()
+    if not done:
+        return
+    now = arithmetic_of(policy.backend, policy.config)
+    if changed := changed_arithmetic(past.entries, now):
+        text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
+        reporter.notify(f"the arithmetic is not the one the run was computed with: {text}")
+    if (store := writer.checkpoints.store) is not None:
+        at_most = writer.lost.step if writer.lost is not None else None  # a lost version is sent again at its own step
+        doing = partial(reporter.doing, Activity.START, now=True)
+        state = policy.load_newest(store, past.recorded(), notify=reporter.notify, doing=doing, at_most=at_most)
+        if state is not None:
+            writer.checkpoints.saved_steps = state.steps
+            reporter.values.update(step=state.steps, version=state.version)
+            if writer.lost is not None and writer.lost.step == state.steps:
+                writer.publish(policy.weights(), version=writer.lost.version, step=state.steps)
+        policy.release_weights()
+    loaded, loading_s = policy.steps_done, time.monotonic() - started
+    if loaded < past.first_step:
+        raise OlderNeeded(f"the steps before step {past.first_step} have to be repeated")
+    faults.reach("recovery.loaded")
+    differences = _repeat(policy, writer, past.steps[loaded - past.first_step :], stop=not rebases(policy.config, changed, now))
+    if policy.steps_done < done:
+        return
+    if differences or changed:
+        writer.rebase(policy, differences=differences, changed=changed, fingerprint=now)
+    took, repeated = time.monotonic() - started, done - loaded
+    reporter.values.update(recovered_from_step=loaded, repeated_steps=repeated, recovery_s=took)
+    origin = f"checkpoint of step {loaded} loaded in {loading_s:.1f} s" if loaded else "no checkpoint to start from"
+    reporter.notify(f"recovered in {took:.1f} s: {origin}, {repeated} of {done} steps repeated from the log")
+
+
+def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:
+    """Repeat these steps; returns all differences, or with `stop` raises `Unrecoverable` at the first one."""
+    reporter, mismatches = writer.session.reporter, list[tuple[Entry, Difference]]()
+    for entry in steps:
+        if writer.session.stop.is_set():
+            break
+        reporter.doing(Activity.START, f"repeating step {entry.step} of {writer.state.steps}")
+        reporter.status()
+        repetition = repeat(policy, entry, _groups_of(entry, writer))
+        differences = _all_differences(policy, writer, repetition)
+        if differences and stop:
+            command = f"penstock run --resume {writer.session.run} --set trainer.on_mismatch=rebase"
+            raise Unrecoverable(
+                f"step {entry.step} repeated from the log gave {' and '.join(map(str, differences))}. Restore the arithmetic "
+                f"(package versions, threads, device), or continue with the difference recorded: {command}"
+            )
+        mismatches += [(entry, difference) for difference in differences]
+        if not mismatches:
+            writer.after_step(policy)
+        policy.release_weights()
+        faults.reach("recovery.repeated")
+    return mismatches
+
+
+def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
+    session = writer.session
+    try:
+        return read_planned(session.log, session.run, entry.plan)
+    except RecordMissing as error:
+        raise Unrecoverable(
+            f"step {entry.step} has to be repeated, as no checkpoint after it can be read here, and its groups are not in the log any "
+            f"more ({error}): restore the run's checkpoints, or continue from a published version: penstock fork {session.run}"
+        ) from error
+
+
+def _all_differences(policy: PolicyTrainer, writer: RunWriter, repetition: Repetition) -> list[Difference]:
+    """Differences from the ledger and, for a model whose steps have no digest, from the version published after the step."""
+    published, differences, done = writer.state.manifests.get(policy.version), list(repetition.differences), policy.steps_done
+    unchecked = repetition.entry.digest is None and published is not None and published.step == done
+    if unchecked and published is not None and (here := repetition.weights.digest) != published.digest:
+        differences.append(other_weights(here, published.digest))
+    return differences
+
 
 NEWEST = (16, 256)
 """Offsets at the end of the ledger among which the newest step is searched: first few of them, then more."""
@@ -46,6 +143,11 @@ class ResumeOffsets:
         if recorded:
             self.steps = {steps: at for steps, at in self.steps.items() if steps >= recorded[-1][0]}
         return tuple(recorded)
+
+    def note_anchor(self, manifest: Manifest | None, offset: int) -> None:
+        """Record the offset of a manifest, if it is an anchor's."""
+        if manifest is not None and manifest.begins_chain:
+            self.anchors.setdefault(manifest.version, offset)
 
     def anchor(self, version: int) -> tuple[int, int]:
         """(version, offset) of the anchor that is `ANCHORS` anchors before `version`, or of the first; forgets older ones."""
@@ -149,8 +251,7 @@ def _read_manifests(log: Log, run: str, resume_point: ResumePoint, ledger_state:
             ledger_state.take(manifest)
         except Unusable:
             continue
-        if manifest.begins_chain:
-            offsets.anchors.setdefault(manifest.version, record.offset)
+        offsets.note_anchor(manifest, record.offset)
 
 
 def _entries(log: Log, run: str, start: int, end: int) -> Iterator[tuple[Record, Entry]]:
@@ -166,46 +267,7 @@ def _records(log: Log, at: tuple[str, int], start: int, end: int) -> Iterable[Re
     return between(log, at, start, end)
 
 
-def resume_point_at(
-    session: Session, inbox: GroupInbox, offsets: ResumeOffsets, positions: Mapping[Partition, int], *, saved: Sequence[int]
-) -> ResumePoint:
-    """The resume point of a step that is about to be committed; `positions` are those of the trainer's tail."""
-    selector, checkpoints = inbox.selector, offsets.checkpoints(saved)
-    oldest = checkpoints[-1][0] if checkpoints else 0
-    version, manifests = offsets.anchor(rules.version_after(oldest, steps_per_version=session.schedule.steps_per_version))
-    open_groups = {(session.topic("groups"), partition): offset for partition, offset in inbox.restart_offsets().items()}
-    return ResumePoint(
-        below=selector.below,
-        settled=tuple(sorted(selector.settled)),
-        drops=selector.drops_to_resume,
-        dropped=selector.drops,
-        positions={partition_key(session, at): open_groups.get(at, position) for at, position in positions.items()},
-        checkpoints=checkpoints,
-        manifests=manifests,
-        version=version,
-        rebased=offsets.rebased,
-        rewards=(inbox.scale.low, inbox.scale.high) if inbox.scale.low <= inbox.scale.high else (),
-    )
-
-
-def note_anchor(offsets: ResumeOffsets, record: Record, state: LedgerState) -> None:
-    """Record the offset of an anchor's manifest."""
-    with contextlib.suppress(Unusable):
-        manifest = state.manifests.get(weights.check(record, run=state.run).policy_version_min or 0)
-        if manifest is not None and manifest.begins_chain:
-            offsets.anchors.setdefault(manifest.version, record.offset)
-
-
 def saved_steps(session: Session) -> list[int]:
     """Steps of the existing checkpoints, newest first."""
     store = open_store(session.config, session.run)
     return [] if store is None else store.steps()
-
-
-def partition_key(session: Session, at: Partition) -> str:
-    """A partition's name in a resume point.
-
-    Example:
-        partition_key(session, ("demo.groups", 3))  # -> "groups/3"
-    """
-    return f"{at[0].removeprefix(f'{session.run}.')}/{at[1]}"

@@ -21,8 +21,7 @@ from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
 from penstock.pipeline.learner.repeat_step import Difference
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weights.publish import manifest_record
-from penstock.pipeline.runtime.weights.retention import deletable, is_anchor
+from penstock.pipeline.runtime.weights.publish import deletable, is_anchor, manifest_record
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
@@ -31,8 +30,7 @@ from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.trainer.checkpointer import MODEL, Checkpointer
-from penstock.workers.trainer.chunk_gaps import ChunkGaps
-from penstock.workers.trainer.weight_publisher import Publication, WeightPublisher
+from penstock.workers.trainer.weight_publisher import ChunkGaps, Publication, WeightPublisher
 
 DIGEST_BELOW = 100_000_000
 """Models with fewer parameters record a weights digest with each step, others with each version."""

@@ -31,11 +31,9 @@ from penstock.topics.groups import Group
 from penstock.topics.ledger import ALL_DONE, Planned
 from penstock.topics.metrics import Activity
 from penstock.topics.runs import Status
-from penstock.workers.trainer.arrivals import POLL_S, Arrivals
-from penstock.workers.trainer.group_inbox import DropLimit
+from penstock.workers.trainer.inbox import POLL_S, Arrivals, DropLimit
 from penstock.workers.trainer.other_ranks import follow, other_ranks
-from penstock.workers.trainer.recovery import OlderNeeded, recover
-from penstock.workers.trainer.resuming import Resumed, read_resumed, saved_steps
+from penstock.workers.trainer.resuming import OlderNeeded, Resumed, read_resumed, recover, saved_steps
 from penstock.workers.trainer.run_writer import RunWriter
 
 if TYPE_CHECKING:

@@ -146,7 +146,7 @@ def _textarena(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 
 def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     _release("websockets")
-    from penstock.pipeline.agents.environments.openenv_text import OpenEnvText, open_server
+    from penstock.pipeline.agents.environments.interfaces import OpenEnvText, open_server
 
     server = open_server(name, options)
     return EnvironmentKind(source=f"openenv:{name}", version=server.version, make=lambda: OpenEnvText(server), waits=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, notify, reading
-from penstock.pipeline.runtime.reporting.visible_output import exact_output
+from penstock.pipeline.runtime.reporting.log_lines import exact_output
 
 if TYPE_CHECKING:
     import pyarrow as pa

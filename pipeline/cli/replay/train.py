@@ -41,8 +41,7 @@ def train(
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.overrides import what_if
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
-    from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
-    from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
+    from penstock.pipeline.runtime.registration.trust import Trust, keys_of, require_trusted, user_code
 
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if follow:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import Schedule
 from penstock.topics.rollouts import Rollout
 
 NS = 1e9

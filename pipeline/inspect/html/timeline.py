@@ -11,7 +11,7 @@ from penstock.pipeline.inspect.html.run_history import RunHistory
 from penstock.pipeline.inspect.report.time_spent import by_role
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.tables.timeline import Ended, Facts, Interval, SampleTimes, intervals
-from penstock.pipeline.runtime.reporting.time_uses import USES, kind_of
+from penstock.pipeline.runtime.reporting.reporter import USES, kind_of
 
 KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "eval", "start")
 TICKS_MS = (0.1, 1.0, 10.0, 100.0)

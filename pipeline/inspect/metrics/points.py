@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.pipeline.inspect.run_view import Folded, RunView
 from penstock.pipeline.inspect.run_view_types import Tally
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import Schedule
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Record

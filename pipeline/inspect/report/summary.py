@@ -34,7 +34,7 @@ from penstock.pipeline.inspect.status import bottleneck, bottleneck_as_json, bus
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 
 __all__ = ["as_text", "collect", "render", "summarise"]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
-from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE, TRAINER_WAITS, USES
+from penstock.pipeline.runtime.reporting.reporter import OUTSIDE, TRAINER_WAITS, USES
 from penstock.pipeline.runtime.roles import ROLES
 
 SHOWN = 0.005

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import Workload
-from penstock.pipeline.scheduling.schedule import MODES, Schedule
+from penstock.pipeline.scheduling.rules import MODES, Schedule
 
 GRID = 7
 """Largest number of splits that are simulated first; then the neighbours of the best."""

@@ -16,7 +16,7 @@ from penstock.pipeline.launch.planning.recorded import RunTimes
 from penstock.pipeline.launch.planning.rendering import WIDTH
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import Workload
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

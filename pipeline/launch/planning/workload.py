@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import Schedule
 
 Lengths = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]

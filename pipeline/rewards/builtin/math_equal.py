@@ -1,13 +1,227 @@
-r"""Compares two written answers for mathematical equality."""
+"""Compares two written answers for mathematical equality, after reading each as words, a quantity, a list, a matrix or an equation."""
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
-from penstock.pipeline.rewards.builtin.math_parser import MAX_CHARACTERS, Tree
-from penstock.pipeline.rewards.builtin.math_reading import Group, Quantity, Reading, Relation, read
-from penstock.pipeline.rewards.builtin.math_text import compact, normalised
+from penstock.pipeline.rewards.builtin.math_parser import FUNCTIONS, GREEK, MAX_CHARACTERS, MINUS_ONE, Tree, Unreadable, parse
+from penstock.pipeline.rewards.builtin.math_text import ROW_END, UNITS, compact, normalised
 from penstock.pipeline.rewards.builtin.math_values import proportional, renamed, same_value, symbols, value
+
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_DATE_OR_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?|\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}", re.IGNORECASE)
+_RELATION = re.compile(r"(\\(?:le|ge|ne|in|approx|equiv)\b|<=|>=|!=|=|<|>)")
+_OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\equiv": "=", r"\in": "="}
+_SEPARATOR = re.compile(r",|;|\\cup\b|\band\b|\bor\b")
+_MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\w+\}", re.DOTALL)
+_SYMBOL_NAME = (
+    r"(?:(?:m ?)?\\[a-zA-Z]+(?: ?[A-Za-z]+| ?\{[A-Za-z]+\})?|\\frac ?\{d ?\w?\} ?\{d ?\w\}|[A-Za-z]+)"
+    r"'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
+)
+_NAME = re.compile(rf"{_SYMBOL_NAME}(?: ?[-+] ?{_SYMBOL_NAME})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
+_UNIT = re.compile(
+    r"(.*(?:[\d)}]|\\pi(?! *hr?\b)))\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+°?)(?: ?\^ ?\{?(-?\d)\}?)?"
+    r"((?:\.?(?:\s+|\s*(?:/|\\times) ?)[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?)*)",
+    re.DOTALL,
+)
+_MODULO = re.compile(r"(.*?\S) ?\(?(?:\\[bp]?mod|mod) ?\{?(\w+)\}?\)?")
+_RATIO = re.compile(r"^([^:]+?)(?::| to )([^:]+)$")
+_PRODUCT = re.compile(r"(?=.{2,3}$)(?:[b-df-hj-np-tv-z]+|[a-z]*[xzq][a-z]*|[abc]{2})")
+"""Letters that are a product of symbols and not a word."""
+_MATH_NAME = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
+
+
+class Words(NamedTuple):
+    """Words, a date or a time."""
+
+    words: tuple[str, ...]
+
+
+class Quantity(NamedTuple):
+    """An expression, its tree if it can be parsed, and its unit if it is in `UNITS`: base unit, power, size in the base unit."""
+
+    text: str
+    tree: Tree | None
+    unit: tuple[str, int, Fraction] | None = None
+
+
+class Group(NamedTuple):
+    """Items between brackets, which are empty for a list without brackets, and `"|"` for a matrix and its rows."""
+
+    opening: str
+    items: "tuple[Reading, ...]"
+    closing: str
+
+
+class Relation(NamedTuple):
+    """An equation or inequality: its sides, the difference of their trees if they can be parsed, and the reading of its right side."""
+
+    left: str
+    operator: str
+    difference: Tree | None
+    right: "Reading"
+    named: bool
+    """True if the left side is a name or has no symbols, as in `x = 3` and `5 + 4 = 9`."""
+
+
+Reading = Words | Quantity | Group | Relation
+
+
+def read(text: str, depth: int = 0) -> Reading:
+    """Classify a normalised text."""
+    text = text.rstrip(" .").lstrip()
+    if depth > 8:
+        return Quantity(text, None)
+    if _DATE_OR_TIME.fullmatch(text) or _is_date(text):
+        return Words(_words_of(text))
+    matrix = _MATRIX.fullmatch(text)
+    if matrix:
+        rows = [row for row in matrix[1].split(ROW_END) if row.strip()]
+        return Group("|", tuple(Group("|", tuple(read(cell, depth + 1) for cell in row.split("&")), "|") for row in rows), "|")
+    parts = split(text, _SEPARATOR)
+    if len(parts) > 1:
+        return _list(tuple(read(part, depth + 1) for part in parts if part.strip()))
+    sides = split(text, _RELATION)
+    if len(sides) > 2:
+        return _relation(sides, depth)
+    if re.search(r"\\(?:pm|mp)\b", text):
+        signs = (("+", "-"), ("-", "+"))
+        return Group("", tuple(read(text.replace(r"\pm", up).replace(r"\mp", down), depth + 1) for up, down in signs), "")
+    return _bracketed(text, depth) or _quantity(text) or Words(_words_of(text))
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """Split a text at separators outside of brackets; a separator with a capturing group is part of the result."""
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"(?P<bracket>\\[{{}}]|[()\[\]{{}}])|{separator.pattern}", text):
+        if match["bracket"]:
+            depth += 1 if match[0][-1] in "([{" else -1
+        elif depth == 0:
+            parts += [text[start : match.start()], *([match[0]] if separator.groups else [])]
+            start = match.end()
+    return [*parts, text[start:]]
+
+
+def _list(items: tuple[Reading, ...]) -> Reading:
+    """A list without brackets; the name in `x = 1, 2` is dropped."""
+    first, *others = items or (Quantity("", None),)
+    if isinstance(first, Relation) and first.named and others and not any(isinstance(item, Relation) for item in others):
+        items = (first.right, *others)
+    return items[0] if len(items) == 1 else Group("", items, "")
+
+
+def _relation(sides: list[str], depth: int) -> Reading:
+    if sides[-2] == r"\approx" and not _NAME.fullmatch(sides[-3].strip()):
+        return read("".join(sides[:-2]), depth + 1)
+    operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
+    values = [side.strip() for side in sides[::2]]
+    interval = _interval(values, operators, depth)
+    if interval:
+        return interval
+    left, right = values[0], values[-1]
+    operator = operators[-1] if set(operators) != {"="} else "="
+    if operator == "=" and _NAME.fullmatch(right) and not _NAME.fullmatch(left):
+        left, right = right, left
+    if operator in (">", ">="):
+        left, right, operator = right, left, operator.replace(">", "<")
+    trees = [tree_of(side) for side in (left, right)]
+    difference = None if None in trees else ("add", trees[0], ("mul", MINUS_ONE, trees[1]))
+    named = operator == "=" and (_NAME.fullmatch(left) is not None or (trees[0] is not None and not symbols(trees[0])))
+    return Relation(left, operator, difference, read(right, depth + 1), named)
+
+
+def _interval(values: list[str], operators: list[str], depth: int) -> Group | None:
+    """The interval of `x > a` or `a < x < b`, or both intervals of `x != a`; None for other relations."""
+    if operators == ["!="] and re.fullmatch("[a-zA-Z]", values[0]):
+        excluded, below, above = read(values[1], depth + 1), read(r"-\infty"), read(r"\infty")
+        return Group("", (Group("(", (below, excluded), ")"), Group("(", (excluded, above), ")")), "")
+    if any(operator not in ("<", "<=", ">", ">=") for operator in operators) or len({operator[0] for operator in operators}) != 1:
+        return None
+    if operators[0].startswith(">"):
+        values, operators = values[::-1], [operator.replace(">", "<") for operator in operators[::-1]]
+    if len(values) == 2:
+        if re.fullmatch("[a-zA-Z]", values[0]):
+            values, operators = [r"-\infty", *values], ["<", *operators]
+        else:
+            values, operators = [*values, r"\infty"], [*operators, "<"]
+    if len(values) != 3 or not re.fullmatch("[a-zA-Z]", values[1]):
+        return None
+    opening, closing = "(" if operators[0] == "<" else "[", ")" if operators[1] == "<" else "]"
+    return Group(opening, (read(values[0], depth + 1), read(values[2], depth + 1)), closing)
+
+
+def _bracketed(text: str, depth: int) -> Reading | None:
+    """A set, tuple, interval, or the content of redundant brackets; None for other texts."""
+    if text.replace(" ", "") in (r"\emptyset", r"\{\}"):
+        return Group("{", (), "}")
+    whole = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
+    if not whole or not _closes_at_end(text):
+        return None
+    opening, closing = whole[1][-1], whole[3][-1]
+    parts = split(whole[2], re.compile(",|;"))
+    if len(parts) > 1 or whole[1] == r"\{":
+        return Group(opening, tuple(read(part, depth + 1) for part in parts), closing)
+    return read(whole[2], depth + 1) if (opening, closing) in (("{", "}"), ("(", ")"), ("[", "]")) and whole[2].strip() else None
+
+
+def _closes_at_end(text: str) -> bool:
+    """True if the last bracket closes the first one."""
+    depth = 0
+    for match in re.finditer(r"[()\[\]{}]", text):
+        depth += 1 if match[0] in "([{" else -1
+        if depth == 0:
+            return match.end() == len(text)
+    return False
+
+
+def _quantity(text: str) -> Quantity | None:
+    """An expression with or without a unit; None for words."""
+    modulo = _MODULO.fullmatch(text)
+    if modulo:
+        return Quantity(modulo[1], tree_of(modulo[1]), (f"modulo {modulo[2]}", 1, Fraction(1)))
+    unit = _UNIT.fullmatch(text)
+    if unit and not _has_words(unit[1], 2):
+        tree = tree_of(unit[1])
+        if (
+            tree is not None
+            and (len(unit[2]) > 1 or (unit[2] in UNITS and not symbols(tree)) or (unit[2] == "a" and unit[4]))
+            and not _MATH_NAME.fullmatch(unit[2])
+        ):
+            name = unit[2] if unit[2] in UNITS else unit[2].lower().removesuffix("s")
+            base = UNITS.get(name) if not unit[4].strip(". ") else None
+            power = int(unit[3] or 1)
+            return Quantity(unit[1], tree, base and (base[0], power, base[1] ** power))
+    if not _PRODUCT.fullmatch(text) and _has_words(text, 4 if re.search(r"[\d+*/^=<>\\]", text) else 2):
+        return None
+    return Quantity(text, tree_of(_RATIO.sub(r"(\1)/(\2)", text)))
+
+
+def tree_of(text: str) -> Tree | None:
+    """The tree of an expression; None if it cannot be parsed."""
+    try:
+        return parse(text)
+    except Unreadable:
+        return None
+
+
+def _has_words(text: str, length: int) -> bool:
+    runs = re.findall(r"[a-zA-Z]+", re.sub(r"\\[a-zA-Z]+", " ", text))
+    return any(len(run) >= length and not _MATH_NAME.fullmatch(run) for run in runs)
+
+
+def _is_date(text: str) -> bool:
+    return any(word[:3].lower() in _MONTHS for word in re.findall(r"[A-Za-z]{3,9}", text)) and re.search(r"\d", text) is not None
+
+
+def _words_of(text: str) -> tuple[str, ...]:
+    """The words in lower case and singular, without articles and leading zeros; those of a date sorted."""
+    plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:the|an?)\s", "", re.sub(r"\\[a-zA-Z]+", " ", text).lower())
+    words = [re.sub(r"(?<=[a-z]{3})s$", "", word.lstrip("0")) or "0" for word in re.findall(r"[^\W\d_]+|\d+", plain)]
+    if _is_date(text):
+        return tuple(sorted(word[:3] if word[:3] in _MONTHS else word for word in words))
+    return tuple(words)
+
 
 _CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?(?:\(?([A-J])(?:\)|[.:](?=\s|$))(?:\s.*)?|\(([a-j])\)|([A-J]))", re.DOTALL)
 _FUNCTION = re.compile(r"[a-zA-Z] ?\( ?([a-z]) ?\)")

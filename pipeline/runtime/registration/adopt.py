@@ -10,8 +10,7 @@ from penstock.pipeline.config.load import from_json
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import registration, write
-from penstock.pipeline.runtime.registration.trust import as_block
-from penstock.pipeline.runtime.registration.user_code import user_code
+from penstock.pipeline.runtime.registration.trust import as_block, user_code
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics.catalogue import RUNS_TOPIC, control_topics_of, topic_name, topics_of
 from penstock.topics.runs import RunRecord

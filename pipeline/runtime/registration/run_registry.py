@@ -5,6 +5,8 @@ run's key take precedence, and never from `penstock.runs`.
 """
 
 import contextlib
+import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,15 +14,45 @@ from pathlib import Path
 
 from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.infra.log import Log
+from penstock.infra.paths import state_path
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.registration.run_key import KEY_FILE, key_of, newest, signed
-from penstock.pipeline.runtime.registration.this_machine import CLOCK_S, own_runs
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Outgoing
+
+LOCK = "launcher.lock"
+"""In the folder of a run, held by its launcher."""
+CLOCK_S = 60.0
+"""The clock of a file system or of another machine may be ahead by so much."""
+
+
+def own_runs() -> list[str]:
+    """This user's runs on this machine, the newest last: those whose folder has the run's key or its launcher's lock.
+
+    Dates in the future do not count.
+    """
+    limit_s = time.time() + CLOCK_S
+    dates = {folder.name: date_s for folder in (state_path() / "runs").glob("*") if (date_s := _date_s(folder)) is not None}
+    return sorted((name for name, date_s in dates.items() if date_s <= limit_s), key=lambda name: dates[name])
+
+
+def _date_s(folder: Path) -> float | None:
+    """The time at which this user made the run, or started it if it has no key; None for the folder of anything else."""
+    if folder.is_symlink():
+        return None
+    for name in (KEY_FILE, LOCK):
+        try:
+            status = (folder / name).lstat()
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            return status.st_mtime
+    return None
+
 
 WRITE_LIMIT_S = 60.0
 

@@ -1,9 +1,13 @@
-"""Lines of a worker's log: time, level, run, worker and text of one event, as text or as a JSON object."""
+"""Lines of a worker's log: time, level, run, worker and text of one event, as text or as a JSON object; control characters made visible."""
 
+import contextlib
 import json
 import os
+import sys
 import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from typing import Any, TextIO
 
 from penstock.topics.wire.visible import visible
 
@@ -28,3 +32,48 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
 def print_line(run: str, worker: str, text: str, *, level: str = "info") -> None:
     """Print one line of a worker's log."""
     print(log_line(text, run=run, worker=worker, level=level, as_json=bool(os.environ.get(LOG_JSON))), flush=True)
+
+
+DEL = "\x7f"
+
+
+class VisibleStream:
+    """A text stream that shows hidden characters escaped."""
+
+    def __init__(self, stream: TextIO, *, show: Callable[[str], str] = visible) -> None:
+        self._stream, self._show = stream, show
+
+    def write(self, text: str) -> int:
+        """Write a text; returns its length as given."""
+        self._stream.write(self._show(text))
+        return len(text)
+
+    @property
+    def rich_proxied_file(self) -> Any:
+        """The stream to which a rich console writes its own control characters."""
+        return type(self)(self._stream, show=str)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def visible_errors() -> Iterator[None]:
+    """Escape hidden characters on standard error."""
+    before = sys.stderr
+    sys.stderr = VisibleStream(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+def exact_output() -> TextIO:
+    """Standard output that does not escape anything, for data."""
+    output: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    return output
+
+
+def print_json(text: str, *, flush: bool = False) -> None:
+    """Print JSON made by `json.dumps`, with the hidden character escaped that it leaves as it is."""
+    print(text.replace(DEL, "\\u007f"), file=exact_output(), flush=flush)

@@ -2,7 +2,7 @@
 
 A version counts once it is complete and checked; overtaken versions are skipped. A failed read is retried, and the engine keeps its
 weights. If workers of a machine share one copy, one of them reads for all, and another takes over when it exits. If the trainer shares
-its memory (`direct`), no worker reads.
+its memory (`direct`), no worker reads. A late joiner starts near the ends of ledger and manifests: joining costs the same at any time.
 """
 
 import threading
@@ -11,16 +11,98 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.infra.errors import LogError, LogUnreachable
-from penstock.infra.log import Log
+from penstock.infra.log import Log, Partition
 from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.weights.base_weights import BaseWeights
+from penstock.pipeline.runtime.topic_reader import between
 from penstock.pipeline.runtime.weights.direct import IpcWeightReceiver
-from penstock.pipeline.runtime.weights.ends import read_ends
-from penstock.pipeline.runtime.weights.read import ChunkReader, bring
+from penstock.pipeline.runtime.weights.read import BaseWeights, ChunkReader, bring
+from penstock.topics import ledger, weights
 from penstock.topics.weights import Manifest
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+NEAR = 256
+"""Offsets at the end of a partition that are read first."""
+FETCH_BYTES = 256 << 10
+"""Fetched of these partitions at once: most records after the first manifest are not needed."""
+FIRST = 16
+"""Offsets at its beginning among which the manifest of version 0 is."""
+
+
+def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
+    """Fill a new `state` from the end of the run's log; returns the start offsets in ledger and manifests."""
+    book, manifests = (f"{run}.ledger", 0), (f"{run}.weights", weights.MANIFESTS)
+    return {manifests: _read_manifests(log, manifests, state), book: _read_ledger(log, book, state)}
+
+
+def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
+    start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
+    if end - start > 2 * NEAR:
+        records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
+        if (first := _first_of_longest(records, lambda record: ledger.read(record, run=state.run)[1].seq)) is not None:
+            state.last_seq = first[1] - 1
+            _apply(state, records[first[0] :])
+            return end
+    return start
+
+
+def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
+    start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
+    span, ledger_state = NEAR, LedgerState(state.run)
+    _apply(ledger_state, list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
+    origin = ledger_state.manifests.get(0)
+    while origin is not None and end - start > 2 * span:
+        records = list(between(log, at, end - span, end, fetch_bytes=FETCH_BYTES))
+        first = _first_of_longest(records, lambda record: weights.read(record, run=state.run)[1].version)
+        ledger_state = LedgerState(state.run)
+        ledger_state.add(origin)
+        if first is not None:
+            ledger_state.newest_version = first[1] - 1
+            _apply(ledger_state, records[first[0] :])
+            if _is_whole(ledger_state):
+                for _, manifest in sorted(ledger_state.manifests.items()):
+                    state.add(manifest)
+                return end
+        span *= 4
+    return start
+
+
+def _is_whole(ledger_state: LedgerState) -> bool:
+    """True if all manifests of the newest version's chain are present.
+
+    Version 0 may have been sent again later, but not after another version is out: adapters go with its manifest near the beginning.
+    """
+    try:
+        first, *others = weights.chain(ledger_state.manifests, ledger_state.newest_version)
+    except ValueError:
+        return False
+    return first.version > 0 or (bool(others) and others[0].begins_chain)
+
+
+def _first_of_longest(records: list[Record], number_of: Callable[[Record], int]) -> tuple[int, int] | None:
+    """Index and number of the first record of the longest sequence of numbers without a gap; None if no record has one."""
+    numbers = list[tuple[int, int]]()
+    for index, record in enumerate(records):
+        try:
+            numbers.append((index, number_of(record)))
+        except Unusable:
+            continue
+    lengths = dict[int, int]()
+    for _, number in reversed(numbers):
+        lengths[number] = max(lengths.get(number, 0), 1 + lengths.get(number + 1, 0))
+    return max(numbers, key=lambda pair: (lengths[pair[1]], -pair[0]), default=None)
+
+
+def _apply(state: LedgerState, records: list[Record]) -> None:
+    for record in records:
+        try:
+            state.apply(record)
+        except Unusable:
+            continue
+
 
 RETRY_S = 10.0
 """Delay before a version is read again after a failure; none if another manifest locates its chunks."""

@@ -1,4 +1,4 @@
-"""Writes a version's chunks and describes them in a manifest, which the caller commits.
+"""Writes a version's chunks, describes them in a manifest, which the caller commits, and finds the chunks that can be deleted.
 
 Chunks first, manifest last. Memory: this version, the one before it, and a few chunks.
 """
@@ -6,7 +6,7 @@ Chunks first, manifest last. Memory: this version, the one before it, and a few 
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
 from penstock.infra.tensors.stream import digest as tensors_digest
 from penstock.topics import weights
 from penstock.topics.versions import weight_delta
-from penstock.topics.weights import Chunk, Manifest
+from penstock.topics.weights import FIRST, Chunk, Manifest
 from penstock.topics.wire.record import Outgoing
 
 ENCODERS = 2
@@ -185,3 +185,33 @@ def _send_changes(writer: ChunkWriter, old: Sequence[TensorBytes], new: Sequence
 
 def _layout(tensors: Sequence[TensorBytes]) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+
+
+def is_anchor(manifest: Manifest, *, every: int) -> bool:
+    """True for a full snapshot, or an adapter that counts as an anchor: one of `every` does."""
+    return manifest.encoding == "full" or (manifest.encoding == "adapter" and manifest.version % every == 0)
+
+
+def deletable(manifests: Mapping[int, Manifest], *, ends: Mapping[int, int], every: int, needed: Collection[int] = ()) -> dict[int, int]:
+    """Partition -> the offset below which no process needs its chunks, for the partitions of all versions but 0.
+
+    `ends` are the offsets after our newest chunk in each partition, `every` is `weights.anchor_every`, `needed` are versions that somebody
+    may still request.
+
+    Two anchors are retained, so that a worker that reads the older one has time until the next is published.
+    """
+    anchors = sorted(version for version, manifest in manifests.items() if version and is_anchor(manifest, every=every))
+    oldest = min([*anchors[-2:], *(_chain_start(manifests, version) for version in needed)], default=0)
+    if len(anchors) < 2:
+        return {}
+    retained = dict(ends)
+    for version, manifest in manifests.items():
+        if version >= oldest:
+            for partition, offset in weights.chunk_places(manifest):
+                retained[partition] = min(retained.get(partition, offset), offset)
+    return {partition: offset for partition, offset in retained.items() if partition >= FIRST and offset}
+
+
+def _chain_start(manifests: Mapping[int, Manifest], version: int) -> int:
+    """The first version that a version is put together from, but version 0 only where no other is."""
+    return next((link.version for link in weights.chain(manifests, version) if link.version), 0)

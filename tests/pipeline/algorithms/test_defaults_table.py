@@ -11,7 +11,7 @@ from typing import Any
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "algorithms.md"
 BEGIN, END = "<!-- defaults -->\n", "<!-- /defaults -->"

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.algorithms.importance_weights import CORRECTIONS, correction_weights
-from penstock.pipeline.algorithms.losses import batch_loss, summarise
+from penstock.pipeline.algorithms.losses import CORRECTIONS, batch_loss, correction_weights, summarise
 from penstock.pipeline.config.load import ConfigError, from_json, from_table, override, to_json
 from penstock.pipeline.learner.train_step import Objective
 from tests.support.loss_batches import batch_of

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.backends.processor import Cpu
-from penstock.pipeline.config.defaults import trainer_threads, with_cpu_defaults
-from penstock.pipeline.config.load import Config, from_json, load, to_json
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.config.load import Config, from_json, load, to_json, trainer_threads, with_cpu_defaults
+from penstock.pipeline.scheduling.rules import MODES
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.config.defaults import DEVICE_DEFAULTS, as_markdown, with_device_defaults
-from penstock.pipeline.config.load import ConfigError, from_json, load, to_json
+from penstock.pipeline.config.load import DEVICE_DEFAULTS, ConfigError, as_markdown, from_json, load, to_json, with_device_defaults
 from penstock.pipeline.runtime.sampling import request_of
 from tests.support.strategies import a_prompt
 

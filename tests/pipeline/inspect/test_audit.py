@@ -28,7 +28,7 @@ from penstock.pipeline.inspect.audit.rules import LAG_OF_MODE, Terms, oldest_tra
 from penstock.pipeline.inspect.audit.source import Unreadable
 from penstock.pipeline.inspect.metrics.points import Line
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.schedule import MODES, preset
+from penstock.pipeline.scheduling.rules import MODES, preset
 from penstock.topics import groups, rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest

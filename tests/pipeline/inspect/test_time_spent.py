@@ -12,8 +12,7 @@ from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
 from penstock.pipeline.inspect.status import bottleneck, trainer_waiting_ratio
-from penstock.pipeline.runtime.reporting.reporter import Reporter
-from penstock.pipeline.runtime.reporting.time_uses import USES, split, use_of
+from penstock.pipeline.runtime.reporting.reporter import USES, Reporter, split, use_of
 from penstock.topics import metrics
 from penstock.topics.catalogue import topics_of
 from penstock.topics.metrics import Activity, activity_of

@@ -18,8 +18,7 @@ from penstock.pipeline.config.load import Config, from_table, load
 from penstock.pipeline.launch.check import preflight, sizes
 from penstock.pipeline.launch.check.propose import propose
 from penstock.pipeline.launch.create import check_inputs, create
-from penstock.pipeline.runtime.weights.publish import Base
-from penstock.pipeline.runtime.weights.retention import deletable
+from penstock.pipeline.runtime.weights.publish import Base, deletable
 from penstock.topics.weights import FIRST, Manifest
 from penstock.workers.trainer.weight_publisher import WeightPublisher
 from tests.support.light_model import light_model

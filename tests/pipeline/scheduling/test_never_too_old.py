@@ -16,7 +16,7 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.runtime.sampling import rollout_of
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.schedule import MODES, Schedule, preset
+from penstock.pipeline.scheduling.rules import MODES, Schedule, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.groups import version_min
 from penstock.topics.prompts import Prompt

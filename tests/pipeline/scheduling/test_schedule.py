@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.schedule import MODES, Schedule, preset
+from penstock.pipeline.scheduling.rules import MODES, Schedule, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 
 

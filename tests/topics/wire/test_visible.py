@@ -12,8 +12,7 @@ from rich.text import Text
 
 from penstock.pipeline.inspect.live.terminal import Terminal
 from penstock.pipeline.launch.shutdown import lasting_output
-from penstock.pipeline.runtime.reporting.log_lines import log_line
-from penstock.pipeline.runtime.reporting.visible_output import VisibleStream, print_json, visible_errors
+from penstock.pipeline.runtime.reporting.log_lines import VisibleStream, log_line, print_json, visible_errors
 from penstock.topics.wire.visible import MAX_LINE, visible
 
 HOSTILE = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\u202e\u200b\r over\x7f"

@@ -10,7 +10,7 @@ from penstock.topics.catalogue import topics_of
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.environment.log_engine import LogEngine
+from penstock.workers.environment.worker import LogEngine
 from tests.support.crew import records_of
 
 RUN = "known"

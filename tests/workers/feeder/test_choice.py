@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.data.prompt_order import PromptOrder
-from penstock.workers.feeder.choice import Choice, Choices
+from penstock.workers.feeder.admission import Choice, Choices
 
 ROWS = 4
 

@@ -20,7 +20,7 @@ from penstock.topics.runs import RunRecord
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.rollout import call_tasks
+from penstock.workers.rollout import call_worker
 from penstock.workers.rollout.call_worker import CallWorker
 from tests.support.crew import records_of
 
@@ -186,7 +186,7 @@ def test_a_new_owner_reads_replies_from_the_first_that_is_kept() -> None:
 
 
 def test_answered_calls_are_forgotten_once_the_offset_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_tasks, "MAX_REPLIED", 2)
+    monkeypatch.setattr(call_worker, "MAX_REPLIED", 2)
     site = Site()
     site.join()
     (worker,) = site.workers

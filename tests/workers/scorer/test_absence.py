@@ -10,8 +10,8 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Records
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.scheduling import presence, rules
-from penstock.pipeline.scheduling.presence import SILENT_S, Presence, WorkingClock, update_presence
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.rules import SILENT_S, Presence, WorkingClock, update_presence
 from penstock.topics import groups, metrics
 from penstock.workers.feeder.admission import Admission
 from penstock.workers.scorer.worker import Scorer
@@ -27,7 +27,7 @@ class Away:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.log, self.teller = time.monotonic(), MemoryLog(), Teller(RUN)
-        monkeypatch.setattr(presence.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(rules.time, "monotonic", lambda: self.now_s)
         filled(self.log, RUN, topics=("prompts",))
         self.feeder = Admission(RUN, PARTITIONS, LedgerState(RUN))
         self.pool = HeldPool()
@@ -140,7 +140,7 @@ class WithoutPrompts(Impatient):
 @pytest.mark.parametrize("log_answers", [True, False])
 def test_samples_whose_prompts_are_late_are_no_orphans(monkeypatch: pytest.MonkeyPatch, log_answers: bool) -> None:
     log, now = MemoryLog(), [time.monotonic()]
-    monkeypatch.setattr(presence.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rules.time, "monotonic", lambda: now[0])
     filled(log, RUN)
     pool = HeldPool()
     scorer = scorer_of(log, RUN, 0, pool, config_of())
@@ -170,7 +170,7 @@ def test_samples_whose_prompts_are_late_are_no_orphans(monkeypatch: pytest.Monke
 
 def test_a_sample_whose_prompt_is_not_in_the_log_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     log, now = MemoryLog(), [time.monotonic()]
-    monkeypatch.setattr(presence.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rules.time, "monotonic", lambda: now[0])
     filled(log, RUN, topics=("rollouts",))
     scorer = quiet(scorer_of(log, RUN, 0, HeldPool(), config_of()))
     for _ in range(40):

@@ -16,7 +16,7 @@ from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import ChildPool
 from penstock.pipeline.rewards.child import CHILD, spec
-from penstock.workers.scorer import outcome_writer, worker
+from penstock.workers.scorer import group_buffer, worker
 from penstock.workers.scorer.worker import Scorer
 from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
 
@@ -78,7 +78,7 @@ def test_groups_that_ended_together_are_written_in_transactions_of_limited_size(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: int, sizes: list[int]
 ) -> None:
     log, run, pool, written = MemoryLog(), "many", HeldPool(), list[int]()
-    monkeypatch.setattr(outcome_writer, limit, value)
+    monkeypatch.setattr(group_buffer, limit, value)
     filled(log, run, count=10)
     scorer = counting(log, run, pool, written, monkeypatch)
     scorer.turn()

@@ -11,7 +11,7 @@ import pytest
 from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.metrics.points import Line
 from penstock.workers.tracker import worker as tracker
-from penstock.workers.tracker.sinks import Sinks, sinks
+from penstock.workers.tracker.metrics_file import Sinks, sinks
 from tests.support.a_run import Teller
 from tests.support.number_run import RUN, config_of, log_with, session_of
 

@@ -10,7 +10,7 @@ from penstock.pipeline.launch.acls import all_rules
 from penstock.topics import metrics
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Record
-from penstock.workers.trainer.arrivals import Arrivals
+from penstock.workers.trainer.inbox import Arrivals
 
 STOP = {"ask": "stop", "reason": "good enough"}
 

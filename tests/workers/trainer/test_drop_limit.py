@@ -6,11 +6,11 @@ import pytest
 
 from penstock.pipeline.rewards.group_outcome import UNTRAINED
 from penstock.pipeline.scheduling.reward_scale import RewardScale
-from penstock.pipeline.scheduling.schedule import preset
+from penstock.pipeline.scheduling.rules import preset
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from penstock.workers.trainer.group_inbox import DropLimit, GroupInbox
+from penstock.workers.trainer.inbox import DropLimit, GroupInbox
 from tests.support.a_run import Teller, as_records
 
 

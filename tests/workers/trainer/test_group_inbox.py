@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.pipeline.scheduling.schedule import preset
+from penstock.pipeline.scheduling.rules import preset
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.inbox import GroupInbox
 from tests.support.number_run import RUN, scored
 
 

@@ -20,7 +20,7 @@ from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.steps import ReplayRequest
 from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
-from penstock.workers.trainer import recovery
+from penstock.workers.trainer import resuming
 from tests.support.crew import Crew, audited, config_of
 from tests.support.deaths import dying_at
 from tests.support.trainer_alone import config_for, group_of, trained, written
@@ -139,7 +139,7 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
         patch.setattr(
             policy_trainer, "make_backend", lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps), before=3)
         )
-        patch.setattr(recovery, "rebases", lambda *_: True)
+        patch.setattr(resuming, "rebases", lambda *_: True)
         trained(log, run_id, "ledger.version.before:4")
 
     def replayed() -> tuple[ReplayResult, list[str]]:

@@ -13,7 +13,7 @@ from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
 from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
-from penstock.pipeline.scheduling.schedule import Order, preset
+from penstock.pipeline.scheduling.rules import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.record import Outgoing, Record

@@ -17,7 +17,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.learner.train_step import Objective, Step
 from penstock.pipeline.learner.training_samples import pack
 from penstock.pipeline.runtime.factories import make_backend, make_engine
-from penstock.pipeline.scheduling.schedule import MODES
+from penstock.pipeline.scheduling.rules import MODES
 from penstock.topics.groups import Group
 from tests.support.trainer_alone import PROMPT, SAMPLES, config_for, group_of
 

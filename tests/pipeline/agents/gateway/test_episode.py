@@ -13,8 +13,7 @@ import pytest
 from penstock.infra.engines.base import Sampling
 from penstock.pipeline.agents.driver import Limits
 from penstock.pipeline.agents.gateway import episode
-from penstock.pipeline.agents.gateway.episode import AgentClock, AgentEpisode, command_of, version_of
-from penstock.pipeline.agents.gateway.server import Gateway
+from penstock.pipeline.agents.gateway.episode import AgentClock, AgentEpisode, Gateway, command_of, version_of
 from penstock.pipeline.agents.generation import Generation
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
 from tests.support.chat_families import stop_ids, template

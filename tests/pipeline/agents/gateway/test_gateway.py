@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.pipeline.agents.gateway.server import Gateway
+from penstock.pipeline.agents.gateway.episode import Gateway
 from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
 from penstock.pipeline.data.conversation import Conversation
 from tests.support.chat_families import FAMILIES, stop_ids, template, tokenizer

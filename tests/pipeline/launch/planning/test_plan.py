@@ -9,7 +9,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.launch.planning.rendering import reasons
 from penstock.pipeline.launch.planning.search import Cluster, search, simulated
 from penstock.pipeline.launch.planning.workload import Workload, from_speeds, lognormal
-from penstock.pipeline.scheduling.schedule import preset
+from penstock.pipeline.scheduling.rules import preset
 
 GIVEN = [
     "--accelerators",

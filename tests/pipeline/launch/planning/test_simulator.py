@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, constant, from_speeds, lognormal, parse, uniform
-from penstock.pipeline.scheduling.schedule import MODES, preset
+from penstock.pipeline.scheduling.rules import MODES, preset
 
 
 def workload(mode: str = "pipelined", **fields: object) -> Workload:

@@ -16,8 +16,7 @@ from penstock.pipeline.launch.run_lock import folder_of
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
 from penstock.pipeline.runtime.registration.run_key import key_path, make_key, signed
-from penstock.pipeline.runtime.registration.run_registry import registration, resolve, write, write_status
-from penstock.pipeline.runtime.registration.this_machine import own_runs
+from penstock.pipeline.runtime.registration.run_registry import own_runs, registration, resolve, write, write_status
 from penstock.pipeline.runtime.registration.trust import (
     MLFLOW_SECRETS,
     NO_TRUST,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.runtime.registration.user_code import OTHER_FORMATS, keys_of, user_code
+from penstock.pipeline.runtime.registration.trust import OTHER_FORMATS, keys_of, user_code
 
 PLAIN: dict[str, dict[str, Any]] = {
     "run": {"steps": 3},

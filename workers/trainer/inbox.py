@@ -1,27 +1,37 @@
-"""The `groups` topic as the trainer reads it, and the limit on dropped groups between two steps.
+"""The records that a trainer follows: groups, its own manifests, the end of the prompts, an evaluator's request to end the run.
 
-Headers decide; complete, checked payloads wait for their turn. The first complete record of a group counts; an unusable one becomes a
-dead letter, a repeated one is a duplicate.
+Reading only updates state; the worker decides what is trained. Headers decide; complete, checked payloads wait for their turn. The first
+complete record of a group counts; an unusable one becomes a dead letter, a repeated one is a duplicate.
 """
 
+import contextlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Final
+from typing import Final, Self
 
+from penstock.infra.log import Partition, Start, Tail
+from penstock.infra.tensors.parameter_count import vocabulary
 from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.learner.training_samples import untrainable
 from penstock.pipeline.rewards.group_outcome import UNTRAINED
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.pipeline.scheduling.reward_scale import HIGH, RewardScale
-from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.pipeline.scheduling.rules import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
-from penstock.topics import groups
+from penstock.topics import groups, metrics, weights
+from penstock.topics.catalogue import control_topic
 from penstock.topics.groups import Group, GroupAssembler
+from penstock.topics.wire.checked import whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
+from penstock.workers.trainer.resuming import Resumed, ResumeOffsets
+from penstock.workers.trainer.run_writer import RunWriter
 
 NEWEST: Final = 8
 """Dropped groups whose records are retained, for their reasons."""
@@ -230,3 +240,139 @@ class DropLimit:
             return f"; {CONSTANT.format(mean)}"
         span = f"{mean:.3g} on average in a range of {scale.low:.3g} to {scale.high:.3g}"
         return f"; groups of equal rewards have no advantage ({span}): {scale.advice(mean)}"
+
+
+POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """The topics that a trainer follows, and the state from their records."""
+
+    session: Session
+    writer: RunWriter
+    inbox: GroupInbox
+    tail: Tail
+    followed: Sequence[Partition]
+    offsets: ResumeOffsets
+    end_reason: str | None = None
+    """The reason if the run is to end before all its steps are done; else None."""
+    _admitted: int | None = None
+    """Groups of the whole run, once the feeder has reported that no prompt will follow; None before."""
+
+    @classmethod
+    def open(cls, session: Session, writer: RunWriter, resumed: Resumed) -> Self:
+        """Start to follow, from the newest step's resume point."""
+        inbox = GroupInbox(
+            run=session.run,
+            schedule=session.schedule,
+            dead_letter=session.dead_letters.write,
+            duplicate=session.reporter.duplicate,
+            decoding=session.dead_letters.decoding,
+            vocabulary=vocabulary(session.config.model_directory),
+            scale=RewardScale.of(session.config.reward.functions, session.config.reward.weights, by_source=session.config.data.rewards),
+        )
+        starts: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
+        starts[session.topic("weights"), 0] = "earliest"
+        if session.config.eval_sources:
+            starts[control_topic(session.run, session.config.evaluating_role), 0] = "earliest"
+        if resumed.resume_point is not None:
+            starts.update({at: resumed.resume_point.positions.get(partition_key(session, at), 0) for at in starts})
+        starts[control_topic(session.run, "feeder"), 0] = "earliest"  # a feeder reports only once that no prompt follows
+        return cls(session, writer, inbox, session.log.tail(starts), list(starts), resumed.offsets)
+
+    @property
+    def no_more(self) -> bool:
+        """True if no group will follow: under `run.epochs` the prompts may end before the steps."""
+        return self._admitted is not None and self.inbox.selector.finished_groups >= self._admitted
+
+    def settle(self, resumed: Resumed) -> None:
+        """Count the groups that have ended according to the ledger."""
+        selector, past, resume = self.inbox.selector, resumed.past, resumed.resume_point
+        if resume is None:
+            selector.settle([*past.stale, *past.trained])
+            selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
+        else:
+            later = resumed.later_stale
+            selector.resume(below=resume.below, settled=[*resume.settled, *later], drops=resume.drops + len(later))
+            self.inbox.ended_before = resume.below
+            self.inbox.scale.see(resume.rewards)
+
+    def start_over(self) -> None:
+        """Forget the groups, and follow everything from its beginning."""
+        self.inbox.start_over()
+        self.tail.add(dict.fromkeys(self.followed, "earliest"))
+
+    def take_in(self, timeout_s: float) -> bool:
+        """Apply the records that exist, or arrive within `timeout_s`; returns True if there were any."""
+        records = self.tail.poll(timeout_s)
+        for record in records:
+            self._receive(record)
+        return bool(records)
+
+    def catch_up(self) -> None:
+        """Apply all records up to the end offsets at the call, unless a stop is requested."""
+        behind = self.session.log.end_offsets(self.followed)
+        while behind and not self.session.stop.is_set():
+            self.take_in(POLL_S)
+            behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
+            self.session.reporter.status()
+
+    def resume_point(self) -> ResumePoint:
+        """The resume point of a step that is about to be committed."""
+        selector, scale, store = self.inbox.selector, self.inbox.scale, self.writer.checkpoints.store
+        checkpoints = self.offsets.checkpoints([] if store is None else store.steps())
+        oldest = checkpoints[-1][0] if checkpoints else 0
+        version, manifests = self.offsets.anchor(rules.version_after(oldest, steps_per_version=self.session.schedule.steps_per_version))
+        open_groups = {(self.session.topic("groups"), partition): offset for partition, offset in self.inbox.restart_offsets().items()}
+        return ResumePoint(
+            below=selector.below,
+            settled=tuple(sorted(selector.settled)),
+            drops=selector.drops_to_resume,
+            dropped=selector.drops,
+            positions={partition_key(self.session, at): open_groups.get(at, self.tail.position(at)) for at in self.followed},
+            checkpoints=checkpoints,
+            manifests=manifests,
+            version=version,
+            rebased=self.offsets.rebased,
+            rewards=(scale.low, scale.high) if scale.low <= scale.high else (),
+        )
+
+    def _receive(self, record: Record) -> None:
+        if record.topic == self.session.topic("groups"):
+            self.inbox.receive(record)
+        elif record.topic == self.session.topic("weights"):
+            self.writer.check_manifest(record)
+            with contextlib.suppress(Unusable):
+                version = weights.check(record, run=self.session.run).policy_version_min or 0
+                self.offsets.note_anchor(self.writer.state.manifests.get(version), record.offset)
+        else:
+            self._on_measurement(record)
+
+    def _on_measurement(self, record: Record) -> None:
+        """Apply a measurement of the feeder or an evaluator, from the topic that only its role may write."""
+        try:
+            with self.session.dead_letters.decoding(record):
+                measurement = metrics.read(record, run=self.session.run)[1]
+        except Unusable:
+            return  # a lease record of the role
+        config = self.session.config
+        if record.topic != self.session.topic(f"control-{measurement.role}"):
+            return
+        if measurement.role == "feeder" and config.run.epochs is not None and measurement.values.get("all_out"):
+            self._admitted = whole(measurement.values.get("admitted"))
+        if measurement.kind != "eval" or measurement.role != config.evaluating_role or measurement.version is None:
+            return
+        manifest = self.writer.state.manifests.get(measurement.version)
+        self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
+        if config.stops_early and measurement.labels.get("ask") == "stop":
+            self.end_reason = measurement.labels.get("reason", "the evaluator requested it")
+
+
+def partition_key(session: Session, at: Partition) -> str:
+    """A partition's name in a resume point.
+
+    Example:
+        partition_key(session, ("demo.groups", 3))  # -> "groups/3"
+    """
+    return f"{at[0].removeprefix(f'{session.run}.')}/{at[1]}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.poison_records import MAX_CRASHES, Attempts
+from penstock.pipeline.runtime.dead_letters import MAX_CRASHES, Attempts
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from tests.support.signals import signal_self
