@@ -12,6 +12,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell $(nam
 MODEL := .penstock/tiny
 SMOLLM2 := .penstock/smollm2
 PYTEST := $(BIN)/python -m pytest
+BENCHMARK := $(BIN)/python -m benchmarks
 # Processes that share the tests, each with a broker of its own: more than cores, as tests mostly wait.
 TESTERS ?= 3
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
@@ -90,14 +91,14 @@ coverage: install
 	@grep TOTAL $(COVERED)/report.txt
 
 chaos: install model
-	$(BIN)/python benchmarks/chaos.py examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
+	$(BENCHMARK) chaos examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
 
 hostile: install
-	$(BIN)/python benchmarks/hostile_children.py $(ARGS)
-	$(BIN)/python benchmarks/hostile_run.py $(ARGS)
+	$(BENCHMARK) hostile children $(ARGS)
+	$(BENCHMARK) hostile run $(ARGS)
 
 mutated: install
-	$(BIN)/python benchmarks/mutated_inputs.py --count 10000 $(ARGS)
+	$(BENCHMARK) mutated_inputs --count 10000 $(ARGS)
 
 newest: install
 	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python
@@ -152,7 +153,7 @@ lock: $(STAMP)/environment
 
 # Needs `pip install atheris`, which no test does.
 fuzz:
-	@$(BIN)/python benchmarks/fuzz.py -runs=$(or $(RUNS),200000)
+	@$(BENCHMARK) fuzz -runs=$(or $(RUNS),200000)
 
 clean:
 	rm -rf $(VENV) $(MODEL) $(SMOLLM2) $(LOG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,32 +1,27 @@
-"""Penstock and TRL's `GRPOTrainer` on one task: SmolLM2, sums asked in words, the same reward, U, K, lengths, sampling, loss and rate.
+"""Penstock against TRL's `GRPOTrainer` on sums in words with SmolLM2: the same reward, U, K, lengths, sampling, loss and learning rate.
 
     uv venv trl && uv pip install --python trl/bin/python trl torch datasets
-    python benchmarks/against_trl.py .penstock/smollm2 --trl trl/bin/python [--search-steps 5] [--steps 60] [--seeds 0]
+    python -m benchmarks against_trl .penstock/smollm2 --trl trl/bin/python [--search-steps 5] [--steps 60] [--seeds 0]
 
 TRL first takes `--search-steps` under each of its settings (threads; float32, autocast, bfloat16 weights; micro-batches of 8 or all
-samples) and goes on with the fastest, by the median step after the first two. Then each side trains `--steps` steps for each seed, one
-side at a time and in alternating order. Printed are trained samples a second, the held-out greedy accuracy by seconds of training, peak
-memory of the largest process, and the load of the machine. TRL's seconds leave its evaluations out; Penstock's count from its first
-sample to its last step with its evaluations in them, and its broker and all its workers share the same cores.
+samples); the fastest by the median step after the first two is used. Then each side trains `--steps` steps for each seed, one side at a
+time and in alternating order. Prints trained samples a second, the held-out greedy accuracy by seconds of training, peak memory of the
+largest process, and the load of the machine. TRL's seconds leave out its evaluations; Penstock's count from its first sample to its last
+step, evaluations included, and its broker and all its workers share the same cores.
 """
 
-import argparse
 import itertools
 import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from command import PENSTOCK, report_of  # noqa: E402
+from benchmarks.support.command import ROOT, parser_of, penstock_json, report_of
 
 SAMPLES = 4 * 8
 FORMATS = {"float32": ["--dtype", "float32"], "autocast": ["--autocast"], "bfloat16": ["--dtype", "bfloat16"]}
@@ -34,7 +29,7 @@ FORMATS = {"float32": ["--dtype", "float32"], "autocast": ["--autocast"], "bfloa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What one side did with one seed; seconds are of training."""
+    """Figures of one side with one seed; seconds are of training."""
 
     seconds: float
     speed: float
@@ -45,41 +40,41 @@ class Side:
 
     def until(self, accuracy: float) -> float | None:
         """Seconds to the first evaluation with that accuracy."""
-        return next((seconds for seconds, found in self.curve if found >= accuracy), None)
+        return next((seconds for seconds, reached in self.curve if reached >= accuracy), None)
 
 
 def trl(python: str, model: Path, *words: str) -> dict[str, Any]:
-    """One run of TRL: its steps and its closing line; `error` where it failed."""
-    command = [python, str(ROOT / "benchmarks" / "trl_grpo.py"), str(model), *words]
+    """One run of TRL: its steps and its last line; `error` if it failed."""
+    command = [python, str(ROOT / "benchmarks" / "support" / "trl_grpo.py"), str(model), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     if done.returncode or not lines:
-        return {"error": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
     return {"steps": lines[:-1], **lines[-1]}
 
 
 def search(python: str, model: Path, *, steps: int, threads: Sequence[int]) -> list[str]:
     """TRL's fastest settings."""
-    found: dict[tuple[str, ...], float] = {}
+    speeds: dict[tuple[str, ...], float] = {}
     for count, name, rows in itertools.product(threads, FORMATS, (8, SAMPLES)):
         words = ("--threads", str(count), *FORMATS[name], "--rows", str(rows))
         result = trl(python, model, *words, "--steps", str(steps), "--held-out", "0")
         if "error" in result:
             print(f"  TRL {' '.join(words)}: {result['error']}", flush=True)
             continue
-        found[words] = SAMPLES / statistics.median(step["wall"] for step in result["steps"][2:])
-        print(f"  TRL {' '.join(words)}: {found[words]:.2f} samples/s, peak {result['peak_gib']:.2f} GiB", flush=True)
-    return list(max(found, key=lambda words: found[words]))
+        speeds[words] = SAMPLES / statistics.median(step["wall"] for step in result["steps"][2:])
+        print(f"  TRL {' '.join(words)}: {speeds[words]:.2f} samples/s, peak {result['peak_gib']:.2f} GiB", flush=True)
+    return list(max(speeds, key=lambda words: speeds[words]))
 
 
 def of_trl(python: str, model: Path, settings: Sequence[str], *, steps: int, every: int, seed: int) -> Side:
-    """TRL's side for a seed. Raises `SystemExit` with its last line when it fails."""
-    found = trl(python, model, *settings, "--steps", str(steps), "--every", str(every), "--seed", str(seed))
-    if "error" in found:
-        raise SystemExit(found["error"])
-    walls = [step["wall"] for step in found["steps"]]
-    curve = [(each["seconds"], each["accuracy"]) for each in found["evaluations"]]
-    return Side(seconds=sum(walls), speed=SAMPLES * len(walls) / sum(walls), curve=curve, peak_gib=found["peak_gib"])
+    """TRL's side for a seed. Raises `SystemExit` with its last line if it fails."""
+    result = trl(python, model, *settings, "--steps", str(steps), "--every", str(every), "--seed", str(seed))
+    if "error" in result:
+        raise SystemExit(result["error"])
+    walls = [step["wall"] for step in result["steps"]]
+    curve = [(each["seconds"], each["accuracy"]) for each in result["evaluations"]]
+    return Side(seconds=sum(walls), speed=SAMPLES * len(walls) / sum(walls), curve=curve, peak_gib=result["peak_gib"])
 
 
 def of_penstock(model: Path, *, steps: int, every: int, seed: int) -> Side:
@@ -88,11 +83,11 @@ def of_penstock(model: Path, *, steps: int, every: int, seed: int) -> Side:
     settings = [f'model.path="{model}"', f"run.steps={steps}", f"run.seed={seed}", f"eval.every={every}", "trainer.checkpoint_every=0"]
     report = report_of(str(ROOT / "examples" / "smollm2.toml"), run, settings)
     query = "select epoch(cast(committed as timestamptz)) as at, first_sample_at as first from steps order by step"
-    asked = subprocess.run([*PENSTOCK, "sql", run, query, "--json"], capture_output=True, text=True, check=True)
-    committed = json.loads(asked.stdout)
-    begun = committed[0]["first"]
+    committed = penstock_json("sql", run, query)
+    started = committed[0]["first"]
     curve = [
-        (committed[int(each["version"]) - 1]["at"] - begun if each["version"] else 0.0, each["greedy_accuracy"]) for each in report["eval"]
+        (committed[int(each["version"]) - 1]["at"] - started if each["version"] else 0.0, each["greedy_accuracy"])
+        for each in report["eval"]
     ]
     seconds = report["time"]["train_s"]
     return Side(seconds=seconds, speed=SAMPLES * steps / seconds, curve=curve, peak_gib=report["practice"]["peak_rss_bytes"] / 2**30)
@@ -110,9 +105,9 @@ def show(name: str, seed: int, side: Side, *, goal: float) -> None:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Search, alternate, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__name__, __doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--trl", required=True, help="the Python of an environment with TRL")
     parser.add_argument("--search-steps", type=int, default=5)
@@ -122,10 +117,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between two evaluations")
     parser.add_argument("--goal", type=float, default=0.75, help="the held-out accuracy whose time is compared")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     model = chosen.model.resolve()
     settings = chosen.settings.split() if chosen.settings else search(chosen.trl, model, steps=chosen.search_steps, threads=chosen.threads)
-    print(f"TRL goes on with {' '.join(settings)}", flush=True)
+    print(f"TRL runs with {' '.join(settings)}", flush=True)
     ratios = []
     for place, seed in enumerate(chosen.seeds):
         sides: dict[str, Side] = {}
@@ -135,7 +130,3 @@ def main() -> None:
             show(name, seed, sides[name], goal=chosen.goal)
         ratios.append(sides["Penstock"].speed / sides["TRL"].speed)
     print(f"Penstock's samples/s are {statistics.median(ratios):.2f} times TRL's (median of {len(ratios)}; goal 4)")
-
-
-if __name__ == "__main__":
-    main()

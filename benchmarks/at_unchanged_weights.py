@@ -1,28 +1,25 @@
-"""What the defaults of every loss do to the gradient where nothing has been learnt yet: engine and trainer have the same weights.
+"""Effect of each loss's defaults on the gradient when engine and trainer have the same weights.
 
-    python benchmarks/at_unchanged_weights.py                     # a random model of 97 million parameters
-    python benchmarks/at_unchanged_weights.py --model DIR         # another one, SmolLM2 for example
+    python -m benchmarks at_unchanged_weights                     # a random model of 97 million parameters
+    python -m benchmarks at_unchanged_weights --model DIR         # another one, SmolLM2 for example
 
-The engine draws in bfloat16; the trainer reads the samples again in bfloat16 and in float32. Whatever the two disagree about is rounding.
-Of each loss, schedule and trainer the table has, over tokens: the weight of each token's gradient beside that of the plain policy
-gradient, as effective sample size and as the share that has none; what the loss clips; and what its correction cuts or masks.
-`--editions 1 2` sets the first edition of the defaults beside the second.
+The engine generates in bfloat16; the trainer computes the logprobs in bfloat16 and in float32, so that all differences are rounding.
+For each loss, schedule and trainer the table has, over tokens: the weight of each token's gradient relative to the plain policy gradient,
+as effective sample size and as the share without gradient; the share that the loss clips; and the share that its correction cuts or masks.
+`--editions 1 2` compares two versions of the defaults.
 """
 
-import argparse
-import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 import torch
 
+from benchmarks.support.command import parser_of, with_numbers
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.pipeline.algorithms.losses import summarise, token_weights
@@ -43,28 +40,24 @@ RANDOM_MODEL = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Draw, read again, and print a table for each format of the trainer."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--model", type=Path, help="a model directory; a random model if absent")
-    arguments.add_argument("--engine", default="transformers", help="rollout.engine")
-    arguments.add_argument("--samples", type=int, default=8)
-    arguments.add_argument("--tokens", type=int, default=512, help="of each sample")
-    arguments.add_argument("--editions", type=int, nargs="+", default=[2], help="algorithm.defaults, several to compare")
-    chosen = arguments.parse_args()
+def main(arguments: Sequence[str]) -> None:
+    """Generate, recompute, and print a table for each format of the trainer."""
+    parser = parser_of(__name__, __doc__)
+    parser.add_argument("--model", type=Path, help="a model directory; a random model if absent")
+    parser.add_argument("--engine", default="transformers", help="rollout.engine")
+    with_numbers(parser, samples=8, tokens=512)
+    parser.add_argument("--editions", type=int, nargs="+", default=[2], help="algorithm.defaults, several to compare")
+    chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen.model or make_random_model(Path(scratch) / "model")
-        drawn = list(draw(model, engine=chosen.engine, samples=chosen.samples, tokens=chosen.tokens))
+        completions = list(generate(model, engine=chosen.engine, samples=chosen.samples, tokens=chosen.tokens))
         for dtype in ("bfloat16", "float32"):
-            batch, logprobs = read_again(model, drawn, dtype=dtype, tokens=chosen.tokens)
+            batch, logprobs = recomputed(model, completions, dtype=dtype, tokens=chosen.tokens)
             difference = (logprobs - batch.behaviour_logprobs)[batch.completion_mask]
-            print(f"\n{chosen.engine} in bfloat16, trainer in {dtype}, {len(drawn)} x {chosen.tokens} tokens")
+            print(f"\n{chosen.engine} in bfloat16, trainer in {dtype}, {len(completions)} x {chosen.tokens} tokens")
             print(f"logprobs differ by {difference.std():.4f} (standard deviation of a token), {np.abs(difference).max():.3f} at most\n")
-            print(
-                "| defaults | loss | mode | S | proximal + correction | ESS | no gradient | clipped | cut or masked | |\n"
-                + "|---" * 10
-                + "|"
-            )
+            print("| defaults | loss | mode | S | proximal + correction | ESS | no gradient | clipped | cut or masked | |")
+            print("|---" * 10 + "|")
             for edition in chosen.editions:
                 for line in rows(batch, logprobs, dtype=dtype, edition=edition, tokens=chosen.tokens):
                     print(f"| {edition} | {' | '.join(line)} |", flush=True)
@@ -88,7 +81,7 @@ def config_of(model: Path | str, *, tokens: int, trainer: str = "float32", engin
     })  # fmt: skip
 
 
-def draw(model: Path, *, engine: str, samples: int, tokens: int) -> Iterator[tuple[np.ndarray[Any, Any], Completion]]:
+def generate(model: Path, *, engine: str, samples: int, tokens: int) -> Iterator[tuple[np.ndarray[Any, Any], Completion]]:
     """(prompt, completion) of random prompts, four samples each; no token ends a sample."""
     random, vocabulary = np.random.default_rng(0), 4096
     opened = make_engine(config_of(model, tokens=tokens, engine=engine))
@@ -105,21 +98,21 @@ def draw(model: Path, *, engine: str, samples: int, tokens: int) -> Iterator[tup
         opened.close()
 
 
-def read_again(
-    model: Path, drawn: list[tuple[np.ndarray[Any, Any], Completion]], *, dtype: str, tokens: int
+def recomputed(
+    model: Path, completions: list[tuple[np.ndarray[Any, Any], Completion]], *, dtype: str, tokens: int
 ) -> tuple[TokenBatch, np.ndarray[Any, Any]]:
     """The samples as one batch, and [B, L-1] the trainer's logprobs of their tokens; advantages are 1 and -1 in turn."""
     sequences = [
         TokenSequence(
-            group=one.group,
-            sample=one.sample,
+            group=each.group,
+            sample=each.sample,
             prompt_ids=prompt,
-            completion_ids=one.token_ids,
-            behaviour_logprobs=one.logprobs,
-            loss_mask=np.ones(len(one.token_ids), np.bool_),
+            completion_ids=each.token_ids,
+            behaviour_logprobs=each.logprobs,
+            loss_mask=np.ones(len(each.token_ids), np.bool_),
             advantage=1.0 if number % 2 else -1.0,
         )
-        for number, (prompt, one) in enumerate(drawn)
+        for number, (prompt, each) in enumerate(completions)
     ]
     config = config_of(model, tokens=tokens, trainer=dtype, algorithm={"proximal": "snapshot"}, schedule={"steps_per_version": 2})
     backend = make_backend(config, steps=1)
@@ -129,7 +122,7 @@ def read_again(
 
 
 def rows(batch: TokenBatch, logprobs: np.ndarray[Any, Any], *, dtype: str, edition: int, tokens: int) -> Iterator[list[str]]:
-    """A line of the table for every loss, and for the schedules that come to the same."""
+    """A line of the table for every loss, and for the schedules that resolve to the same corrections."""
     cases: dict[tuple[str, str, str], tuple[Config, list[str]]] = {}
     for loss, mode, per_version in product(LOSSES, MODES, (1, 4)):
         engine = "vllm" if mode in ("in_flight", "bounded") else "transformers"
@@ -160,7 +153,3 @@ def measured(config: Config, batch: TokenBatch, logprobs: np.ndarray[Any, Any]) 
     summary = summarise(stats | {"denominator": 1.0})
     ess = float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
     return ess, float((weights == 0).double().mean()), summary["clip_fraction"], summary.get("corrected_fraction", 0.0)
-
-
-if __name__ == "__main__":
-    main()

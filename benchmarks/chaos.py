@@ -1,15 +1,14 @@
-"""Kill everything, many times, and compare with the undisturbed run.
+"""Kills every role and the broker many times in one run and compares it with the undisturbed run.
 
-    python benchmarks/chaos.py examples/exact.toml --kills 40 --set run.steps=240
+    python -m benchmarks chaos examples/exact.toml --kills 40 --set run.steps=240
 
 The same run twice in a state directory of its own: undisturbed, then under a seeded schedule of SIGKILL for every role and the broker
-and of SIGSTOP/SIGCONT. A disturbance comes when the run has made its share of steps since the one before, or, every fourth time,
-within three seconds of it, into the recovery. Afterwards: kills and recovery by role, samples drawn twice, the audit, and both digests.
-Ends with 1 when digests or fates differ, the audit finds a violation, or a sample or turn was drawn although it was visible.
-An agentic run: --roles environment,rollout,scorer,trainer,broker --kills 30 --stops 0, with environment.carrier = "log" in CONFIG.
+and of SIGSTOP/SIGCONT. A disturbance follows when the run has made its share of steps since the previous one, or, every fourth time,
+within three seconds of it, during the recovery. Prints kills and recovery by role, resampled completions, the audit, and both digests.
+Status 1 if digests or group counts differ, the audit finds a violation, or a visible sample or turn was generated again.
+An agentic run: benchmarks/support/agentic.toml --roles environment,rollout,scorer,trainer,broker --kills 30 --stops 0
 """
 
-import argparse
 import json
 import os
 import random
@@ -25,9 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import chaos_figures
-from command import PENSTOCK, launched
-
+from benchmarks.support import chaos_figures
+from benchmarks.support.command import PENSTOCK, launched, read_report, report_of, run_parser, with_numbers
 from penstock.infra.broker import embedded, login, probe
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
@@ -40,7 +38,7 @@ BROKER_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """One thing that happens to one role."""
+    """One signal to one worker of a role."""
 
     role: str
     stop_s: float | None
@@ -51,27 +49,27 @@ class Disturbance:
 
 def schedule(*, seed: int, kills: int, stops: int, roles: Sequence[str] = ROLES) -> list[Disturbance]:
     """A seeded order of kills, spread evenly over the roles, and of stops among them."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     killed = [roles[index % len(roles)] for index in range(kills)]
     stopped = [roles[index % len(roles)] for index in range(stops)]
     events: list[tuple[str, float | None]] = [(role, None) for role in killed]
-    events += [(role, round(draw.uniform(2.0, LONGEST_STOP_S), 1)) for role in stopped]
-    draw.shuffle(events)
-    soon = [round(draw.uniform(0.0, SOON_S), 2) if draw.random() < 0.25 else None for _ in events]
+    events += [(role, round(rng.uniform(2.0, LONGEST_STOP_S), 1)) for role in stopped]
+    rng.shuffle(events)
+    soon = [round(rng.uniform(0.0, SOON_S), 2) if rng.random() < 0.25 else None for _ in events]
     return [Disturbance(role=role, stop_s=stop_s, soon_s=wait) for (role, stop_s), wait in zip(events, soon, strict=True)]
 
 
 class Chaos:
-    """Disturbs a run under way and notes what it did when."""
+    """Disturbs a running run and records each disturbance with its time."""
 
     def __init__(self, run: str, home: Path, *, seed: int) -> None:
         self.run, self.home = run, home
         self.done: list[dict[str, Any]] = []
-        self._draw = random.Random(seed + 1)
+        self._rng = random.Random(seed + 1)
         self._stopped: list[tuple[float, int]] = []
 
     def disturb(self, planned: Disturbance) -> bool:
-        """Do it to one worker of the role; False when none runs at the moment."""
+        """Send the signal to one worker of the role; False if none is running."""
         self.release()
         name, pid = self._victim(planned.role)
         if pid is None:
@@ -92,7 +90,7 @@ class Chaos:
         return True
 
     def release(self, *, everything: bool = False) -> None:
-        """SIGCONT whatever has been stopped long enough."""
+        """Send SIGCONT to the workers that have been stopped long enough."""
         due = [(until, pid) for until, pid in self._stopped if everything or until <= time.time()]
         self._stopped = [entry for entry in self._stopped if entry not in due]
         for _, pid in due:
@@ -102,7 +100,7 @@ class Chaos:
                 continue  # it was killed while it was stopped
 
     def _await_broker(self, event: dict[str, Any]) -> None:
-        """Note when the killed broker serves again."""
+        """Record when the killed broker serves again."""
         host, _, port = embedded.status(self.home).bootstrap.rpartition(":")
         password = login.read(self.home / "broker")
         while time.time() - event["at"] < BROKER_LIMIT_S:
@@ -119,43 +117,43 @@ class Chaos:
         except (OSError, ValueError):
             return role, None
         names = sorted(name for name in workers if name.split("-")[0] == role)
-        chosen = self._draw.choice(names) if names else role
-        return chosen, workers.get(chosen)
+        name = self._rng.choice(names) if names else role
+        return name, workers.get(name)
 
 
 def disturb_run(
     process: "subprocess.Popen[bytes]", run: str, home: Path, plan: Sequence[Disturbance], *, steps: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Carry the plan out while the run lasts; returns what was done, with times."""
-    chaos, control, last = Chaos(run, home, seed=seed), Progress(home, run), time.monotonic()
+    """Carry out the plan until the run ends; returns the disturbances with their times."""
+    chaos, progress, last = Chaos(run, home, seed=seed), Progress(home, run), time.monotonic()
     for number, planned in enumerate(plan, start=1):
         due = number * steps // (len(plan) + 1)
         while process.poll() is None:
             chaos.release()
-            ripe = time.monotonic() - last >= planned.soon_s if planned.soon_s is not None else control.steps() >= due
+            ripe = time.monotonic() - last >= planned.soon_s if planned.soon_s is not None else progress.steps() >= due
             if ripe and chaos.disturb(planned):
                 break
             time.sleep(0.05)
         last = time.monotonic()
     while process.poll() is None:
         chaos.release()
-        control.steps()
+        progress.steps()
         time.sleep(0.2)
     chaos.release(everything=True)
-    control.close()
+    progress.close()
     return chaos.done
 
 
 class Progress:
-    """Committed steps of a run, through whatever happens to its broker."""
+    """Committed steps of a run whose broker may be unreachable."""
 
     def __init__(self, home: Path, run: str) -> None:
         self._home, self._run = home, run
-        self._control: LedgerFollower | None = None
+        self._follower: LedgerFollower | None = None
 
     def steps(self) -> int:
-        """Steps committed as far as is known now."""
-        if self._control is None:
+        """Committed steps read so far."""
+        if self._follower is None:
             info = embedded.status(self._home)
             if not info.running:
                 return 0
@@ -163,49 +161,35 @@ class Progress:
             if log.partitions(f"{self._run}.ledger") is None:
                 log.close()
                 return 0
-            self._control = LedgerFollower(log, self._run)
-        self._control.poll(0.0)
-        return self._control.state.steps
+            self._follower = LedgerFollower(log, self._run)
+        self._follower.poll(0.0)
+        return self._follower.state.steps
 
     def close(self) -> None:
         """Stop reading."""
-        if self._control is not None:
-            self._control.close()
+        if self._follower is not None:
+            self._follower.close()
 
 
-def whole_run(config: str, run: str, settings: Sequence[str], home: Path) -> dict[str, Any]:
-    """The undisturbed run's report. Raises `SystemExit` with the run's own words when it fails."""
-    found = subprocess.run([*PENSTOCK, "run", config, "--json", "--run-id", run, *settings], capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise SystemExit(found.stderr[-3000:])
-    report: dict[str, Any] = json.loads((home / "runs" / run / "report.json").read_text())
-    return report
-
-
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run, disturb, compare, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config")
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--stops", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--roles", type=lambda text: text.split(","), default=list(ROLES), help="what is disturbed, as environment,broker")
+    parser = run_parser(__name__, __doc__)
+    with_numbers(parser, kills=40, stops=7, seed=1)
+    parser.add_argument(
+        "--roles", type=lambda text: text.split(","), default=list(ROLES), help="roles to disturb, for example environment,broker"
+    )
     parser.add_argument("--home", type=Path, help="state directory to use and keep; a temporary one if absent")
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     home = chosen.home or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     os.environ["PENSTOCK_HOME"] = str(home)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    settings = [word for setting in chosen.settings for word in ("--set", setting)]
     tag = f"{int(time.time()):x}"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the run and its broker are ended
     try:
         print(f"the undisturbed run, in {home}", file=sys.stderr, flush=True)
         began = time.monotonic()
-        plain = whole_run(chosen.config, f"plain-{tag}", settings, home)
+        plain = report_of(chosen.config, f"plain-{tag}", chosen.settings)
         middle = time.monotonic()
         plan = schedule(seed=chosen.seed, kills=chosen.kills, stops=chosen.stops, roles=chosen.roles)
-        done, report = disturbed(chosen.config, f"chaos-{tag}", settings, home, plan, steps=plain["steps"], seed=chosen.seed)
+        done, report = disturbed(chosen.config, f"chaos-{tag}", chosen.settings, home, plan, steps=plain["steps"], seed=chosen.seed)
         print(f"time: {middle - began:.0f} s undisturbed, {time.monotonic() - middle:.0f} s disturbed, seed {chosen.seed}")
         return compare(plain, report, done, planned=len(plan), home=home)
     finally:
@@ -215,19 +199,16 @@ def main() -> int:
 def disturbed(
     config: str, run: str, settings: Sequence[str], home: Path, plan: Sequence[Disturbance], *, steps: int, seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Carry the plan out on a new run: what was done, and the run's report. Raises `SystemExit` when the run fails."""
+    """Carry out the plan on a new run: the disturbances and the run's report. Raises `SystemExit` if the run fails."""
     output = home / f"{run}.txt"
     with launched(config, run, settings, output) as process:
         done = disturb_run(process, run, home, plan, steps=steps, seed=seed)
     (home / f"{run}.json").write_text(json.dumps(done, indent=1))
-    if process.returncode:
-        raise SystemExit(f"the disturbed run ended with {process.returncode}; the end of {output}:\n{output.read_text()[-3000:]}")
-    report: dict[str, Any] = json.loads((home / "runs" / run / "report.json").read_text())
-    return done, report
+    return done, read_report(run, output, process.returncode)
 
 
 def compare(plain: dict[str, Any], report: dict[str, Any], done: Sequence[dict[str, Any]], *, planned: int, home: Path) -> int:
-    """Print the tables; 0 when nothing was lost, doubled or different."""
+    """Print the tables; returns 0 if nothing was lost, duplicated or different."""
     log = KafkaLog(embedded.start(home=home).bootstrap, client_id="chaos")
     facts = chaos_figures.collect(log, report["run"], done)
     log.close()
@@ -238,13 +219,9 @@ def compare(plain: dict[str, Any], report: dict[str, Any], done: Sequence[dict[s
     print(f"{kills.total()} kills and {stops.total()} stops of {planned} planned")
     print(f"groups: {json.dumps(report['groups'])}")
     print(f"undisturbed: {json.dumps(plain['groups'])}")
-    digests = [found["weights"]["digest"] for found in (report, plain)]
+    digests = [each["weights"]["digest"] for each in (report, plain)]
     same = digests[0] == digests[1] and report["groups"] == plain["groups"]
     print(f"final digest {digests[0][:16]}…, undisturbed {digests[1][:16]}…: {'equal' if same else 'DIFFERENT'}")
     print(f"audit: exit {audit.returncode}; {chaos_figures.audit_line(audit)}")
     needless = facts.copies.needless + facts.turns.needless
     return int(not same or audit.returncode != 0 or needless > 0 or len(done) < planned)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

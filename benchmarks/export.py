@@ -1,12 +1,11 @@
-"""`penstock topics export` of synthetic samples against pyarrow alone, which writes the same table to the same disk.
+"""`penstock topics export` of synthetic samples against pyarrow alone writing the same table to the same disk.
 
-    python benchmarks/export.py --samples 1000000
+    python -m benchmarks export --samples 1000000
 
-Samples of 16 to 100 tokens by four workers are written into `rollouts` of an own broker, by Penstock's own encoder and uncompressed as its
-workers write. Each export is a process of its own, whose peak memory the system tells; pyarrow then writes what was exported, row
-group by row group, from memory that is read before the clock starts: with the settings of the export, and once with its own defaults. They
-alternate, `--rounds` times at a tenth of the size and once at the full size; the ratio is (samples/s of the export) / (samples/s of pyarrow
-with the same settings). Status 1 when fewer samples/s are exported than the limit, or memory grows with their number.
+Samples of 16 to 100 tokens by four workers are encoded and written to `rollouts` uncompressed, as workers write them. Each export is a
+process of its own; pyarrow then writes the exported rows, row group by row group, from memory with the settings of the export. They
+alternate, `--rounds` times at a tenth of the size and once at the full size; the ratio is their samples/s.
+Status 1 if fewer samples/s are exported than the limit, or peak memory grows with their number.
 """
 
 import argparse
@@ -16,10 +15,8 @@ import resource
 import shutil
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from confluent_kafka import Producer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from penstock.infra.broker import embedded
+from benchmarks.support.command import command_of, own_broker, parser_of, with_numbers
 from penstock.infra.broker.embedded import BrokerInfo
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.archive.export import export
@@ -45,10 +41,9 @@ from tests.support.bare_clients import c_client
 LIMIT = 20_000
 """[samples/s]"""
 MEMORY_LIMIT = 1.5
-"""Peak memory at the full size over that at a tenth of it: row groups fill up only with many samples."""
+"""Peak memory at the full size relative to a tenth of it: row groups fill up only with many samples."""
 PARTITIONS = 4
 KIND = KINDS["rollouts"]
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def samples(count: int) -> Iterator[tuple[int, Rollout]]:
@@ -57,32 +52,22 @@ def samples(count: int) -> Iterator[tuple[int, Rollout]]:
     ids = rng.integers(0, 150_000, 1 << 20).astype(np.int32)
     logprobs = -rng.exponential(1.0, 1 << 20).astype(np.float32)
     for number in range(count):
-        tokens, at = int(rng.integers(16, 101)), int(rng.integers(0, (1 << 20) - 101))
+        tokens, start = int(rng.integers(16, 101)), int(rng.integers(0, (1 << 20) - 101))
         group, worker = number // 8, number % 4
-        begun = 1_700_000_000_000_000_000 + number * 1_000_000
+        started_ns = 1_700_000_000_000_000_000 + number * 1_000_000
         yield (
             group % PARTITIONS,
             Rollout(
-                group=group,
-                sample=number % 8,
-                token_ids=ids[at : at + tokens],
-                behaviour_logprobs=logprobs[at : at + tokens],
-                loss_mask=np.ones(tokens, np.bool_),
-                span_versions=np.array([group // 64], np.int32),
-                span_starts=np.zeros(1, np.int32),
-                finish="length" if tokens == 100 else "stop",
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
-                started_ns=begun,
-                ended_ns=begun + tokens * 1_000_000,
-                worker=f"rollout-{worker}",
+                group=group, sample=number % 8, token_ids=ids[start : start + tokens], behaviour_logprobs=logprobs[start : start + tokens],
+                loss_mask=np.ones(tokens, np.bool_), span_versions=np.array([group // 64], np.int32), span_starts=np.zeros(1, np.int32),
+                finish="length" if tokens == 100 else "stop", temperature=1.0, top_p=1.0, top_k=0, started_ns=started_ns,
+                ended_ns=started_ns + tokens * 1_000_000, worker=f"rollout-{worker}",
             ),
-        )
+        )  # fmt: skip
 
 
 def fill(bootstrap: str, run: str, count: int) -> int:
-    """Register a run with nothing in it but samples; gives the bytes of their payloads."""
+    """Register a run and write its samples; returns the bytes of their payloads."""
     log = KafkaLog(bootstrap)
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     log.create_topics(topics_of(run, partitions=PARTITIONS))
@@ -93,7 +78,7 @@ def fill(bootstrap: str, run: str, count: int) -> int:
         {
             **c_client(bootstrap),
             "enable.idempotence": True,
-            "linger.ms": 10,  # as `penstock.infra.kafka.settings.producer` and `KafkaLog.producer` have it, without compression as well
+            "linger.ms": 10,  # as in `KafkaLog.producer`
             "batch.size": 1_000_000,
             "compression.type": "none",
             "queue.buffering.max.kbytes": 64 << 10,
@@ -116,34 +101,26 @@ def fill(bootstrap: str, run: str, count: int) -> int:
 
 
 def export_once(bootstrap: str, run: str, directory: Path) -> dict[str, Any]:
-    """Export in a process of its own; its seconds within, and its peak memory."""
-    command = [sys.executable, __file__, "--export", run, str(directory), bootstrap]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+    """Export in a process of its own; seconds, CPU seconds and peak memory."""
+    command = [*command_of(__name__), "--export", run, str(directory), bootstrap]
+    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
-def pyarrow_once(source: Archive, directory: Path, *, defaults: bool = False) -> tuple[float, float]:
-    """Seconds, and CPU seconds, in which pyarrow writes archived rows again, alike or with `defaults`; reading does not count."""
+def pyarrow_once(source: Archive, directory: Path) -> float:
+    """Seconds in which pyarrow writes the archived rows; reading does not count."""
     shutil.rmtree(directory, ignore_errors=True)
-    target, spent, cpu = Archive(directory, source.run), 0.0, 0.0
+    target, spent = Archive(directory, source.run), 0.0
     for partition in source.partitions(KIND):
         for path in source.files(KIND, partition):
-            with pq.ParquetFile(path) as held:
-                tables = [held.read_row_group(group) for group in range(held.num_row_groups)]
-            began, used = time.monotonic(), time.process_time()
-            if defaults:
-                target.folder(KIND, partition).mkdir(parents=True, exist_ok=True)
-                with pq.ParquetWriter(target.folder(KIND, partition) / path.name, KIND.schema) as writer:
-                    for table in tables:
-                        writer.write_table(table)
-            else:
-                file = PartitionFile(target, KIND, partition, int(path.stem))
-                for table in tables:
-                    file.write(table)
-                file.finish(0)
+            with pq.ParquetFile(path) as parquet:
+                tables = [parquet.read_row_group(group) for group in range(parquet.num_row_groups)]
+            began = time.monotonic()
+            file = PartitionFile(target, KIND, partition, int(path.stem))
+            for table in tables:
+                file.write(table)
+            file.finish(0)
             spent += time.monotonic() - began
-            cpu += time.process_time() - used
-    return spent, cpu
+    return spent
 
 
 def cpu_s(pid: int) -> float:
@@ -153,7 +130,7 @@ def cpu_s(pid: int) -> float:
 
 
 def measure(broker: BrokerInfo, count: int, *, rounds: int, scratch: Path) -> tuple[float, float]:
-    """Median samples/s and peak MiB of some rounds at one size, each printed."""
+    """Median samples/s and peak MiB of `rounds` exports of `count` samples; prints each."""
     assert broker.pid is not None
     run, began = f"samples-{count}", time.monotonic()
     size = fill(broker.bootstrap, run, count)
@@ -163,22 +140,19 @@ def measure(broker: BrokerInfo, count: int, *, rounds: int, scratch: Path) -> tu
         directory = scratch / "archive"
         shutil.rmtree(directory, ignore_errors=True)
         before = cpu_s(broker.pid)
-        found = export_once(broker.bootstrap, run, directory)
+        done = export_once(broker.bootstrap, run, directory)
         broker_us = 1e6 * (cpu_s(broker.pid) - before) / count
         archive = Archive(directory, run)
-        assert found["rows"]["rollouts"] == count, found
-        alone, alone_cpu = pyarrow_once(archive, scratch / "alone")
-        default, _ = pyarrow_once(archive, scratch / "alone", defaults=True)
-        rates.append(count / found["seconds"])
-        peaks.append(found["peak_mib"])
+        assert done["rows"]["rollouts"] == count, done
+        alone = pyarrow_once(archive, scratch / "alone")
+        rates.append(count / done["seconds"])
+        peaks.append(done["peak_mib"])
         print(
-            f"  round {number}: export {found['seconds']:6.2f} s ({count / found['seconds']:,.0f} samples/s, "
-            f"{size / 1e6 / found['seconds']:,.0f} MB/s of payloads, {found['bytes'] / 1e6:,.0f} MB on disk, "
-            f"peak memory {found['peak_mib']:,.0f} MiB); pyarrow alone {alone:6.2f} s ({count / alone:,.0f} samples/s); "
-            f"ratio {alone / found['seconds']:.2f}, to pyarrow's defaults ({default:.2f} s) {default / found['seconds']:.2f}; "
-            f"us of CPU a sample: reader {1e6 * found['reader_s'] / count:.1f}, "
-            f"writer {1e6 * (found['cpu_s'] - found['reader_s']) / count:.1f}, "
-            f"broker {broker_us:.1f}, pyarrow alone {1e6 * alone_cpu / count:.1f}; load {os.getloadavg()[0]:.1f}",
+            f"  round {number}: export {done['seconds']:6.2f} s ({count / done['seconds']:,.0f} samples/s, "
+            f"{size / 1e6 / done['seconds']:,.0f} MB/s of payloads, {done['bytes'] / 1e6:,.0f} MB on disk, "
+            f"peak memory {done['peak_mib']:,.0f} MiB); pyarrow alone {alone:6.2f} s; ratio {alone / done['seconds']:.2f}; "
+            f"us of CPU a sample: reader {1e6 * done['reader_s'] / count:.1f}, "
+            f"writer {1e6 * (done['cpu_s'] - done['reader_s']) / count:.1f}, broker {broker_us:.1f}; load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
     log = KafkaLog(broker.bootstrap)
@@ -187,13 +161,12 @@ def measure(broker: BrokerInfo, count: int, *, rounds: int, scratch: Path) -> tu
     return statistics.median(rates), statistics.median(peaks)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure at both sizes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__name__, __doc__)
+    with_numbers(parser, samples=1_000_000, rounds=3)
     parser.add_argument("--export", nargs=3, metavar=("RUN", "DIR", "BOOTSTRAP"), help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     if chosen.export:
         run, directory, bootstrap = chosen.export
         log = KafkaLog(bootstrap)
@@ -204,19 +177,9 @@ def main() -> int:
         print(json.dumps({"seconds": done.seconds, **spent, "rows": done.rows, "bytes": done.bytes, "peak_mib": peak}))
         return 0
     print(f"pyarrow {pa.__version__}, {os.cpu_count()} cores")
-    with tempfile.TemporaryDirectory(prefix="penstock-export-") as scratch:
-        home = Path(scratch) / "home"
-        home.mkdir()
-        broker = embedded.start(home=home)
-        try:
-            rate, peak = measure(broker, chosen.samples // 10, rounds=chosen.rounds, scratch=Path(scratch))
-            whole_rate, whole_peak = measure(broker, chosen.samples, rounds=1, scratch=Path(scratch))
-        finally:
-            embedded.stop(home)
+    with own_broker("export") as (home, broker):
+        rate, peak = measure(broker, chosen.samples // 10, rounds=chosen.rounds, scratch=home)
+        whole_rate, whole_peak = measure(broker, chosen.samples, rounds=1, scratch=home)
     print(f"{rate:,.0f} samples/s (median of {chosen.rounds}), at full size {whole_rate:,.0f}; limit {LIMIT:,}")
     print(f"peak memory {peak:,.0f} MiB, at full size {whole_peak:,.0f}; limit {MEMORY_LIMIT} times as much")
     return 0 if min(rate, whole_rate) >= LIMIT and whole_peak <= MEMORY_LIMIT * peak else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

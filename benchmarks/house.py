@@ -1,61 +1,20 @@
-"""How the source tree is built, in figures: widest folder, import cycles, complexity, sizes. Compares two revisions with `--against`.
+"""Structure of the source tree: sizes, folder widths, cycles, upward imports; `--path` lists the files that a sample passes.
 
-Example:
-    python benchmarks/house.py --against 1b174d2
+tests/test_house.py enforces the limits.
 """
 
-import argparse
 import ast
-import io
 import json
 import statistics
-import subprocess
 import sys
-import tarfile
-import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.support.command import ROOT, own_broker, parser_of
+
 LAYERS = ("topics", "infra", "pipeline", "workers")
 FACADE = "penstock"
-COMPLEXITY_LIMIT = 12
-WIDTH_LIMIT = 14
-LINES_LIMIT = 31_000
-PATH_LIMIT = 45
-REPLACES_PRIVATE_PARTS = (
-    "infra/kafka/client_repairs/*.py",
-    "infra/kafka/patches.py",
-    "infra/kafka/internals.py",
-    "infra/kafka/wire.py",
-    "infra/kafka/loop.py",
-    "infra/engines/vllm/cpu_repack.py",
-    "infra/engines/vllm/draws.py",
-    "infra/engines/vllm_repack.py",
-    "infra/engines/vllm_draws.py",
-)
-"""Files that stand in for code inside kafka-python and vLLM, under their present and their former names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """The figures of one tree; counts, except where a field says otherwise."""
-
-    widest_folder: int
-    widest_folder_name: str
-    loose_modules: int
-    """Modules of `pipeline/` that lie in none of its folders."""
-    import_cycles: int
-    complex_functions: int
-    """Functions whose cyclomatic complexity (McCabe, as ruff counts it) is above 12."""
-    product_files: int
-    product_lines: int
-    private_lines: int
-    """Lines that replace private parts of a dependency."""
-    median_file_lines: float
-    p90_function_lines: int
 
 
 def product_files(tree: Path) -> list[Path]:
@@ -64,13 +23,13 @@ def product_files(tree: Path) -> list[Path]:
     return sorted(path for path in paths if not any(parent.is_symlink() for parent in path.parents))
 
 
-def lines_of(path: Path) -> int:
-    """Number of lines of a text file."""
-    return path.read_text(encoding="utf-8").count("\n")
+def file_lines(tree: Path) -> dict[str, int]:
+    """Path -> lines of each product file."""
+    return {path.relative_to(tree).as_posix(): path.read_text(encoding="utf-8").count("\n") for path in product_files(tree)}
 
 
 def folder_widths(tree: Path) -> dict[str, int]:
-    """Number of Python entries (modules and folders with modules, `__init__.py` apart) of each folder of the four layers."""
+    """Number of Python entries (modules and folders with modules, without `__init__.py`) of each folder of the four layers."""
     entries = defaultdict[str, set[str]](set)
     for path in product_files(tree):
         parts = path.relative_to(tree).parts
@@ -83,7 +42,7 @@ def folder_widths(tree: Path) -> dict[str, int]:
 
 
 def loose_modules(tree: Path) -> list[str]:
-    """Modules of `pipeline/` that lie in none of its folders."""
+    """Modules of `pipeline/` outside of its folders."""
     return [path.name for path in product_files(tree) if path.parent == tree / "pipeline" and path.name != "__init__.py"]
 
 
@@ -98,13 +57,13 @@ def module_name(path: Path, tree: Path) -> str:
 
 
 def import_graph(tree: Path) -> dict[str, set[str]]:
-    """Module -> modules of ours that it imports anywhere in its text, deferred and typing imports included."""
+    """Module -> product modules that it imports anywhere in its text, deferred and typing imports included."""
     modules = {module_name(path, tree): path for path in product_files(tree)}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        named = set(_imported(ast.parse(path.read_text(encoding="utf-8")), package))
-        graph[name] = {target for target in named if target in modules and target != name}
+        imported = set(_imported(ast.parse(path.read_text(encoding="utf-8")), package))
+        graph[name] = {target for target in imported if target in modules and target != name}
     return graph
 
 
@@ -153,110 +112,48 @@ def import_cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted(cycles)
 
 
-def complex_functions(tree: Path) -> list[str]:
-    """`file:line name` of each function above the limit of complexity, as ruff counts it."""
-    limit = f"lint.mccabe.max-complexity={COMPLEXITY_LIMIT}"
-    folders = [str(tree / layer) for layer in (*LAYERS, FACADE) if (tree / layer).exists()]
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--output-format", "json"]
-    command = [*ruff, "--select", "C901", "--config", limit, *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"house: ruff failed: {done.stderr.strip()}")
-    return [
-        f"{Path(problem['filename']).relative_to(tree)}:{problem['location']['row']} {problem['message']}"
-        for problem in json.loads(done.stdout)
-    ]
+def upward_imports(graph: Mapping[str, set[str]]) -> list[str]:
+    """Imports of a higher layer."""
+    rank = {layer: number for number, layer in enumerate(LAYERS)}
+    pairs = [(module, target) for module, targets in graph.items() for target in sorted(targets)]
+    ranks = [(rank.get(module.partition(".")[0], len(rank)), rank.get(target.partition(".")[0], -1)) for module, target in pairs]
+    return [f"{module} imports {target}" for (module, target), (low, high) in zip(pairs, ranks, strict=True) if high > low]
 
 
-def function_lengths(tree: Path) -> list[int]:
-    """Lines of every function and method."""
-    return [
-        (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in product_files(tree)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+def single_importers(tree: Path, graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules that one other module imports; packages are left out."""
+    importers = Counter(target for targets in graph.values() for target in targets)
+    names = [module_name(path, tree) for path in product_files(tree) if path.name != "__init__.py"]
+    return [name for name in names if importers[name] == 1]
 
 
-def measure(tree: Path) -> Figures:
-    """The figures of a source tree."""
-    files = product_files(tree)
-    widths = folder_widths(tree)
-    widest = max(widths, key=lambda name: widths[name])
-    private = {path for pattern in REPLACES_PRIVATE_PARTS for path in tree.glob(pattern) if path.name != "__init__.py"}
-    return Figures(
-        widest_folder=widths[widest],
-        widest_folder_name=widest,
-        loose_modules=len(loose_modules(tree)),
-        import_cycles=len(import_cycles(import_graph(tree))),
-        complex_functions=len(complex_functions(tree)),
-        product_files=len(files),
-        product_lines=sum(map(lines_of, files)),
-        private_lines=sum(map(lines_of, private)),
-        median_file_lines=statistics.median(lines_of(path) for path in files if path.name != "__init__.py"),
-        p90_function_lines=round(statistics.quantiles(function_lengths(tree), n=10)[-1]),
-    )
+def main(arguments: Sequence[str]) -> None:
+    """Print the figures, and with `--path` the files in the order in which the sample passes them."""
+    parser = parser_of(__name__, __doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--path", action="store_true", help="trace a small run through a broker; half a minute")
+    chosen = parser.parse_args(arguments)
+    lines, widths, graph = file_lines(ROOT), folder_widths(ROOT), import_graph(ROOT)
+    longest, widest = max(lines, key=lambda name: lines[name]), max(widths, key=lambda name: widths[name])
+    figures: dict[str, object] = {
+        "files": len(lines),
+        "lines": sum(lines.values()),
+        "median file, lines": statistics.median(lines.values()),
+        "longest file": f"{lines[longest]} {longest}",
+        "widest folder": f"{widths[widest]} {widest}",
+        "import cycles": len(import_cycles(graph)),
+        "upward imports": len(upward_imports(graph)),
+        "modules with one importer": len(single_importers(ROOT, graph)),
+    }
+    files: dict[str, str] = {}
+    if chosen.path:
+        from benchmarks.support.sample_path import observe
 
-
-def at_revision(revision: str, into: Path) -> Path:
-    """The product's folders as git has them at `revision`, unpacked under `into`."""
-    done = subprocess.run(["git", "archive", revision, *LAYERS, FACADE], cwd=ROOT, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"house: {done.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(into, filter="tar")
-    return into
-
-
-def _run_sample_path() -> str:
-    script = Path(__file__).with_name("sample_path.py")
-    return subprocess.run(
-        [sys.executable, str(script), "--json"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()[-1]
-
-
-LABELS = {
-    "widest_folder": f"entries of the widest folder (limit {WIDTH_LIMIT})",
-    "widest_folder_name": "the widest folder",
-    "loose_modules": "loose modules in pipeline/ (limit 0)",
-    "import_cycles": "import cycles (limit 0)",
-    "complex_functions": f"functions above complexity {COMPLEXITY_LIMIT} (limit 0)",
-    "product_files": "product files",
-    "product_lines": f"product lines (limit {LINES_LIMIT:,})",
-    "private_lines": "lines that replace a dependency's private parts",
-    "median_file_lines": "median file, lines",
-    "p90_function_lines": "function at the 90th percentile, lines",
-}
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--against", metavar="REVISION", help="a git revision to compare with")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--path", action="store_true", help="also the files a sample passes, from a run of half a minute")
-    parser.add_argument("--list", action="store_true", help="name the cycles and the complex functions of this tree")
-    chosen = parser.parse_args()
-    columns = {"now": asdict(measure(ROOT))}
-    if chosen.against:
-        with tempfile.TemporaryDirectory() as folder:
-            columns = {chosen.against: asdict(measure(at_revision(chosen.against, Path(folder)))), **columns}
-    path = json.loads(_run_sample_path()) if chosen.path else {}
+        with own_broker("path") as (_, broker):
+            files = observe(broker.bootstrap)
+        figures["files a sample passes"] = len(files)
     if chosen.json:
-        print(json.dumps(columns | ({"sample_path": path} if path else {})))
+        print(json.dumps(figures | ({"path": files} if files else {})))
         return
-    print(f"{'':<52}" + "".join(f"{name[:14]:>16}" for name in columns))
-    for field, label in LABELS.items():
-        print(f"{label:<52}" + "".join(f"{figures[field]:>16}" for figures in columns.values()))
-    if path:
-        print(
-            f"{f'files a sample passes (limit {PATH_LIMIT})':<52}"
-            + "".join(f"{'' if name != 'now' else len(path):>16}" for name in columns)
-        )
-        print("\n".join(f"    {file:<52} {function}" for file, function in path.items()))
-    if chosen.list:
-        print("\n".join(["", *(" <-> ".join(cycle) for cycle in import_cycles(import_graph(ROOT))), *complex_functions(ROOT)]))
-
-
-if __name__ == "__main__":
-    main()
+    print("\n".join(f"{name:28}{value}" for name, value in figures.items()))
+    print("\n".join(f"{number:>4}  {file:<52} {function}" for number, (file, function) in enumerate(files.items(), start=1)))

@@ -1,47 +1,41 @@
-"""How well each built-in loss and each advantage learns the task of `make demo`, over several seeds.
+"""Reward of each built-in loss and advantage on the task of `make demo`, over several seeds.
 
-    python benchmarks/learning_curves.py --into curves
-    python benchmarks/learning_curves.py --into curves --only loss=gspo advantage=rloo --seeds 1
-    python benchmarks/learning_curves.py --into curves --table
+    python -m benchmarks learning_curves --into curves
+    python -m benchmarks learning_curves --into curves --only loss=gspo advantage=rloo --seeds 1
+    python -m benchmarks learning_curves --into curves --table
 
-A run is one process: engine, rewards, filter, loss and optimizer are those of a run, in a loop in the place of workers and topics, so
-that it takes seconds. A step trains what was drawn one version before, and a version has `--set
-schedule.steps_per_version=S` steps: 4 unless set, so that samples are up to seven steps old, and ratios, clip ranges and weights all act.
-A finished run is a file in the folder and is not run again, so that the whole can be done in parts and in several processes; `--table`
-prints what is there. Losses run with their own defaults, advantages under `grpo`; everything else is `examples/demo.toml`.
+A run is one process with the engine, rewards, filter, loss and optimizer of a run, without workers and topics, so that it takes seconds.
+A step trains samples of the previous version, and a version has `--set schedule.steps_per_version=S` steps: 4 by default, so that samples
+are up to seven steps old, and ratios, clip ranges and weights all act. A finished run is a file in the folder and is not run again, so
+that several processes can share the work; `--table` only prints the table. Losses run with their own defaults, advantages under `grpo`;
+everything else is `examples/demo.toml`.
 """
 
-import argparse
 import json
-import os
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling  # noqa: E402
-from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES  # noqa: E402
-from penstock.pipeline.config.load import load  # noqa: E402
-from penstock.pipeline.config.run_config import Config  # noqa: E402
-from penstock.pipeline.data.configured import open_data, open_eval_data  # noqa: E402
-from penstock.pipeline.data.tokenization import Decoder, Renderer, digests  # noqa: E402
-from penstock.pipeline.inspect.report.formats import sparkline  # noqa: E402
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer  # noqa: E402
-from penstock.pipeline.rewards.functions import resolve  # noqa: E402
-from penstock.pipeline.rewards.group_outcome import group_of, group_outcome  # noqa: E402
-from penstock.pipeline.runtime.factories import make_engine  # noqa: E402
-from penstock.pipeline.runtime.sampling import request_of, rollout_of  # noqa: E402
-from penstock.pipeline.scheduling import rules  # noqa: E402
-from penstock.topics.groups import Group  # noqa: E402
-from penstock.topics.prompts import Prompt  # noqa: E402
+from benchmarks.support.command import ROOT, parser_of, with_settings
+from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
+from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES
+from penstock.pipeline.config.load import load
+from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.data.configured import open_data, open_eval_data
+from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
+from penstock.pipeline.inspect.report.formats import sparkline
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer
+from penstock.pipeline.rewards.functions import resolve
+from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
+from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.sampling import request_of, rollout_of
+from penstock.pipeline.scheduling import rules
+from penstock.topics.groups import Group
+from penstock.topics.prompts import Prompt
 
 DEMO = ROOT / "examples" / "demo.toml"
 IN_ONE_PROCESS = ["rollout.engine=transformers", "schedule.mode=one_step_off", "schedule.steps_per_version=4"]
@@ -49,7 +43,7 @@ BASE = "loss=grpo"
 WORSE = 0.05
 """A mean reward that is further below GRPO's is marked."""
 
-Found = Mapping[str, Sequence[Mapping[str, Any]]]
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Variant -> its finished runs."""
 
 
@@ -68,8 +62,8 @@ def configuration(directory: Path, settings: Sequence[str]) -> Config:
     return load(file, [*IN_ONE_PROCESS, *settings])
 
 
-class Draws:
-    """Draws and scores the groups of a run, one after the other."""
+class Groups:
+    """Generates and scores the groups of a run, one after the other."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine = config, engine
@@ -91,24 +85,24 @@ class Draws:
         )  # fmt: skip
 
     def request(self, prompt: Prompt) -> GroupRequest:
-        """What the engine is asked for."""
+        """Generation request of a prompt."""
         return request_of(prompt, range(prompt.samples_per_prompt), config=self.config, stop_ids=self._stop_ids)
 
     def group(self, prompt: Prompt, completions: Sequence[Completion]) -> Group:
         """A prompt's group with its rewards and its outcome."""
-        ordered = sorted(completions, key=lambda one: one.sample)
-        samples = [rollout_of(one, sampling=self.config.sampling, worker="one process") for one in ordered]
+        ordered = sorted(completions, key=lambda completion: completion.sample)
+        samples = [rollout_of(each, sampling=self.config.sampling, worker="one process") for each in ordered]
         texts = [self._decoder.decode(sample.token_ids) for sample in samples]
-        asked = {"prompt": prompt.prompt, "messages": None, "columns": json.loads(prompt.columns)}
-        score = self._rewards.score(texts, **asked, completion_ids=[sample.token_ids.tolist() for sample in samples])
-        found = group_outcome(samples, texts, score, algorithm=self.config.algorithm)
+        row = {"prompt": prompt.prompt, "messages": None, "columns": json.loads(prompt.columns)}
+        score = self._rewards.score(texts, **row, completion_ids=[sample.token_ids.tolist() for sample in samples])
+        outcome = group_outcome(samples, texts, score, algorithm=self.config.algorithm)
         reward = self.config.reward
-        return group_of(prompt, found.outcome, reason=found.reason, samples=found.samples, reward=reward, scored_ns=0)
+        return group_of(prompt, outcome.outcome, reason=outcome.reason, samples=outcome.samples, reward=reward, scored_ns=0)
 
     def next(self) -> Group:
         """The next prompt's group with its outcome, under the engine's weights."""
         prompt = self.next_prompt()
-        return self.group(prompt, drawn(self.engine, self.request(prompt)))
+        return self.group(prompt, completed(self.engine, self.request(prompt)))
 
     def greedy_accuracy(self) -> float:
         """The mean reward of greedy completions of the held-out prompts."""
@@ -118,32 +112,32 @@ class Draws:
             for index in range(len(held_out)):
                 row = held_out[index]
                 text, ids = self._renderer.render(row)
-                (one,) = drawn(self.engine, GroupRequest(group=index, prompt_ids=ids, samples=(0,), rows=1, seed=0, sampling=how))
-                completion = self._decoder.decode(one.token_ids)
+                request = GroupRequest(group=index, prompt_ids=ids, samples=(0,), rows=1, seed=0, sampling=how)
+                completion = self._decoder.decode(completed(self.engine, request)[0].token_ids)
                 rewards += self._rewards.score([completion], prompt=text, messages=None, columns=row.columns).rewards
         return statistics.fmean(rewards)
 
 
-def drawn(engine: Engine, request: GroupRequest) -> list[Completion]:
+def completed(engine: Engine, request: GroupRequest) -> list[Completion]:
     """The completions of one group, by number."""
     engine.submit(request)
     completions = []
     while not engine.idle:
         completions += engine.step()
-    return sorted(completions, key=lambda one: one.sample)
+    return sorted(completions, key=lambda completion: completion.sample)
 
 
-def steps(config: Config, policy: PolicyTrainer, draws: Draws) -> Iterator[tuple[float, float]]:
-    """Train; gives the mean reward of all samples that each step drew, before the filter, and the step's ESS."""
+def steps(config: Config, policy: PolicyTrainer, groups: Groups) -> Iterator[tuple[float, float]]:
+    """Train; yields the mean reward of all samples generated for each step, before the filter, and the step's ESS."""
     schedule, published = config.rules, [policy.weights().tensors]
     for number in range(policy.steps):
         version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
         under = max(0, version - schedule.max_lag)
-        if draws.engine.version != under:
-            draws.engine.load_weights(under, published[under])
+        if groups.engine.version != under:
+            groups.engine.load_weights(under, published[under])
         step, rewards, trained = policy.step(), list[float](), 0
         while trained < schedule.prompts_per_step:
-            group = draws.next()
+            group = groups.next()
             rewards += group.rewards
             if group.outcome == "scored":
                 step.add(group)
@@ -153,7 +147,7 @@ def steps(config: Config, policy: PolicyTrainer, draws: Draws) -> Iterator[tuple
         if rules.publishes(number, steps=policy.steps, steps_per_version=schedule.steps_per_version):
             published.append(policy.weights().tensors)
         yield statistics.fmean(rewards), outcome.metrics["ess"]
-    draws.engine.load_weights(len(published) - 1, published[-1])
+    groups.engine.load_weights(len(published) - 1, published[-1])
 
 
 def run(name: str, settings: Sequence[str], *, seed: int) -> dict[str, Any]:
@@ -163,9 +157,9 @@ def run(name: str, settings: Sequence[str], *, seed: int) -> dict[str, Any]:
         config = configuration(Path(directory), [*settings, f"run.seed={seed}"])
     assert config.run.steps is not None
     engine, policy = make_engine(config), PolicyTrainer.open(config, steps=config.run.steps)
-    draws = Draws(config, engine)
-    curve, ess = zip(*steps(config, policy, draws), strict=True)
-    accuracy = draws.greedy_accuracy()
+    groups = Groups(config, engine)
+    curve, ess = zip(*steps(config, policy, groups), strict=True)
+    accuracy = groups.greedy_accuracy()
     engine.close()
     policy.backend.close()
     tenth = -(-len(curve) // 10)
@@ -177,50 +171,50 @@ def run(name: str, settings: Sequence[str], *, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(found: Found) -> str:
+def table(finished: Runs) -> str:
     """Mean and range of the last reward over the seeds, against GRPO's, with a curve of the first seed."""
     lines = [f"{'':<22}{'seeds':>6}{'steps':>6}{'first':>8}{'last':>8}{'range':>15}{'eval':>8}{'to grpo':>9}  curve"]
-    base = _last(found[BASE]) if found.get(BASE) else None
+    base = _last(finished[BASE]) if finished.get(BASE) else None
     for name in variants():
-        runs = sorted(found.get(name, ()), key=lambda one: int(one["seed"]))
+        runs = sorted(finished.get(name, ()), key=lambda run: int(run["seed"]))
         if not runs:
             lines.append(f"{name:<22}{0:>6}")
             continue
-        lasts = [one["reward"]["last"] for one in runs]
-        evals = [one["eval"][-1] for one in runs if one["eval"] and one["eval"][-1] is not None]
-        first = statistics.fmean(one["reward"]["first"] for one in runs)
-        apart = None if base is None else _last(runs) - base
+        lasts = [run["reward"]["last"] for run in runs]
+        evals = [run["eval"][-1] for run in runs if run["eval"] and run["eval"][-1] is not None]
+        first = statistics.fmean(run["reward"]["first"] for run in runs)
+        gain = None if base is None else _last(runs) - base
         lines.append(
-            f"{name:<22}{len(runs):>6}{max(one['steps'] for one in runs):>6}{first:>8.3f}"
+            f"{name:<22}{len(runs):>6}{max(run['steps'] for run in runs):>6}{first:>8.3f}"
             f"{_last(runs):>8.3f}{f'{min(lasts):.3f}-{max(lasts):.3f}':>15}{statistics.fmean(evals) if evals else float('nan'):>8.3f}"
-            f"{'' if apart is None else f'{apart:+.3f}':>9}{'*' if apart is not None and apart < -WORSE else ' '} "
+            f"{'' if gain is None else f'{gain:+.3f}':>9}{'*' if gain is not None and gain < -WORSE else ' '} "
             f"{sparkline(runs[0]['reward']['curve'], width=24)}"
         )
     return "\n".join([*lines, f"* more than {WORSE} below {BASE}; last: mean reward over the last tenth of the steps"])
 
 
-def finished(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What earlier invocations have finished."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def finished_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Runs that earlier invocations have finished."""
+    runs: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
-        one = json.loads(file.read_text(encoding="utf-8"))
-        found.setdefault(one["variant"], []).append(one)
-    return found
+        run = json.loads(file.read_text(encoding="utf-8"))
+        runs.setdefault(run["variant"], []).append(run)
+    return runs
 
 
 def _last(runs: Sequence[Mapping[str, Any]]) -> float:
-    return statistics.fmean(one["reward"]["last"] for one in runs)
+    return statistics.fmean(run["reward"]["last"] for run in runs)
 
 
-def main() -> None:
-    """Run what is missing, print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str]) -> None:
+    """Run the missing variants, print the table."""
+    parser = parser_of(__name__, __doc__)
     parser.add_argument("--into", type=Path, required=True, help="folder with a file for each finished run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=list(variants()), default=list(variants()), metavar="loss=NAME|advantage=NAME")
-    parser.add_argument("--table", action="store_true", help="only print what is there")
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    chosen = parser.parse_args()
+    parser.add_argument("--table", action="store_true", help="only print the table of the finished runs")
+    with_settings(parser)
+    chosen = parser.parse_args(arguments)
     chosen.into.mkdir(parents=True, exist_ok=True)
     for seed in [] if chosen.table else chosen.seeds:
         for name in chosen.only:
@@ -236,8 +230,4 @@ def main() -> None:
                 f"{figures['cpu_s']:.1f} s of CPU",
                 flush=True,
             )
-    print(table(finished(chosen.into)))
-
-
-if __name__ == "__main__":
-    main()
+    print(table(finished_runs(chosen.into)))

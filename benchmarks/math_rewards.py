@@ -1,12 +1,11 @@
-"""Wrong verdicts of mathematical rewards on tests/data/math_pairs.jsonl, whose verdicts are a mathematician's, as a table.
+"""Errors of mathematical rewards on tests/data/math_pairs.jsonl, which a mathematician has scored, as a table.
 
-python benchmarks/math_rewards.py [--trl CHECKOUT] [--verl CHECKOUT] [--list REWARD]
+    python -m benchmarks rewards math [--trl CHECKOUT] [--verl CHECKOUT] [--list REWARD]
 
-TRL's `accuracy_reward` and verl's rewards are the files of their checkouts, run as they stand; math-verify is the installed package.
-A verdict of None or an exception counts as "not right", a verdict that takes more than ten seconds as wrong.
+TRL's `accuracy_reward` and verl's rewards are the files of their checkouts, unchanged; math-verify is the installed package.
+A score of None, an exception, and a score that takes more than ten seconds count as errors.
 """
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -17,21 +16,22 @@ import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.command import ROOT, parser_of
 from penstock.pipeline.rewards.builtin import math_verify
 
-PAIRS = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_pairs.jsonl"
+PAIRS = ROOT / "tests" / "data" / "math_pairs.jsonl"
 STYLES = ("gsm8k", "math", "aime", "olympiadbench")
 LIMIT_S = 10
-Judge = Callable[[str, str], Any]
-"""Completion, reference answer -> what the reward gives."""
+Reward = Callable[[str, str], Any]
+"""(completion, reference answer) -> score."""
 
 
 class Late(BaseException):
-    """A verdict took longer than the limit; no `except Exception` of a library catches it."""
+    """A score took longer than the limit; not caught by `except Exception` in a library."""
 
 
 def penstock(completion: str, reference: str) -> float | None:
@@ -39,7 +39,7 @@ def penstock(completion: str, reference: str) -> float | None:
 
 
 def bare(completion: str, reference: str) -> bool:
-    """math-verify as its documentation uses it, the reference answer in dollar signs as it requires of LaTeX."""
+    """math-verify as in its documentation, with the reference answer in dollar signs, which it requires for LaTeX."""
     import math_verify as library
 
     solution = reference.rpartition("####")[2].strip()
@@ -47,8 +47,8 @@ def bare(completion: str, reference: str) -> bool:
     return bool(library.verify(gold, library.parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
-def trl(checkout: Path) -> Iterator[tuple[str, Judge]]:
-    """`accuracy_reward` with the solution in dollar signs, without the timeouts that would end our own alarm."""
+def trl(checkout: Path) -> Iterator[tuple[str, Reward]]:
+    """`accuracy_reward` with the solution in dollar signs, without its timeouts, which would cancel our alarm."""
     package = types.ModuleType("trl")
     package.__path__ = [str(checkout / "trl")]
     stub = types.ModuleType("trl.import_utils")
@@ -67,8 +67,8 @@ def trl(checkout: Path) -> Iterator[tuple[str, Judge]]:
     )
 
 
-def verl(checkout: Path) -> Iterator[tuple[str, Judge]]:
-    """`math_dapo` as it stands and with the box, and `prime_math`, which needs the package pylatexenc."""
+def verl(checkout: Path) -> Iterator[tuple[str, Reward]]:
+    """`math_dapo` without and with `strict_box_verify`, and `prime_math`, which needs the package pylatexenc."""
     for name in ("verl", "verl.utils", "verl.utils.reward_score"):
         package = types.ModuleType(name)
         package.__path__ = [str(checkout.joinpath(*name.split(".")))]
@@ -84,7 +84,7 @@ def verl(checkout: Path) -> Iterator[tuple[str, Judge]]:
     try:
         prime = importlib.import_module("verl.utils.reward_score.prime_math")
     except ImportError as error:
-        print(f"verl prime_math is not run: {error}", file=sys.stderr)
+        print(f"verl prime_math skipped: {error}", file=sys.stderr)
         return
     yield "verl prime_math", lambda completion, reference: prime.compute_score(completion, reference.rpartition("####")[2].strip())[0]
 
@@ -93,8 +93,8 @@ def without_timeout(function: Callable[..., Any], name: str) -> Callable[..., An
     return lambda *arguments, **options: function(*arguments, **{**options, name: None})
 
 
-def verdict(judge: Judge, pair: dict[str, Any]) -> str:
-    """ "right", or how the verdict is wrong."""
+def outcome(reward: Reward, pair: dict[str, Any]) -> str:
+    """ "right", or the kind of error."""
 
     def late(*_: Any) -> None:
         raise Late
@@ -102,49 +102,46 @@ def verdict(judge: Judge, pair: dict[str, Any]) -> str:
     signal.signal(signal.SIGALRM, late)
     signal.alarm(LIMIT_S)
     try:
-        given = judge(pair["completion"], pair["reference"])
+        score = reward(pair["completion"], pair["reference"])
     except Late:
         return "late"
     except Exception:
         return "error"
     finally:
         signal.alarm(0)
-    if given is None:
+    if score is None:
         return "none"
-    return "right" if bool(given) == pair["right"] else "correct scored 0" if pair["right"] else "wrong scored 1"
+    return "right" if bool(score) == pair["right"] else "correct scored 0" if pair["right"] else "wrong scored 1"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> None:
+    """Score, print."""
+    parser = parser_of(__name__, __doc__)
     parser.add_argument("--trl", type=Path, help="a checkout of github.com/huggingface/trl")
     parser.add_argument("--verl", type=Path, help="a checkout of github.com/volcengine/verl")
-    parser.add_argument("--list", metavar="REWARD", help="print the wrong verdicts of this reward")
-    options = parser.parse_args()
+    parser.add_argument("--list", metavar="REWARD", help="print the errors of this reward")
+    options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
-    judges: list[tuple[str, Judge]] = [("Penstock math_verify", penstock), ("math-verify", bare)]
-    judges += list(trl(options.trl)) if options.trl else []
-    judges += list(verl(options.verl)) if options.verl else []
+    rewards: list[tuple[str, Reward]] = [("Penstock math_verify", penstock), ("math-verify", bare)]
+    rewards += list(trl(options.trl)) if options.trl else []
+    rewards += list(verl(options.verl)) if options.verl else []
     sizes = Counter(pair["style"] for pair in pairs)
     columns = " | ".join(f"{style} ({sizes[style]})" for style in STYLES)
     print(f"| reward | errors of {len(pairs)} | correct scored 0 | wrong scored 1 | None, error, late | {columns} | s |")
     print("|---|" + "---|" * (len(STYLES) + 5))
-    for name, judge in judges:
-        begin = time.perf_counter()
-        verdicts = [verdict(judge, pair) for pair in pairs]
-        seconds = time.perf_counter() - begin
-        counts = Counter(verdicts)
-        by_style = Counter(pair["style"] for pair, given in zip(pairs, verdicts, strict=True) if given != "right")
+    for name, reward in rewards:
+        started = time.perf_counter()
+        outcomes = [outcome(reward, pair) for pair in pairs]
+        seconds = time.perf_counter() - started
+        counts = Counter(outcomes)
+        errors = [(kind, pair) for kind, pair in zip(outcomes, pairs, strict=True) if kind != "right"]
+        by_style = Counter(pair["style"] for _, pair in errors)
         others = ", ".join(str(counts[kind]) for kind in ("none", "error", "late"))
         kinds = f"{counts['correct scored 0']} | {counts['wrong scored 1']} | {others}"
         styles = " | ".join(str(by_style[style]) for style in STYLES)
         print(f"| {name} | {len(pairs) - counts['right']} | {kinds} | {styles} | {seconds:.1f} |", flush=True)
         if options.list == name:
-            for pair, given in zip(pairs, verdicts, strict=True):
-                if given != "right":
-                    print(f"{given}: {pair['completion']!r} for {pair['reference']!r}")
-
-
-if __name__ == "__main__":
-    main()
+            for kind, pair in errors:
+                print(f"{kind}: {pair['completion']!r} for {pair['reference']!r}")

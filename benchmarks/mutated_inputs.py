@@ -1,11 +1,10 @@
-"""Mutated configurations and data files through `penstock run --dry-run`: counts tracebacks, hangs, and refusals without key or row.
+"""Mutated configurations and data files in `penstock run --dry-run`: counts tracebacks, hangs, and refusals without key or row.
 
-    python benchmarks/mutated_inputs.py --count 10000 --processes 2
+    python -m benchmarks mutated_inputs --count 10000 --processes 2
 
-Case n follows from the seed and n alone: `--first N --count 1` repeats it. Reward functions run in this process, not in a child's.
+Case n depends only on the seed and n: `--first N --count 1` repeats it. Reward functions run in this process, without a child.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,11 +12,10 @@ import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,10 +24,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.command import parser_of, with_numbers
 from penstock.infra.sandbox.pool import Done, Failed
-from penstock.pipeline.cli.app import main
+from penstock.pipeline.cli import app
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.check import preflight
 from penstock.pipeline.rewards import child as reward_child
@@ -75,30 +72,30 @@ class InProcess:
     """The `ChildPool` of reward functions, in this process."""
 
     def __init__(self, init: Mapping[str, Any]) -> None:
-        self._judge, self._ended = reward_child.child(init), list[Any]()
+        self._score, self._ended = reward_child.child(init), list[Any]()
 
     def submit(self, key: int, payload: Mapping[str, Any]) -> None:
-        """Judge at once."""
+        """Score at once."""
         try:
-            self._ended.append(Done(key=key, result=self._judge(json.loads(json.dumps(payload))), seconds=0.0))
+            self._ended.append(Done(key=key, result=self._score(json.loads(json.dumps(payload))), seconds=0.0))
         except ValueError as error:
             self._ended.append(Failed(key=key, reason=str(error)))
 
     def poll(self, _: float) -> list[Any]:
-        """What was judged."""
+        """Results since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
 
 @contextlib.contextmanager
 def in_process(_target: str, init: Mapping[str, Any], *, timeout_s: float, **_: Any) -> Iterator[InProcess]:
-    """In place of `preflight._children`."""
+    """Replaces `preflight._children`."""
     assert timeout_s > 0
     yield InProcess(init)
 
 
 def toml(table: Mapping[str, Any]) -> str:
-    """A table of sections as TOML; null and surrogates, which TOML has not, as text."""
+    """A table of sections as TOML; null and surrogates, which TOML lacks, as text."""
 
     def value(each: Any) -> str:
         if isinstance(each, bool) or each is None:
@@ -119,7 +116,7 @@ def toml(table: Mapping[str, Any]) -> str:
 
 
 def spoiled(data: bytes, rng: random.Random) -> bytes:
-    """Bytes with bits turned, a stretch cut out, doubled or overwritten, or the end lost."""
+    """Bytes with flipped bits, a range removed, duplicated or overwritten, or the end cut off."""
     if not data:
         return b"\x00"
     start, length, changed = rng.randrange(len(data)), rng.choice((1, 1, 2, 8, 64)), bytearray(data)
@@ -138,7 +135,7 @@ def spoiled(data: bytes, rng: random.Random) -> bytes:
 
 
 def changed_table(table: dict[str, dict[str, Any]], rng: random.Random) -> None:
-    """Change one thing of a configuration: a value, a key's name, a key of the schema, a section."""
+    """Change a value, a key's name, a key of the schema or a section of a configuration."""
     section = rng.choice(list(table))
     keys = table[section]
     key = rng.choice(list(keys)) if keys else "steps"
@@ -158,9 +155,9 @@ def changed_table(table: dict[str, dict[str, Any]], rng: random.Random) -> None:
 
 
 def changed_rows(rows: list[Any], rng: random.Random) -> None:
-    """Change one thing of the data: a value, a value inside, a column's name, a row."""
-    place = rng.randrange(len(rows))
-    row = rows[place]
+    """Change a value, a column's name, a row or a whole column of the data."""
+    index = rng.randrange(len(rows))
+    row = rows[index]
     if not isinstance(row, dict) or not row:
         return
     name = rng.choice(list(row))
@@ -174,7 +171,7 @@ def changed_rows(rows: list[Any], rng: random.Random) -> None:
         case 5:
             row[rng.choice(RUNS_OWN)] = rng.choice(VALUES)
         case 6:
-            rows[place] = rng.choice(VALUES)
+            rows[index] = rng.choice(VALUES)
         case _:
             value = rng.choice(VALUES)
             for each in rows:
@@ -215,7 +212,7 @@ def case(number: int, folder: Path, *, seed: int) -> None:
 
 
 def tried(number: int, *, seed: int, limit_s: float) -> tuple[int, str, str, float]:
-    """(number, outcome, the line that was said, seconds) of a case."""
+    """(number, outcome, last line printed, seconds) of a case."""
 
     def stop(*_: Any) -> None:
         raise Hang
@@ -231,56 +228,49 @@ def tried(number: int, *, seed: int, limit_s: float) -> tuple[int, str, str, flo
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                status = main(["run", "--dry-run", str(folder / "config.toml")])
+                status = app.main(["run", "--dry-run", str(folder / "config.toml")])
             outcome = _outcome(status, err.getvalue())
         except Hang:
             outcome = "hang"
-        except BaseException as error:  # what passes the command's own edge
+        except BaseException as error:  # not caught by the command
             outcome = "traceback"
             err.write(f"{type(error).__name__}: {error}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        said = (err.getvalue().strip().splitlines() or [""])[-1].replace(f"{folder}/", "")
-        return number, outcome, said, time.monotonic() - began
+        line = (err.getvalue().strip().splitlines() or [""])[-1].replace(f"{folder}/", "")
+        return number, outcome, line, time.monotonic() - began
 
 
-def _outcome(status: int, said: str) -> str:
-    last = (said.strip().splitlines() or [""])[-1]
-    if "Traceback" in said or ("unexpected " in last and "--debug" in last):
+def _outcome(status: int, errors: str) -> str:
+    last = (errors.strip().splitlines() or [""])[-1]
+    if "Traceback" in errors or ("unexpected " in last and "--debug" in last):
         return "traceback"
     if status == 0:
         return "accepted"
     return "refused" if last.startswith("penstock: ") and NAMED.search(last) else "vague"
 
 
-def run() -> int:
-    """Try all cases and print what they came to; 1 if any is bad."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
+def main(arguments: Sequence[str]) -> int:
+    """Run all cases and print their outcomes; 1 if any is bad."""
+    parser = parser_of(__name__, __doc__)
+    with_numbers(parser, count=500, first=0, seed=0, processes=2)
     parser.add_argument("--limit", type=float, default=30.0, help="seconds of a case after which it counts as a hang")
     parser.add_argument("--show", action="store_true", help="print every case")
-    given = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    trying = partial(tried, seed=given.seed, limit_s=given.limit)
+    trying = partial(tried, seed=chosen.seed, limit_s=chosen.limit)
     began, counts, seconds, shown = time.monotonic(), Counter[str](), list[float](), Counter[str]()
-    with ProcessPoolExecutor(given.processes) as pool:
-        for number, outcome, said, took in pool.map(trying, range(given.first, given.first + given.count), chunksize=16):
+    with ProcessPoolExecutor(chosen.processes) as pool:
+        for number, outcome, line, took in pool.map(trying, range(chosen.first, chosen.first + chosen.count), chunksize=16):
             counts[outcome] += 1
             seconds.append(took)
             shown[outcome] += 1
-            if given.show or (outcome in BAD and shown[outcome] <= SHOWN):
-                print(f"{outcome}  case {number}: {said[:300]}", flush=True)
+            if chosen.show or (outcome in BAD and shown[outcome] <= SHOWN):
+                print(f"{outcome}  case {number}: {line[:300]}", flush=True)
     print(
-        f"{given.count} cases of seed {given.seed} in {time.monotonic() - began:.0f} s: "
+        f"{chosen.count} cases of seed {chosen.seed} in {time.monotonic() - began:.0f} s: "
         + ", ".join(f"{counts[name]} {name}" for name in ("accepted", "refused", *BAD))
         + f"; median {sorted(seconds)[len(seconds) // 2] * 1000:.0f} ms, longest {max(seconds):.1f} s"
     )
     return int(any(counts[name] for name in BAD))
-
-
-if __name__ == "__main__":
-    sys.exit(run())

@@ -1,19 +1,17 @@
-"""The broker goes away for a minute in mid-run and comes back: who ended, who grew, and how soon the run went on.
+"""Stops the broker for a minute in mid-run: exits and memory growth of workers, and the time until the run continues.
 
-    python benchmarks/outage.py examples/exact.toml --away 60 --how stop kill --compare --set run.steps=160
+    python -m benchmarks outage examples/exact.toml --away 60 --how stop kill --compare --set run.steps=160
 
-Each way a whole run: `stop` freezes the broker (SIGSTOP, then SIGCONT), `kill` ends it (SIGKILL) and starts it again after that time.
-The broker is one of its own, so that nobody else starts it again. Limits: no worker ends, none grows by more than 200 MB, the first
-new sample, group and step are there within 10 s of the broker's return; with --compare the weights equal those of an undisturbed run.
-Ends with 1 when one is not kept.
+One run for each way: `stop` freezes the broker (SIGSTOP, then SIGCONT), `kill` kills it (SIGKILL) and starts it again after that time.
+The launcher does not own the broker and does not restart it. Limits: no worker exits, none grows by more than 200 MB, the first new
+sample, group and step are written within 10 s of the broker's return; with --compare the weights equal those of an undisturbed run.
+Status 1 if a limit is missed.
 """
 
-import argparse
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command import PENSTOCK, launched
 
+from benchmarks.support.command import PENSTOCK, failed, launched, read_report, report_of, run_parser
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Start
@@ -35,13 +33,13 @@ FOLLOWED = {"rollouts": "sample", "groups": "group", "ledger": "step"}
 
 @dataclass(slots=True)
 class Follower:
-    """Sees a run's records arrive."""
+    """Records the arrival of a run's records."""
 
     log: KafkaLog
     run: str
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FOLLOWED, 0))
     arrived: dict[str, float] = field(default_factory=dict)
-    """When the first record of each topic came since `mark`, on the monotonic clock."""
+    """Monotonic time of the first record of each topic since `reset`."""
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -49,7 +47,7 @@ class Follower:
         deadline = time.monotonic() + START_LIMIT_S
         while not all(self.log.partitions(f"{self.run}.{topic}") for topic in FOLLOWED):
             if time.monotonic() > deadline:
-                raise SystemExit(f"run {self.run} has not begun within {START_LIMIT_S:.0f} s")
+                raise SystemExit(f"run {self.run} did not start within {START_LIMIT_S:.0f} s")
             time.sleep(0.2)
         counts = {topic: self.log.partitions(f"{self.run}.{topic}") or 0 for topic in FOLLOWED}
         starts: dict[tuple[str, int], Start] = {
@@ -60,7 +58,7 @@ class Follower:
     _tail: Any = None
 
     def look(self, wait_s: float) -> None:
-        """Take note of what arrives within `wait_s`."""
+        """Count the records that arrive within `wait_s`."""
         for record in self._tail.poll(wait_s):
             topic = record.topic.removeprefix(f"{self.run}.")
             kind = (record.key or b"").decode()
@@ -69,30 +67,30 @@ class Follower:
                 self.counts[topic] += 1
                 self.arrived.setdefault(topic, time.monotonic())
 
-    def mark(self) -> None:
-        """From here on arrivals count as new."""
+    def reset(self) -> None:
+        """Count later arrivals as new."""
         self.arrived.clear()
 
 
 @dataclass(slots=True)
 class Workers:
-    """The run's worker processes: who is gone, and how large they became."""
+    """The run's worker processes: exits and growth."""
 
     pids: dict[str, int]
     before: dict[str, float]
     during: dict[str, float] = field(default_factory=dict)
     overall: dict[str, float] = field(default_factory=dict)
     exited: dict[str, float] = field(default_factory=dict)
-    """When each was found to be gone."""
+    """Monotonic time at which each was seen to have exited."""
 
     @classmethod
     def of(cls, directory: Path) -> "Workers":
-        """Those that run now."""
+        """Workers that are running."""
         pids = json.loads((directory / "workers.json").read_text())["workers"]
         return cls(pids, {name: size for name, pid in pids.items() if (size := rss_mb(pid)) is not None})
 
-    def look(self, *, away: bool) -> None:
-        """Note sizes and who ended."""
+    def look(self, *, outage: bool) -> None:
+        """Record sizes and exits."""
         for name, pid in self.pids.items():
             size = rss_mb(pid)
             if size is None:
@@ -100,17 +98,17 @@ class Workers:
                 continue
             grown = size - self.before.get(name, size)
             self.overall[name] = max(self.overall.get(name, 0.0), grown)
-            if away:
+            if outage:
                 self.during[name] = max(self.during.get(name, 0.0), grown)
 
     def run_is_over(self) -> None:
-        """Those that have just gone had heard of the run's end before us."""
+        """Drop the exits of the last two seconds: those workers read the end of the run first."""
         now = time.monotonic()
         self.exited = {name: when for name, when in self.exited.items() if now - when > HEARD_BEFORE_S}
 
 
 def rss_mb(pid: int) -> float | None:
-    """Resident megabytes of a process; None when it is gone."""
+    """Resident megabytes of a process; None if it has exited."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.memory_info().rss / 1e6
@@ -118,31 +116,16 @@ def rss_mb(pid: int) -> float | None:
         return None
 
 
-def undisturbed(config: str, run: str, settings: Sequence[str], home: Path) -> dict[str, Any]:
-    """The report of a run nothing happens to. Raises `SystemExit` with the run's own words when it fails."""
-    with launched(config, run, settings, home / f"{run}.txt") as process:
-        process.wait()
-    return report_of(run, home, process.returncode)
-
-
-def report_of(run: str, home: Path, status: int) -> dict[str, Any]:
-    """A finished run's report."""
-    if status:
-        raise SystemExit(f"run {run} ended with {status}: {(home / f'{run}.txt').read_text()[-2000:]}")
-    report: dict[str, Any] = json.loads((home / "runs" / run / "report.json").read_text())
-    return report
-
-
-def take_away(how: str, broker: Path, away_s: float, follower: Follower, workers: Workers) -> tuple[float, float]:
-    """Keep the broker away for `away_s`; returns when it served again, and how long its start took."""
+def stop_broker(how: str, broker: Path, outage_s: float, follower: Follower, workers: Workers) -> tuple[float, float]:
+    """Stop the broker for `outage_s`; returns when it served again, and how long its start took."""
     pid = embedded.status(broker).pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-    until = time.monotonic() + away_s
+    until = time.monotonic() + outage_s
     while (left := until - time.monotonic()) > 0:
         follower.look(min(0.5, left))
-        workers.look(away=True)
-    follower.mark()
+        workers.look(outage=True)
+    follower.reset()
     if how == "stop":
         os.kill(pid, signal.SIGCONT)
         return time.monotonic(), 0.0
@@ -150,88 +133,80 @@ def take_away(how: str, broker: Path, away_s: float, follower: Follower, workers
     return time.monotonic(), started_s
 
 
-def disturbed(how: str, config: str, run: str, settings: Sequence[str], home: Path, *, away_s: float, at: float) -> dict[str, Any]:
-    """One run with an outage after the share `at` of its steps; returns what was measured."""
-    broker = home / "broker-home"
-    with launched(config, run, settings, home / f"{run}.txt") as process:
+def disturbed(how: str, config: str, run: str, settings: Sequence[str], home: Path, *, outage_s: float, at: float) -> dict[str, Any]:
+    """Figures of one run with an outage after the share `at` of its steps."""
+    broker, output = home / "broker-home", home / f"{run}.txt"
+    with launched(config, run, settings, output) as process:
         follower = Follower(KafkaLog(embedded.status(broker).bootstrap, client_id="outage"), run)
         config_file = home / "runs" / run / "config.json"
-        while not config_file.exists() and process.poll() is None:  # the topics are there before it
+        while not config_file.exists() and process.poll() is None:  # it is written after the topics
             time.sleep(0.1)
         steps = json.loads(config_file.read_text())["run"]["steps"]
         while follower.counts["ledger"] < at * steps and process.poll() is None:
             follower.look(0.5)
         if process.poll() is not None:
-            raise SystemExit(f"run {run} ended before the outage: {(home / f'{run}.txt').read_text()[-2000:]}")
+            raise failed(f"run {run} ended before the outage", output)
         workers, before = Workers.of(home / "runs" / run), dict(follower.counts)
-        returned, started_s = take_away(how, broker, away_s, follower, workers)
+        returned, started_s = stop_broker(how, broker, outage_s, follower, workers)
         while not follower.closed and process.poll() is None:
             follower.look(0.2)
             if not follower.closed:
-                workers.look(away=False)
+                workers.look(outage=False)
         workers.run_is_over()
         process.wait()
     follower.log.close()
-    report = report_of(run, home, process.returncode)
+    report = read_report(run, output, process.returncode)
     audit = subprocess.run([*PENSTOCK, "audit", run, "--bootstrap", follower.log.bootstrap], capture_output=True, text=True, check=False)
-    said = {name: (home / "runs" / run / "logs" / f"{name}.log").read_text().count("answers again, after") for name in workers.pids}
+    messages = {name: (home / "runs" / run / "logs" / f"{name}.log").read_text().count("answers again, after") for name in workers.pids}
     return {
         "back_s": {FOLLOWED[topic]: max(0.0, when - returned) for topic, when in follower.arrived.items()},
-        "started_s": started_s, "before": before, "workers": workers, "report": report, "audit": audit.returncode, "said": said,
+        "started_s": started_s, "before": before, "workers": workers, "report": report, "audit": audit.returncode, "messages": messages,
     }  # fmt: skip
 
 
-def show(how: str, found: dict[str, Any], *, away_s: float, plain: dict[str, Any] | None) -> bool:
-    """Print what one run has shown; whether every limit was kept."""
-    workers, report, back = found["workers"], found["report"], found["back_s"]
-    print(f"\n{how}: the broker was away for {away_s:g} s after {found['before']['ledger']} of {report['steps']} steps")
+def show(how: str, figures: dict[str, Any], *, outage_s: float, plain: dict[str, Any] | None) -> bool:
+    """Print the figures of one run; True if no limit was missed."""
+    workers, report, back = figures["workers"], figures["report"], figures["back_s"]
+    print(f"\n{how}: the broker was unreachable for {outage_s:g} s after {figures['before']['ledger']} of {report['steps']} steps")
     if how == "kill":
-        print(f"  its start took {found['started_s']:.1f} s")
-    print(f"  workers that ended: {len(workers.exited)} {' '.join(workers.exited)}")
-    print(f"  said that it is back: {json.dumps(found['said'])}")
+        print(f"  its start took {figures['started_s']:.1f} s")
+    print(f"  workers that exited: {len(workers.exited)} {' '.join(workers.exited)}")
+    print(f"  logged its return: {json.dumps(figures['messages'])}")
     for topic in FOLLOWED.values():
         print(f"  first new {topic} {back[topic]:.1f} s after its return" if topic in back else f"  no new {topic}")
     print(f"  {'MB grown':<14}{'outage':>8}{'until the end':>15}")
     for name in sorted(workers.pids):
         print(f"  {name:<14}{workers.during.get(name, 0.0):>8.1f}{workers.overall.get(name, 0.0):>15.1f}")
-    print(f"  audit: exit {found['audit']}; groups {json.dumps(report['groups'])}")
-    kept = [not workers.exited, len(back) == len(FOLLOWED), max(back.values(), default=0.0) <= BACK_LIMIT_S, found["audit"] == 0]
-    kept.append(max(workers.overall.values(), default=0.0) <= GROWTH_LIMIT_MB)
+    print(f"  audit: exit {figures['audit']}; groups {json.dumps(report['groups'])}")
+    passed = [not workers.exited, len(back) == len(FOLLOWED), max(back.values(), default=0.0) <= BACK_LIMIT_S, figures["audit"] == 0]
+    passed.append(max(workers.overall.values(), default=0.0) <= GROWTH_LIMIT_MB)
     if plain is not None:
-        kept.append(report["weights"]["digest"] == plain["weights"]["digest"] and report["groups"] == plain["groups"])
+        passed.append(report["weights"]["digest"] == plain["weights"]["digest"] and report["groups"] == plain["groups"])
         print(f"  digest {report['weights']['digest'][:16]}…, undisturbed {plain['weights']['digest'][:16]}…")
-    print(f"  {'every limit is kept' if all(kept) else 'A LIMIT IS NOT KEPT'}")
-    return all(kept)
+    print(f"  {'no limit missed' if all(passed) else 'A LIMIT IS MISSED'}")
+    return all(passed)
 
 
-def main() -> int:
-    """Run, take the broker away, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config")
+def main(arguments: Sequence[str]) -> int:
+    """Run, stop the broker, print."""
+    parser = run_parser(__name__, __doc__)
     parser.add_argument("--how", nargs="+", choices=["stop", "kill"], default=["stop", "kill"])
     parser.add_argument("--away", type=float, default=60.0, help="seconds")
     parser.add_argument("--at", type=float, default=0.3, help="after which share of the steps")
     parser.add_argument("--compare", action="store_true", help="with an undisturbed run")
     parser.add_argument("--home", type=Path, help="state directory to use and keep; a temporary one if absent")
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     home = chosen.home or Path(tempfile.mkdtemp(prefix="penstock-outage-"))
     os.environ["PENSTOCK_HOME"] = str(home)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the run and its broker are ended
     broker, tag = home / "broker-home", f"{int(time.time()):x}"
     bootstrap = embedded.start(home=broker).bootstrap
-    settings = [word for setting in [*chosen.settings, f"kafka.bootstrap={bootstrap}"] for word in ("--set", setting)]
+    settings = [*chosen.settings, f"kafka.bootstrap={bootstrap}"]
     try:
-        plain = undisturbed(chosen.config, f"plain-{tag}", settings, home) if chosen.compare else None
-        kept = []
+        plain = report_of(chosen.config, f"plain-{tag}", settings) if chosen.compare else None
+        passed = []
         for how in chosen.how:
-            found = disturbed(how, chosen.config, f"{how}-{tag}", settings, home, away_s=chosen.away, at=chosen.at)
-            kept.append(show(how, found, away_s=chosen.away, plain=plain))
-        return int(not all(kept))
+            figures = disturbed(how, chosen.config, f"{how}-{tag}", settings, home, outage_s=chosen.away, at=chosen.at)
+            passed.append(show(how, figures, outage_s=chosen.away, plain=plain))
+        return int(not all(passed))
     finally:
         embedded.stop(broker)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ The run is made up: its records are written with the real codecs into a log in m
 and token ids of a language model's. The rule: the browser opens the file from disk, in a new profile, with nothing cached.
 """
 
-import argparse
 import json
 import resource
 import shutil
@@ -12,15 +11,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.command import parser_of
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.html.build import Limits, build, write
 from penstock.topics import groups, ledger, metrics, prompts, rollouts, runs
@@ -45,9 +43,9 @@ MEASURED = {
 CREATED_NS = 1_700_000_000 * 10**9
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Make the run, make its page, open it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__name__, __doc__)
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--tokens", type=int, default=100, help="mean completion tokens of a sample")
     parser.add_argument("--budget", type=int, default=Limits().tokens, help="`penstock report --tokens`")
@@ -55,7 +53,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--out", type=Path, help="keep the page here")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     log = MemoryLog()
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     log.create_topics(topics_of(RUN, partitions=PARTITIONS))
@@ -270,7 +268,3 @@ def _entry(entry: Entry, seq: int) -> Outgoing:
 
 def _of_group(topic: str, number: int, headers: Any, value: bytes) -> Outgoing:
     return Outgoing(topic=f"{RUN}.{topic}", partition=number % PARTITIONS, key=str(number).encode(), headers=headers, value=value)
-
-
-if __name__ == "__main__":
-    main()

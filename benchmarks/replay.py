@@ -1,69 +1,56 @@
-"""A run, then the same training again from its log alone: are all bits the same, and how long does it take?
+"""Retrains a run from its log: is every bit equal, and how long does it take?
 
-    python benchmarks/replay.py examples/exact.toml --set schedule.mode=one_step_off --set rollout.workers=2
-    python benchmarks/replay.py examples/demo.toml --set schedule.mode=one_step_off
+    python -m benchmarks replay examples/exact.toml --set schedule.mode=one_step_off --set rollout.workers=2
+    python -m benchmarks replay --run RUN
 
-The recorded trainer's busy time is what it computed, hashed and published; waiting for groups is not in it. Of the replay, start-up
-(imports, the model, the ledger) stands apart. With `--run RUN` a run that is there is replayed.
+The recorded trainer's busy time is what it computed, hashed and published; waiting for groups is left out. The start-up of the replay
+(imports, the model, the ledger) is printed separately.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from command import PENSTOCK, launched
+from benchmarks.support.command import PENSTOCK, parser_of, report_of, with_numbers, with_settings
 
-
-def record(config: str, settings: list[str]) -> str:
-    """Do a run; returns its id."""
-    run = f"replay-{time.strftime('%H%M%S')}"
-    words = [word for setting in settings for word in ("--set", setting)]
-    with tempfile.TemporaryDirectory() as place, launched(config, run, words, Path(place) / "out") as process:
-        if process.wait():
-            raise SystemExit((Path(place) / "out").read_text()[-2000:])
-    return run
+RATIO_LIMIT = 1.1
 
 
 def replay(run: str) -> dict[str, Any]:
-    """Replay it in a process of its own; `process_s` is that process's whole time."""
+    """Replay the run in a process of its own; `process_s` is the wall time of that process."""
     began = time.monotonic()
-    found = subprocess.run([*PENSTOCK, "replay", "train", run, "--json"], capture_output=True, text=True, check=False)
-    if not found.stdout:
-        raise SystemExit(found.stderr[-2000:])
-    told: dict[str, Any] = json.loads(found.stdout)
-    return told | {"process_s": time.monotonic() - began}
+    done = subprocess.run([*PENSTOCK, "replay", "train", run, "--json"], capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(done.stderr[-2000:])
+    return {**json.loads(done.stdout), "process_s": time.monotonic() - began}
 
 
-def main() -> None:
-    """Run, replay, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str]) -> int:
+    """Run, replay, print; 1 if a bit differs or the replay is slower than the limit."""
+    parser = parser_of(__name__, __doc__)
     parser.add_argument("config", nargs="?")
-    parser.add_argument("--run", help="replay this run instead of doing one")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    chosen = parser.parse_args()
+    parser.add_argument("--run", help="replay this recorded run")
+    with_numbers(parser, repeats=3)
+    with_settings(parser)
+    chosen = parser.parse_args(arguments)
     if (chosen.config is None) == (chosen.run is None):
-        parser.error("give a CONFIG or --run RUN")
-    run = chosen.run or record(chosen.config, chosen.settings)
-    found = [replay(run) for _ in range(chosen.repeats)]
+        parser.error("expected CONFIG or --run RUN")
+    run = chosen.run or f"replay-{time.strftime('%H%M%S')}"
+    if chosen.config:
+        report_of(chosen.config, run, chosen.settings)
+    replays = [replay(run) for _ in range(chosen.repeats)]
     times = {
-        name: statistics.median(one["times"][name] for one in found) for name in ("replay_s", "start_s", "recorded_busy_s", "compute_s")
+        name: statistics.median(each["times"][name] for each in replays) for name in ("replay_s", "start_s", "recorded_busy_s", "compute_s")
     }
-    whole_s = statistics.median(one["process_s"] for one in found)
-    same = {(one["steps"], one["matching_steps"], one["digests_compared"]) for one in found}
-    print(f"run {run}: " + "; ".join(f"{n} steps, {m} the same bit for bit, {d} weights digests compared" for n, m, d in sorted(same)))
+    start_s = statistics.median(each["process_s"] for each in replays) - times["replay_s"]
+    ratio = times["replay_s"] / times["recorded_busy_s"]
+    outcomes = {(each["steps"], each["matching_steps"], each["digests_compared"]) for each in replays}
+    print(f"run {run}: " + "; ".join(f"{n} steps, {m} equal bit for bit, {d} weights digests compared" for n, m, d in sorted(outcomes)))
     print(f"recorded trainer busy  {times['recorded_busy_s']:8.2f} s")
-    print(f"replayed steps         {times['replay_s']:8.2f} s, {times['compute_s']:.2f} s of them computing (median of {len(found)})")
-    print(f"ratio                  {times['replay_s'] / times['recorded_busy_s']:8.2f}   limit 1.1")
-    print(f"start-up               {whole_s - times['replay_s']:8.2f} s, {times['start_s']:.2f} s of them the model and the log")
-    if any(one["first_difference"] for one in found) or times["replay_s"] > 1.1 * times["recorded_busy_s"]:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+    print(f"replayed steps         {times['replay_s']:8.2f} s, {times['compute_s']:.2f} s of them computing (median of {len(replays)})")
+    print(f"ratio                  {ratio:8.2f}   limit {RATIO_LIMIT}")
+    print(f"start-up               {start_s:8.2f} s, {times['start_s']:.2f} s of them the model and the log")
+    return int(any(each["first_difference"] for each in replays) or ratio > RATIO_LIMIT)

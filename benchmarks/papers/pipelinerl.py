@@ -4,12 +4,10 @@ The rule: the paper's formulas are pure functions; the simulator runs the split 
 """
 
 import math
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.papers.comparison import Comparison, Figure, main
+from benchmarks.support.comparison import Comparison, Figure, show
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear, uniform
@@ -180,5 +178,6 @@ def reproduce() -> Comparison:
     )
 
 
-if __name__ == "__main__":
-    main(reproduce, description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    """Print the comparison."""
+    show(reproduce, arguments, module=__name__, doc=__doc__)

@@ -1,21 +1,18 @@
-"""RollArt's environments of uneven latency (arXiv 2512.22560): trajectories that go on by themselves, and redundant ones.
+"""RollArt's environments of uneven latency (arXiv 2512.22560): trajectory-level rollout and redundancy.
 
-The rule: both arrangements meet the same latencies, drawn for each trajectory and turn from the seed.
+Both arrangements have the same latencies, sampled for each trajectory and turn from the seed.
 """
 
 import statistics
-import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import simpy
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.papers.comparison import Comparison, Figure, main
+from benchmarks.support.comparison import Comparison, Figure, show
 
 GROUPS, GROUP_SIZE = 32, 8
 REDUNDANT_GROUPS, REDUNDANT_SIZE = 36, 12
@@ -24,21 +21,21 @@ TURNS = 40
 LATENCY_MEAN_S = 10.0
 SPREADS_S = (1.0, 2.0, 5.0, 10.0)
 GENERATE_S = 2.0
-"""To draw the tokens of one turn: a hundred at 50 a second."""
+"""Generation of one turn: a hundred tokens at 50 a second."""
 SEEDS = tuple(range(8))
 TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments:
-    """What the trajectories of one step meet."""
+    """Latencies of the trajectories of one step."""
 
     latencies: npt.NDArray[np.float64]
-    """[groups, samples, turns] seconds of an environment's answer."""
+    """[groups, samples, turns] seconds of an environment's response."""
     generate_s: float
 
     @classmethod
-    def drawn(
+    def sampled(
         cls, *, spread_s: float, groups: int, samples: int, seed: int, generate_s: float = GENERATE_S, turns: int = TURNS
     ) -> "Environments":
         """Latencies from N(`LATENCY_MEAN_S`, `spread_s`), cut at zero."""
@@ -48,12 +45,12 @@ class Environments:
 
 
 def in_lockstep_s(environments: Environments) -> float:
-    """Seconds until all trajectories have ended, when each turn of all begins together: a turn takes as long as its slowest environment."""
+    """Seconds until all trajectories have ended in lock-step: a turn takes as long as its slowest environment."""
     return float((environments.latencies.max(axis=(0, 1)) + environments.generate_s).sum())
 
 
 def by_trajectory_s(environments: Environments, *, groups: int, samples: int) -> float:
-    """Seconds until so many groups have so many trajectories at their end, when each goes on by itself; the others are given up."""
+    """Seconds until `groups` groups have `samples` ended trajectories that run independently; the others are aborted."""
     world = simpy.Environment()
     done, ended, whole = world.event(), [0] * len(environments.latencies), 0
 
@@ -76,7 +73,7 @@ def speedup(spread_s: float, *, generate_s: float = GENERATE_S, turns: int = TUR
     """Lockstep against trajectories by themselves, mean over the seeds."""
     ratios, needed = [], {"groups": GROUPS, "samples": GROUP_SIZE}
     for seed in SEEDS:
-        met = Environments.drawn(spread_s=spread_s, seed=seed, generate_s=generate_s, turns=turns, **needed)
+        met = Environments.sampled(spread_s=spread_s, seed=seed, generate_s=generate_s, turns=turns, **needed)
         ratios.append(in_lockstep_s(met) / by_trajectory_s(met, **needed))
     return statistics.fmean(ratios)
 
@@ -85,7 +82,7 @@ def redundancy(spread_s: float, *, groups: int, samples: int) -> float:
     """Exactly the groups needed, against so many of so many trajectories of which the first that suffice count; mean over the seeds."""
     ratios = []
     for seed in SEEDS:
-        more = Environments.drawn(spread_s=spread_s, groups=groups, samples=samples, seed=seed)
+        more = Environments.sampled(spread_s=spread_s, groups=groups, samples=samples, seed=seed)
         exact = Environments(latencies=more.latencies[:GROUPS, :GROUP_SIZE], generate_s=more.generate_s)
         needed = {"groups": GROUPS, "samples": GROUP_SIZE}
         ratios.append(by_trajectory_s(exact, **needed) / by_trajectory_s(more, **needed))
@@ -126,5 +123,6 @@ def reproduce() -> Comparison:
     )
 
 
-if __name__ == "__main__":
-    main(reproduce, description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    """Print the comparison."""
+    show(reproduce, arguments, module=__name__, doc=__doc__)

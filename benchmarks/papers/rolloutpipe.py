@@ -4,13 +4,10 @@ The rule: each workload is calibrated on its round of 96 groups alone; the round
 """
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.papers.comparison import Comparison, Figure, main
+from benchmarks.support.comparison import Comparison, Figure, show
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, lognormal
@@ -235,5 +232,6 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-if __name__ == "__main__":
-    main(reproduce, description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    """Print the comparison."""
+    show(reproduce, arguments, module=__name__, doc=__doc__)

@@ -1,13 +1,13 @@
-"""What counts as drawn twice, as drawn needlessly, and as lost."""
+"""Copies, needless copies and lost seconds of samples that were generated more than once."""
 
-from benchmarks.duplicate_samples import NS, Drawn, count
+from benchmarks.support.duplicate_samples import NS, Generated, count
 
 
-def drawn(
+def sample_at(
     offset: int, *, sample: int = 0, worker: str = "rollout-0", started_s: float = 0.0, ended_s: float = 1.0, group: int = 3
-) -> Drawn:
+) -> Generated:
     """A record of partition 0 that became visible when its sample ended."""
-    return Drawn(
+    return Generated(
         partition=0,
         offset=offset,
         group=group,
@@ -19,28 +19,28 @@ def drawn(
     )
 
 
-def test_a_sample_that_stands_once_costs_nothing() -> None:
-    found = count([drawn(0), drawn(1, sample=1), drawn(2, group=4)])
+def test_a_sample_that_was_written_once_costs_nothing() -> None:
+    found = count([sample_at(0), sample_at(1, sample=1), sample_at(2, group=4)])
     assert (found.samples, found.copies, found.needless, found.lost_s) == (3, 0, 0, 0.0)
 
 
-def test_a_copy_begun_before_the_sample_was_visible_is_a_copy_and_not_needless() -> None:
-    found = count([drawn(1, worker="rollout-1", started_s=0.5, ended_s=1.5), drawn(0)])
+def test_a_copy_started_before_the_sample_was_visible_is_a_copy_and_not_needless() -> None:
+    found = count([sample_at(1, worker="rollout-1", started_s=0.5, ended_s=1.5), sample_at(0)])
     assert (found.samples, found.copies, found.needless) == (1, 1, 0)
     assert found.lost_s == 1.0
 
 
-def test_a_copy_begun_after_the_sample_was_visible_is_needless_whatever_the_order_of_reading() -> None:
-    late = drawn(7, worker="rollout-1", started_s=1.25, ended_s=2.0)
-    assert count([drawn(0), late]).needless == count([late, drawn(0)]).needless == 1
+def test_a_copy_started_after_the_sample_was_visible_is_needless_in_any_order() -> None:
+    late = sample_at(7, worker="rollout-1", started_s=1.25, ended_s=2.0)
+    assert count([sample_at(0), late]).needless == count([late, sample_at(0)]).needless == 1
 
 
-def test_a_copy_begun_in_the_millisecond_of_the_writing_cannot_have_known() -> None:
-    assert count([drawn(0, ended_s=1.0), drawn(1, worker="rollout-1", started_s=1.0009, ended_s=2.0)]).needless == 0
+def test_a_copy_started_in_the_millisecond_of_the_writing_is_not_needless() -> None:
+    assert count([sample_at(0, ended_s=1.0), sample_at(1, worker="rollout-1", started_s=1.0009, ended_s=2.0)]).needless == 0
 
 
 def test_a_needless_copy_is_explained_by_a_stop_of_either_writer_in_between() -> None:
-    records = [drawn(0), drawn(1, worker="rollout-1", started_s=9.0, ended_s=10.0)]
+    records = [sample_at(0), sample_at(1, worker="rollout-1", started_s=9.0, ended_s=10.0)]
     for worker in ("rollout-0", "rollout-1"):
         found = count(records, stops={worker: [(int(0.5 * NS), int(8.5 * NS))]})
         assert (found.needless, found.needless_around_stops) == (0, 1)
@@ -48,9 +48,9 @@ def test_a_needless_copy_is_explained_by_a_stop_of_either_writer_in_between() ->
     assert (elsewhere.needless, elsewhere.needless_around_stops) == (1, 0)
 
 
-def test_rows_of_a_group_are_drawn_together_and_their_seconds_count_once() -> None:
-    first = [drawn(sample, sample=sample) for sample in range(4)]
-    again = [drawn(10 + sample, sample=sample, worker="rollout-1", started_s=0.5, ended_s=2.0 + sample) for sample in range(4)]
+def test_rows_of_a_group_are_generated_together_and_their_seconds_count_once() -> None:
+    first = [sample_at(sample, sample=sample) for sample in range(4)]
+    again = [sample_at(10 + sample, sample=sample, worker="rollout-1", started_s=0.5, ended_s=2.0 + sample) for sample in range(4)]
     assert count([*first, *again]).lost_s == 4.5
-    useful = drawn(20, sample=4, worker="rollout-1", started_s=0.5, ended_s=4.0)
-    assert count([*first, *again, useful]).lost_s == 1.0  # until then the group brought something
+    useful = sample_at(20, sample=4, worker="rollout-1", started_s=0.5, ended_s=4.0)
+    assert count([*first, *again, useful]).lost_s == 1.0  # until then the group had a useful sample

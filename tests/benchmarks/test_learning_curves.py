@@ -1,4 +1,4 @@
-"""The table of learning curves: made of whatever runs have finished."""
+"""The table of learning curves shows the runs that have finished."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_the_table_has_every_variant_and_marks_those_that_learn_less_than_grpo(t
         [("loss=grpo", 1, 0.8), ("loss=grpo", 2, 0.9), ("loss=gspo", 1, 0.7), ("loss=dapo", 1, 0.81)]
     ):
         (tmp_path / f"{number}.json").write_text(a_run(variant, seed, last))
-    lines = {line.split()[0]: line for line in learning_curves.table(learning_curves.finished(tmp_path)).splitlines()[1:]}
+    lines = {line.split()[0]: line for line in learning_curves.table(learning_curves.finished_runs(tmp_path)).splitlines()[1:]}
     assert set(learning_curves.variants()) <= set(lines)
     assert "0.850" in lines["loss=grpo"] and "0.800-0.900" in lines["loss=grpo"] and "+0.000" in lines["loss=grpo"]
     assert "-0.150*" in lines["loss=gspo"] and "*" not in lines["loss=dapo"]

@@ -32,6 +32,6 @@ def test_what_is_said_has_to_name_a_key_or_a_row() -> None:
 
 @pytest.mark.slow
 def test_cases_end_in_time_and_in_one_line() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/mutated_inputs.py"), "--count", "40", "--seed", "5", "--processes", "1"]
+    command = [sys.executable, "-m", "benchmarks", "mutated_inputs", "--count", "40", "--seed", "5", "--processes", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, "0 traceback, 0 hang, 0 vague" in ended.stdout) == (0, True), ended.stdout + ended.stderr

@@ -1,10 +1,10 @@
-"""The table of `benchmarks/overlap.py`: savings against what is attainable and what the simulator predicts."""
+"""Overlap table: savings against the attainable saving and the simulator's prediction."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.overlap_table import phases, rows, show
+from benchmarks.overlap import phases, rows, show
 
 
 def report(*, wall: float, rollout: float, train: float, waiting: float) -> dict[str, Any]:

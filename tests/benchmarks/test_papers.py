@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.papers import pipelinerl, rollart, rolloutpipe
-from benchmarks.papers.comparison import Figure
+from benchmarks.support.comparison import Figure
 
 
 def misses(figures: tuple[Figure, ...]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import duplicate_samples
+from benchmarks.support import duplicate_samples
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, complete, config_of
@@ -38,7 +38,7 @@ def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_a
             crew.start("rollout", int(slot)) if what == "join" else crew.stop(f"rollout-{slot}")
         crew.wait()
         odd = crew.report()
-        drawn = duplicate_samples.count(duplicate_samples.read_drawn(crew.log, crew.run))
+        drawn = duplicate_samples.count(duplicate_samples.read_samples(crew.log, crew.run))
     assert odd["weights"]["digest"] == plain["weights"]["digest"]
     for name in ("groups", "reward", "steps", "versions", "tokens", "dead_letters"):
         assert odd[name] == plain[name], name

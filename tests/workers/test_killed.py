@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import duplicate_samples
+from benchmarks.support import duplicate_samples
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
@@ -89,7 +89,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
         assert "is at work already" in workers.text("scorer-0") or "another process writes as" in workers.text("scorer-0")
         assert "Traceback" not in workers.text("scorer-0")
         killed = crew.report()
-        drawn = duplicate_samples.count(duplicate_samples.read_drawn(crew.log, run), stops=waves.stops)
+        drawn = duplicate_samples.count(duplicate_samples.read_samples(crew.log, run), stops=waves.stops)
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert killed["groups"] == plain["groups"]
     assert drawn.needless == 0, drawn

@@ -16,7 +16,7 @@ from tests.support.processes import Processes
 AWAY_S = 6.0
 """Longer than a group member may be silent, and long enough to be said."""
 BACK_S = 30.0
-"""On a machine busy with other tests; a quiet one needs less than 10 s (benchmarks/outage.py)."""
+"""On a machine busy with other tests; a quiet one needs less than 10 s (`python -m benchmarks outage`)."""
 GROWTH_MIB = 200.0
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.duplicate_samples import count, read_turns
+from benchmarks.support.duplicate_samples import count, read_turns
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create

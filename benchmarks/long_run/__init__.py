@@ -1,0 +1,1 @@
+"""Cost of a restart and of `penstock status` after few steps and after many."""

@@ -1,0 +1,1 @@
+"""Rollout workers that join, leave and restart: throughput, delays, memory and CPU."""
