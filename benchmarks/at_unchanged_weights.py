@@ -104,16 +104,11 @@ def recomputed(
     """The samples as one batch, and [B, L-1] the trainer's logprobs of their tokens; advantages are 1 and -1 in turn."""
     sequences = [
         TokenSequence(
-            group=each.group,
-            sample=each.sample,
-            prompt_ids=prompt,
-            completion_ids=each.token_ids,
-            behaviour_logprobs=each.logprobs,
-            loss_mask=np.ones(len(each.token_ids), np.bool_),
-            advantage=1.0 if number % 2 else -1.0,
+            group=each.group, sample=each.sample, prompt_ids=prompt, completion_ids=each.token_ids, behaviour_logprobs=each.logprobs,
+            loss_mask=np.ones(len(each.token_ids), np.bool_), advantage=1.0 if number % 2 else -1.0,
         )
         for number, (prompt, each) in enumerate(completions)
-    ]
+    ]  # fmt: skip
     config = config_of(model, tokens=tokens, trainer=dtype, algorithm={"proximal": "snapshot"}, schedule={"steps_per_version": 2})
     backend = make_backend(config, steps=1)
     logprobs = np.concatenate([backend.snapshot_logprobs(pack([sequence])) for sequence in sequences])

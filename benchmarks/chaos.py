@@ -185,12 +185,12 @@ def main(arguments: Sequence[str]) -> int:
     tag = f"{int(time.time()):x}"
     try:
         print(f"the undisturbed run, in {home}", file=sys.stderr, flush=True)
-        began = time.monotonic()
+        started = time.monotonic()
         plain = report_of(chosen.config, f"plain-{tag}", chosen.settings)
         middle = time.monotonic()
         plan = schedule(seed=chosen.seed, kills=chosen.kills, stops=chosen.stops, roles=chosen.roles)
         done, report = disturbed(chosen.config, f"chaos-{tag}", chosen.settings, home, plan, steps=plain["steps"], seed=chosen.seed)
-        print(f"time: {middle - began:.0f} s undisturbed, {time.monotonic() - middle:.0f} s disturbed, seed {chosen.seed}")
+        print(f"time: {middle - started:.0f} s undisturbed, {time.monotonic() - middle:.0f} s disturbed, seed {chosen.seed}")
         return compare(plain, report, done, planned=len(plan), home=home)
     finally:
         embedded.stop(home)

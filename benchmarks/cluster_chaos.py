@@ -100,12 +100,12 @@ class Disturber:
         if self.process.poll() is not None:
             raise SystemExit(f"the run ended before its disturbances: status {self.process.returncode}")
         what = disturb()
-        began, steps = time.monotonic(), self.steps
+        started, steps = time.monotonic(), self.steps
         if soon:
             self._follow(self.rng.uniform(0.0, SOON_S))
         else:
             self._until(lambda: self.steps > steps)
-        self.done.append((what, None if soon else time.monotonic() - began))
+        self.done.append((what, None if soon else time.monotonic() - started))
         print(f"{time.strftime('%H:%M:%S')} {len(self.done):>3}. {what}; step {self.steps}", flush=True)
 
     def _replicas(self, topic: str, nodes: Sequence[int]) -> None:

@@ -56,18 +56,14 @@ def recorded(
         data = Path(folder) / "data.jsonl"
         data.write_text("".join(json.dumps({"prompt": "lake ", "seed": row, "answer": ""}) + "\n" for row in range(started * (rounds + 1))))
         table: dict[str, Mapping[str, Any]] = {
-            "run": {"steps": rounds + 1},
-            "model": {"path": str(model)},
-            "data": {"source": str(data), "max_prompt_tokens": 16},
+            "run": {"steps": rounds + 1}, "model": {"path": str(model)}, "data": {"source": str(data), "max_prompt_tokens": 16},
             "environment": {"source": source, "processes": 1, "in_flight": 4096, "max_turns": 100, "max_tokens": 1024, "retries": 8},
             "reward": {"functions": ["environment"]},
             "schedule": {"mode": "synchronous", "prompts_per_step": started, "samples_per_prompt": samples, "oversample": oversample},
-            "sampling": {"max_new_tokens": TOKENS + 1},
-            "algorithm": {"filter_zero_variance": False},
+            "sampling": {"max_new_tokens": TOKENS + 1}, "algorithm": {"filter_zero_variance": False},
             "rollout": {"engine": "sleeping", "workers": 1, "slots": started},
-            "trainer": {"lr": 1e-9, "export": False, "checkpoint_every": 0, "micro_batch_tokens": 65536},
-            "mlflow": {"enabled": False},
-        }
+            "trainer": {"lr": 1e-9, "export": False, "checkpoint_every": 0, "micro_batch_tokens": 65536}, "mlflow": {"enabled": False},
+        }  # fmt: skip
         with Crew(log, run) as crew:
             config = from_table(dict(table))
             create(config, log=log, run_id=run, notify=lambda _: None)

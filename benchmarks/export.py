@@ -114,12 +114,12 @@ def pyarrow_once(source: Archive, directory: Path) -> float:
         for path in source.files(KIND, partition):
             with pq.ParquetFile(path) as parquet:
                 tables = [parquet.read_row_group(group) for group in range(parquet.num_row_groups)]
-            began = time.monotonic()
+            started = time.monotonic()
             file = PartitionFile(target, KIND, partition, int(path.stem))
             for table in tables:
                 file.write(table)
             file.finish(0)
-            spent += time.monotonic() - began
+            spent += time.monotonic() - started
     return spent
 
 
@@ -132,9 +132,9 @@ def cpu_s(pid: int) -> float:
 def measure(broker: BrokerInfo, count: int, *, rounds: int, scratch: Path) -> tuple[float, float]:
     """Median samples/s and peak MiB of `rounds` exports of `count` samples; prints each."""
     assert broker.pid is not None
-    run, began = f"samples-{count}", time.monotonic()
+    run, started = f"samples-{count}", time.monotonic()
     size = fill(broker.bootstrap, run, count)
-    print(f"{count:,} samples, {size / 1e6:,.0f} MB of payloads, written to Kafka in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{count:,} samples, {size / 1e6:,.0f} MB of payloads, written to Kafka in {time.monotonic() - started:.0f} s", flush=True)
     rates, peaks = [], []
     for number in range(rounds):
         directory = scratch / "archive"
@@ -170,9 +170,9 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.export:
         run, directory, bootstrap = chosen.export
         log = KafkaLog(bootstrap)
-        began, reading = time.process_time(), time.thread_time()
+        started, reading = time.process_time(), time.thread_time()
         done = export(log, run, Path(directory), topics=["rollouts"])
-        spent = {"cpu_s": time.process_time() - began, "reader_s": time.thread_time() - reading}
+        spent = {"cpu_s": time.process_time() - started, "reader_s": time.thread_time() - reading}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({"seconds": done.seconds, **spent, "rows": done.rows, "bytes": done.bytes, "peak_mib": peak}))
         return 0

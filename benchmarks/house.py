@@ -136,15 +136,11 @@ def main(arguments: Sequence[str]) -> None:
     lines, widths, graph = file_lines(ROOT), folder_widths(ROOT), import_graph(ROOT)
     longest, widest = max(lines, key=lambda name: lines[name]), max(widths, key=lambda name: widths[name])
     figures: dict[str, object] = {
-        "files": len(lines),
-        "lines": sum(lines.values()),
-        "median file, lines": statistics.median(lines.values()),
-        "longest file": f"{lines[longest]} {longest}",
-        "widest folder": f"{widths[widest]} {widest}",
-        "import cycles": len(import_cycles(graph)),
-        "upward imports": len(upward_imports(graph)),
+        "files": len(lines), "lines": sum(lines.values()), "median file, lines": statistics.median(lines.values()),
+        "longest file": f"{lines[longest]} {longest}", "widest folder": f"{widths[widest]} {widest}",
+        "import cycles": len(import_cycles(graph)), "upward imports": len(upward_imports(graph)),
         "modules with one importer": len(single_importers(ROOT, graph)),
-    }
+    }  # fmt: skip
     files: dict[str, str] = {}
     if chosen.path:
         from benchmarks.support.sample_path import observe

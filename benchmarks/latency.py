@@ -101,17 +101,17 @@ def our_samples(home: Path, bootstrap: str) -> Iterator[tuple[Callable[[], float
         producer.flush()
         samples = [replace(rollouts.decode(record.value), token_ids=np.full(TOKENS, 5, np.int32)) for record in records[1 : 1 + SAMPLES]]
         time.sleep(0.05)  # the scorer has the prompt before its samples
-        began = time.monotonic()
+        started = time.monotonic()
         value = rollouts.encode(*samples)
         headers = rollouts.headers(*samples, run=run).encode(value)
         producer.send(Outgoing(topic=f"{run}.rollouts", partition=0, key=records[0].key, headers=headers, value=value))
         sizes[:] = [len(value), 0]
-        while time.monotonic() - began < WAIT_S + 60:
+        while time.monotonic() - started < WAIT_S + 60:
             for record in tail.poll(0.5):
                 group = groups.read(record, run=run)[1]
                 if group.group == samples[0].group:
                     sizes[1] = len(record.value)
-                    return time.monotonic() - began
+                    return time.monotonic() - started
         raise failed("no scored group arrived", home / "scorer.txt")
 
     sizes: list[int] = []
@@ -143,28 +143,23 @@ def our_weights(bootstrap: str, nbytes: int) -> Iterator[Callable[[], float]]:
         version = next(number)
         tensors = [TensorBytes(name="all", dtype="bfloat16", shape=(nbytes // 2,), data=rng.bytes(nbytes))]
         manifest = send_version(
-            producer,
-            tensors,
-            run=run,
-            version=version,
-            step=version,
-            partitions=chunk_partitions(version, count=log.partitions(f"{run}.weights") or 0),
-            max_bytes=8 << 20,
-        )
-        began = time.monotonic()
+            producer, tensors, run=run, version=version, step=version,
+            partitions=chunk_partitions(version, count=log.partitions(f"{run}.weights") or 0), max_bytes=8 << 20,
+        )  # fmt: skip
+        started = time.monotonic()
         transactions.commit([manifest_record(manifest, run=run), teller.version(version)])
-        return began
+        return started
 
     commit()
     prefetch = WeightPrefetch(log, run)
 
     def turn() -> float:
-        began, version = commit(), teller.seq - 2
+        started, version = commit(), teller.seq - 2
         while prefetch.version < version:
             prefetch.wait(0.5)
-            if time.monotonic() - began > WAIT_S:
+            if time.monotonic() - started > WAIT_S:
                 raise SystemExit(f"version {version} did not arrive")
-        return time.monotonic() - began
+        return time.monotonic() - started
 
     try:
         turn()
@@ -230,20 +225,20 @@ def bare(bootstrap: str, sample_bytes: int, _group_bytes: int, version_bytes: in
     groups, manifests, weights = (reader(bootstrap, topic) for topic in (GROUPS_TOPIC, MANIFESTS_TOPIC, WEIGHTS_TOPIC))
     for line in sys.stdin:
         if line.strip() == "sample":
-            began = time.monotonic()
+            started = time.monotonic()
             producer.send(SAMPLES_TOPIC, samples)
             receive(groups, 1)
         else:
             for start in range(0, version_bytes, CHUNK_BYTES):
                 producer.send(WEIGHTS_TOPIC, chunks[start : start + CHUNK_BYTES])
             producer.flush()
-            began = time.monotonic()
+            started = time.monotonic()
             committing.begin_transaction()
             committing.send(MANIFESTS_TOPIC, samples[:2000])
             committing.commit_transaction()
             receive(manifests, 1)
             receive(weights, version_bytes)
-        print(time.monotonic() - began, flush=True)
+        print(time.monotonic() - started, flush=True)
 
 
 def receive(consumer: Any, nbytes: int) -> None:

@@ -152,7 +152,7 @@ def steps(config: Config, policy: PolicyTrainer, groups: Groups) -> Iterator[tup
 
 def run(name: str, settings: Sequence[str], *, seed: int) -> dict[str, Any]:
     """One run's figures."""
-    began, cpu = time.monotonic(), time.process_time()
+    started, cpu = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as directory:
         config = configuration(Path(directory), [*settings, f"run.seed={seed}"])
     assert config.run.steps is not None
@@ -167,7 +167,7 @@ def run(name: str, settings: Sequence[str], *, seed: int) -> dict[str, Any]:
     return {
         "variant": name, "seed": seed, "settings": list(settings), "steps": len(curve), "reward": reward, "eval": [accuracy],
         "ess": min(ess), "proximal": config.proximal, "correction": config.correction,
-        "wall_s": time.monotonic() - began, "cpu_s": time.process_time() - cpu,
+        "wall_s": time.monotonic() - started, "cpu_s": time.process_time() - cpu,
     }  # fmt: skip
 
 

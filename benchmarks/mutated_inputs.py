@@ -37,18 +37,14 @@ SHOWN = 8
 SECTIONS = "|".join(Config.model_fields)
 NAMED = re.compile(rf"unknown key|rows\.(jsonl|parquet)|config\.toml|--\w+|\b({SECTIONS})(\.\w+|:|\])|\[({SECTIONS})\]")
 TABLE: dict[str, dict[str, Any]] = {
-    "run": {"steps": 4, "name": "case", "seed": 0},
-    "model": {"path": "model"},
+    "run": {"steps": 4, "name": "case", "seed": 0}, "model": {"path": "model"},
     "data": {"source": "rows.jsonl", "answer_field": "answer", "max_prompt_tokens": 64, "shuffle": True, "limit": 40},
     "reward": {"functions": ["exact_match", "rew.py:level"], "weights": [1.0, 0.5], "timeout_s": 5.0},
     "schedule": {"mode": "one_step_off", "prompts_per_step": 2, "samples_per_prompt": 4, "max_lag": 1},
-    "sampling": {"temperature": 1.0, "max_new_tokens": 16, "top_p": 0.9, "top_k": 50},
-    "algorithm": {"loss": "grpo", "advantage": "grpo"},
-    "trainer": {"lr": 1e-4, "dtype": "float32", "micro_batch_tokens": 256},
-    "rollout": {"engine": "transformers", "workers": 1},
-    "eval": {"source": "rows.jsonl", "every": 2, "limit": 2},
-    "weights": {"keep": "all", "anchor_every": 4},
-}
+    "sampling": {"temperature": 1.0, "max_new_tokens": 16, "top_p": 0.9, "top_k": 50}, "algorithm": {"loss": "grpo", "advantage": "grpo"},
+    "trainer": {"lr": 1e-4, "dtype": "float32", "micro_batch_tokens": 256}, "rollout": {"engine": "transformers", "workers": 1},
+    "eval": {"source": "rows.jsonl", "every": 2, "limit": 2}, "weights": {"keep": "all", "anchor_every": 4},
+}  # fmt: skip
 ROWS = [
     {"prompt": f"{n}+{n}=", "answer": str(2 * n), "level": n % 3, "tests": [{"in": str(n)}], "made": None if n % 2 else "by hand"}
     for n in range(12)
@@ -223,7 +219,7 @@ def tried(number: int, *, seed: int, limit_s: float) -> tuple[int, str, str, flo
         light_model(folder / "model", context=512)
         (folder / "rew.py").write_text(REWARD)
         case(number, folder, seed=seed)
-        out, err, began = io.StringIO(), io.StringIO(), time.monotonic()
+        out, err, started = io.StringIO(), io.StringIO(), time.monotonic()
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
@@ -239,7 +235,7 @@ def tried(number: int, *, seed: int, limit_s: float) -> tuple[int, str, str, flo
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         line = (err.getvalue().strip().splitlines() or [""])[-1].replace(f"{folder}/", "")
-        return number, outcome, line, time.monotonic() - began
+        return number, outcome, line, time.monotonic() - started
 
 
 def _outcome(status: int, errors: str) -> str:
@@ -260,7 +256,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     trying = partial(tried, seed=chosen.seed, limit_s=chosen.limit)
-    began, counts, seconds, shown = time.monotonic(), Counter[str](), list[float](), Counter[str]()
+    started, counts, seconds, shown = time.monotonic(), Counter[str](), list[float](), Counter[str]()
     with ProcessPoolExecutor(chosen.processes) as pool:
         for number, outcome, line, took in pool.map(trying, range(chosen.first, chosen.first + chosen.count), chunksize=16):
             counts[outcome] += 1
@@ -269,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
             if chosen.show or (outcome in BAD and shown[outcome] <= SHOWN):
                 print(f"{outcome}  case {number}: {line[:300]}", flush=True)
     print(
-        f"{chosen.count} cases of seed {chosen.seed} in {time.monotonic() - began:.0f} s: "
+        f"{chosen.count} cases of seed {chosen.seed} in {time.monotonic() - started:.0f} s: "
         + ", ".join(f"{counts[name]} {name}" for name in ("accepted", "refused", *BAD))
         + f"; median {sorted(seconds)[len(seconds) // 2] * 1000:.0f} ms, longest {max(seconds):.1f} s"
     )

@@ -105,20 +105,14 @@ def rows(reports: Mapping[str, Sequence[Mapping[str, Any]]], plan: Mapping[str, 
         mode = PREDICTED_AS.get(name)
         expected = 1 - simulated[mode] / simulated["synchronous"] if mode in simulated else None
         dispatches = [each["first_dispatch_s"] for report in runs for each in report["rounds"] if each["first_dispatch_s"] is not None]
-        table.append(
-            {
-                "variant": name,
-                "wall_s": statistics.median(wall),
-                "spread_s": [min(wall), max(wall)],
-                "saving": saving,
-                "of_attainable": saving / attainable if mode else None,
-                "of_predicted": saving / expected if expected else None,
-                "trainer_waiting_ratio": statistics.median(report["time"]["trainer_waiting_ratio"] for report in runs),
-                "first_dispatch_s": statistics.median(dispatches),
-                "lag_mean": statistics.fmean(report["lag"]["mean"] for report in runs),
-                "digests": sorted({str(report["weights"]["digest"])[:16] for report in runs}),
-            }
-        )
+        row = {
+            "variant": name, "wall_s": statistics.median(wall), "spread_s": [min(wall), max(wall)], "saving": saving,
+            "of_attainable": saving / attainable if mode else None, "of_predicted": saving / expected if expected else None,
+            "trainer_waiting_ratio": statistics.median(report["time"]["trainer_waiting_ratio"] for report in runs),
+            "first_dispatch_s": statistics.median(dispatches), "lag_mean": statistics.fmean(report["lag"]["mean"] for report in runs),
+            "digests": sorted({str(report["weights"]["digest"])[:16] for report in runs}),
+        }  # fmt: skip
+        table.append(row)
     return table
 
 

@@ -21,11 +21,11 @@ RATIO_LIMIT = 1.1
 
 def replay(run: str) -> dict[str, Any]:
     """Replay the run in a process of its own; `process_s` is the wall time of that process."""
-    began = time.monotonic()
+    started = time.monotonic()
     done = subprocess.run([*PENSTOCK, "replay", "train", run, "--json"], capture_output=True, text=True, check=False)
     if not done.stdout:
         raise SystemExit(done.stderr[-2000:])
-    return {**json.loads(done.stdout), "process_s": time.monotonic() - began}
+    return {**json.loads(done.stdout), "process_s": time.monotonic() - started}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -58,24 +58,24 @@ def described(flat: np.ndarray, layers: int) -> list[TensorBytes]:
 
 def copied_and_compared(old: np.ndarray, new: np.ndarray, room: np.ndarray) -> float:
     """Seconds of a memory copy of a version and of its comparison with another one."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     np.copyto(room, new)
     np.count_nonzero(old != new)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def coded(old: Sequence[TensorBytes], new: Sequence[TensorBytes], target: np.ndarray) -> tuple[float, float, int]:
     """Seconds of encoding a delta and of applying it, without the log, and its bytes."""
-    began, parts, start = time.perf_counter(), [], 0
+    started, parts, start = time.perf_counter(), [], 0
     for before, after in zip(old, new, strict=True):
         for low, nbytes, item in weight_delta.pieces([(after.nbytes, 2)]):
             piece = slice(low, low + nbytes)
             parts += weight_delta.encode(before.data[piece], after.data[piece], start=start + low, item=item)
         start += after.nbytes
-    stream, encoded = weight_delta.joined(parts), time.perf_counter() - began
-    began = time.perf_counter()
+    stream, encoded = weight_delta.joined(parts), time.perf_counter() - started
+    started = time.perf_counter()
     weight_delta.apply(stream, memoryview(target).cast("B"))
-    return encoded, time.perf_counter() - began, len(stream)
+    return encoded, time.perf_counter() - started, len(stream)
 
 
 def measure(log: KafkaLog, chosen: argparse.Namespace) -> dict[str, float]:
@@ -88,19 +88,13 @@ def measure(log: KafkaLog, chosen: argparse.Namespace) -> dict[str, float]:
     rows: list[dict[str, float]] = []
 
     def through(version: int, base: Base | None, content: np.ndarray) -> float:
-        began = time.perf_counter()
+        started = time.perf_counter()
         manifests[version] = send_version(
-            producer,
-            described(content, chosen.layers),
-            run=RUN,
-            version=version,
-            step=version,
-            partitions=chunk_partitions(version, count=PARTITIONS),
-            max_bytes=CHUNK_BYTES,
-            base=base,
-        )
+            producer, described(content, chosen.layers), run=RUN, version=version, step=version,
+            partitions=chunk_partitions(version, count=PARTITIONS), max_bytes=CHUNK_BYTES, base=base,
+        )  # fmt: skip
         bring(copy, log, manifests, version, run=RUN, reader=reader)
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     for number in range(chosen.rounds):
         changed = rng.integers(0, total, int(total * chosen.changed))

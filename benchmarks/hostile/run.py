@@ -33,23 +33,13 @@ def settings_of(folder: Path, isolate: str, *, agents: bool) -> list[str]:
     section = "environment" if agents else "reward"
     children: dict[str, Any] = {**LIMITS, "memory_gb": 0.6, "isolate": isolate, "pass_env": ["PYTHONPATH"]}
     values = {
-        "run.steps": steps,
-        "model.path": str(MODEL),
-        "data.source": str(folder / "prompts.jsonl"),
-        "data.prompt_field": "prompt",
-        "data.shuffle": False,
-        "rollout.engine": "toy",
-        "schedule.mode": "synchronous",
-        "schedule.prompts_per_step": PROMPTS,
-        "schedule.samples_per_prompt": SAMPLES,
-        "algorithm.filter_zero_variance": False,
-        "trainer.checkpoint_every": 0,
-        "trainer.export": False,
-        "mlflow.enabled": False,
-        "reward.on_error": "drop",
+        "run.steps": steps, "model.path": str(MODEL), "data.source": str(folder / "prompts.jsonl"), "data.prompt_field": "prompt",
+        "data.shuffle": False, "rollout.engine": "toy", "schedule.mode": "synchronous", "schedule.prompts_per_step": PROMPTS,
+        "schedule.samples_per_prompt": SAMPLES, "algorithm.filter_zero_variance": False, "trainer.checkpoint_every": 0,
+        "trainer.export": False, "mlflow.enabled": False, "reward.on_error": "drop",
         "reward.functions": ["environment" if agents else f"{folder / 'hostile_functions.py'}:judge"],
         **{f"{section}.{key}": value for key, value in children.items()},
-    }
+    }  # fmt: skip
     if agents:
         values |= {
             "environment.source": f"agent:{sys.executable} {folder / 'agent.py'}",
@@ -91,13 +81,13 @@ def main(arguments: Sequence[str]) -> int:
         tempfile.TemporaryDirectory(prefix="hostile-run-") as directory,
         subprocess.Popen(["sleep", "3600"], env={"S": SECRET}) as bystander,
     ):
-        folder, began = Path(directory), time.monotonic()
+        folder, started = Path(directory), time.monotonic()
         try:
             os.environ |= {"PENSTOCK_HOME": str(folder / "home"), "PYTHONPATH": str(folder), "HF_TOKEN": SECRET, "OMP_NUM_THREADS": "1"}
             prepare(folder, chosen.isolate, bystander.pid)
             report = report_of(str(folder / "run.toml"), "hostile-run", settings_of(folder, chosen.isolate, agents=chosen.agents))
             alive = bystander.poll() is None
-            return print_table(folder, report, chosen.isolate, alive=alive, seconds=time.monotonic() - began)
+            return print_table(folder, report, chosen.isolate, alive=alive, seconds=time.monotonic() - started)
         finally:
             subprocess.run([*PENSTOCK, "broker", "stop"], check=False, stdout=subprocess.DEVNULL)
             bystander.kill()

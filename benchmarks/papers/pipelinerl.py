@@ -1,6 +1,6 @@
 """PipelineRL's case study (arXiv 2509.19128): in-flight updates against rollout and training in turns, on 128 accelerators.
 
-The rule: the paper's formulas are pure functions; the simulator runs the split that they find, under the live rules.
+The paper's formulas are pure functions; the simulator runs the split that they give, under the scheduling rules of a run.
 """
 
 import math
@@ -17,19 +17,19 @@ ACCELERATORS = SAMPLES_PER_STEP = 128
 TRAIN_TOKEN = 4.918
 """Time of one accelerator for training one token, in the paper's unit, in which a flash is one."""
 MAX_LAG = 133
-"""Optimizer steps: also the steps that the conventional run makes with one set of samples."""
+"""Optimizer steps; also the steps of the conventional run with one set of samples."""
 PUBLISHED_BATCH, PUBLISHED_UTILISATION = 192, 0.384
 PUBLISHED_CONVENTIONAL_RATE = 18.3
-"""Tokens per unit of time that the conventional run draws."""
+"""Tokens per unit of time that the conventional run generates."""
 LONGEST = 1000
 """Lengths are uniform from 1 to this; the ratio of rates does not depend on it."""
 WARM_UP, MEASURED = 6, 2
-"""Stretches of `MAX_LAG` steps: until the queue of the begin, in which all samples start together, is gone, and those that are measured."""
+"""Periods of `MAX_LAG` steps: until the initial queue of samples that start together has drained, and those that are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """`generating` of the accelerators draw `batch` samples each; rates are tokens per unit of time."""
+    """`generating` accelerators generate `batch` samples each; rates are tokens per unit of time."""
 
     batch: int
     generating: int
@@ -43,24 +43,24 @@ class Split:
 
 
 def token_lag_bound(*, batch: int, generating: int, longest: float, mean: float, samples_per_step: int) -> int:
-    """g_max = ceil(H·I·L / (L̄·B)): the most optimizer steps between drawing a token and training it."""
+    """g_max = ceil(H·I·L / (L̄·B)): most optimizer steps between generating a token and training it."""
     return math.ceil(batch * generating * longest / (mean * samples_per_step))
 
 
 def best_split(decode: DecodeTimes, *, accelerators: int, samples_per_step: int, max_lag: int, train_token: float) -> Split:
     """The batch H and the generating accelerators I that maximise min(U(H)·I, (N - I) / τ) with g_max within `max_lag`."""
-    found = []
+    splits = []
     for generating in range(1, accelerators):
         # g_max = ceil(2·H·I / B), as the longest of uniform lengths is twice the mean
         batch = max_lag * samples_per_step // (2 * generating)
         for size in {batch, min(batch, int(decode.samples[-1]))} - {0}:
             draw, train = decode.tokens_per_s(size) * generating, (accelerators - generating) / train_token
-            found.append(Split(batch=size, generating=generating, draw_rate=draw, train_rate=train))
-    return max(found, key=lambda split: (split.rate, -split.generating))
+            splits.append(Split(batch=size, generating=generating, draw_rate=draw, train_rate=train))
+    return max(splits, key=lambda split: (split.rate, -split.generating))
 
 
 def conventional_rates(decode: DecodeTimes, *, accelerators: int, each: int, train_token: float) -> tuple[float, float, float]:
-    """(drawing, training, both in turns): all accelerators draw `each` samples of uniform lengths, then all train.
+    """(generation, training, both in turns): all accelerators generate `each` samples of uniform lengths, then all train.
 
     r_gen = S·L̄ / Σ_l (h(l)/N) / U(h(l)/N), where h(l) samples have at least l tokens.
     """
@@ -70,9 +70,9 @@ def conventional_rates(decode: DecodeTimes, *, accelerators: int, each: int, tra
 
 
 def through_published_points() -> DecodeTimes:
-    """The straight line for a decode step that the paper's U(192) and its conventional drawing rate determine."""
+    """The straight line for a decode step through the paper's U(192) and its conventional generation rate."""
     at_batch = PUBLISHED_BATCH / PUBLISHED_UTILISATION
-    # all accelerators draw MAX_LAG samples each, of which half are there on average
+    # all accelerators generate MAX_LAG samples each, of which half are in flight on average
     at_half = ACCELERATORS * MAX_LAG / 2 / PUBLISHED_CONVENTIONAL_RATE
     each = (at_batch - at_half) / (PUBLISHED_BATCH - MAX_LAG / 2)
     return linear(at_batch - each * PUBLISHED_BATCH, each, most=PUBLISHED_BATCH)
@@ -84,7 +84,7 @@ def proportional() -> DecodeTimes:
 
 
 def in_flight(split: Split, *, decode: DecodeTimes) -> tuple[float, float, int]:
-    """(tokens per unit of time, mean lag of a token, most of a group) of the simulated pipeline in its steady state."""
+    """(tokens per unit of time, mean lag of a token, largest of a group) of the simulated pipeline in its steady state."""
     engines = split.generating
     schedule = preset("in_flight", prompts_per_step=SAMPLES_PER_STEP, samples_per_prompt=1, steps_per_version=1, max_lag=2 * MAX_LAG)
     work = Workload(
@@ -104,18 +104,12 @@ def in_flight(split: Split, *, decode: DecodeTimes) -> tuple[float, float, int]:
 
 
 def in_turns(decode: DecodeTimes) -> Outcome:
-    """One simulated round of the conventional run: MAX_LAG·B samples, of which all accelerators draw, then all train."""
+    """One simulated round of the conventional run: all accelerators generate MAX_LAG·B samples, then all train."""
     schedule = preset("synchronous", prompts_per_step=SAMPLES_PER_STEP, samples_per_prompt=1, steps_per_version=MAX_LAG)
     work = Workload(
-        schedule=schedule,
-        steps=MAX_LAG,
-        lengths=uniform(LONGEST),
-        engines=ACCELERATORS,
-        concurrency=MAX_LAG,
-        slots=MAX_LAG + 2,
-        decode=decode,
-        train_token_s=TRAIN_TOKEN / ACCELERATORS,
-    )
+        schedule=schedule, steps=MAX_LAG, lengths=uniform(LONGEST), engines=ACCELERATORS, concurrency=MAX_LAG, slots=MAX_LAG + 2,
+        decode=decode, train_token_s=TRAIN_TOKEN / ACCELERATORS,
+    )  # fmt: skip
     return simulate(work)
 
 
@@ -153,15 +147,15 @@ def reproduce() -> Comparison:
             "training time of a token, τ": TRAIN_TOKEN,
             "lengths": f"uniform from 1 to L (simulated with L = {LONGEST})",
             "U(192)": PUBLISHED_UTILISATION,
-            "drawing rate of the conventional run": PUBLISHED_CONVENTIONAL_RATE,
+            "generation rate of the conventional run": PUBLISHED_CONVENTIONAL_RATE,
         },
         assumed={
-            "U(h) up to 192": "h / (a + b·h): a decode step reads the weights once and each sample's cache apart",
-            "U(h) above 192": "constant, as no point lies there; with the line continued 198 x 43 would be best, 0.4 % faster",
+            "U(h) up to 192": "h / (a + b·h): a decode step reads the weights once and the cache of each sample",
+            "U(h) above 192": "constant, as no point is published; with the line continued 198 x 43 would be best, 0.4 % faster",
         },
         figures=figures,
         notes=(
-            "The conventional drawing rate is an input, as it fixes U(h) below 192; the split, both rates in flight, the rate in turns "
+            "The conventional generation rate is an input, as it fixes U(h) below 192; the split, both rates in flight, the rate in turns "
             "and the lag follow.",
             "The two last figures use no input but the formula for U(h).",
         ),

@@ -70,16 +70,16 @@ def by_trajectory_s(environments: Environments, *, groups: int, samples: int) ->
 
 
 def speedup(spread_s: float, *, generate_s: float = GENERATE_S, turns: int = TURNS) -> float:
-    """Lockstep against trajectories by themselves, mean over the seeds."""
+    """Lock-step time over trajectory-level time, mean over the seeds."""
     ratios, needed = [], {"groups": GROUPS, "samples": GROUP_SIZE}
     for seed in SEEDS:
-        met = Environments.sampled(spread_s=spread_s, seed=seed, generate_s=generate_s, turns=turns, **needed)
-        ratios.append(in_lockstep_s(met) / by_trajectory_s(met, **needed))
+        sampled = Environments.sampled(spread_s=spread_s, seed=seed, generate_s=generate_s, turns=turns, **needed)
+        ratios.append(in_lockstep_s(sampled) / by_trajectory_s(sampled, **needed))
     return statistics.fmean(ratios)
 
 
 def redundancy(spread_s: float, *, groups: int, samples: int) -> float:
-    """Exactly the groups needed, against so many of so many trajectories of which the first that suffice count; mean over the seeds."""
+    """Time of exactly the needed groups over that of `groups` groups of `samples`, of which the first ones count; mean over the seeds."""
     ratios = []
     for seed in SEEDS:
         more = Environments.sampled(spread_s=spread_s, groups=groups, samples=samples, seed=seed)
@@ -90,12 +90,14 @@ def redundancy(spread_s: float, *, groups: int, samples: int) -> float:
 
 
 def reproduce() -> Comparison:
-    """The experiment with uneven latencies, and what redundant trajectories add."""
-    found = {spread: speedup(spread) for spread in SPREADS_S}
+    """The experiment with uneven latencies, and the gain of redundant trajectories."""
+    speedups = {spread: speedup(spread) for spread in SPREADS_S}
     least, most = min(SPREADS_S), max(SPREADS_S)
     figures = (
-        Figure(name=f"by trajectory, latency N(10 s, {least:g} s)", simulated=found[least], published=1.23, tolerance=TOLERANCE, unit="x"),
-        Figure(name=f"by trajectory, latency N(10 s, {most:g} s)", simulated=found[most], published=2.27, tolerance=TOLERANCE, unit="x"),
+        Figure(
+            name=f"by trajectory, latency N(10 s, {least:g} s)", simulated=speedups[least], published=1.23, tolerance=TOLERANCE, unit="x"
+        ),
+        Figure(name=f"by trajectory, latency N(10 s, {most:g} s)", simulated=speedups[most], published=2.27, tolerance=TOLERANCE, unit="x"),
     )
     varied = {
         f"{seconds:g} s, {turns} turns": [speedup(spread, generate_s=seconds, turns=turns) for spread in (least, most)]
@@ -105,7 +107,7 @@ def reproduce() -> Comparison:
     return Comparison(
         paper="RollArt, arXiv 2512.22560, environments of uneven latency",
         inputs={"groups, samples": f"{GROUPS}, {GROUP_SIZE}", "latency": "N(10 s, σ), cut at zero", "turns": TURNS},
-        assumed={"drawing the tokens of a turn": f"{GENERATE_S:g} s", "turns": "the same number for all trajectories"},
+        assumed={"generation of a turn": f"{GENERATE_S:g} s", "turns": "the same number for all trajectories"},
         figures=figures,
         notes=(
             "The paper gives its speed-up for the ends of the range of σ.",
@@ -113,7 +115,7 @@ def reproduce() -> Comparison:
             "Redundant trajectories gain less here than the paper's 1.62x at most: no environment fails or hangs in this simulation.",
         ),
         more={
-            "by_spread": {f"{spread:g}": value for spread, value in found.items()},
+            "by_spread": {f"{spread:g}": value for spread, value in speedups.items()},
             "by_generation_time_and_turns": varied,
             "redundant": {
                 f"{groups} groups of {size}": {f"{spread:g}": redundancy(spread, groups=groups, samples=size) for spread in SPREADS_S}

@@ -1,6 +1,6 @@
 """RolloutPipe's settings (arXiv 2606.26997): pipelined against synchronous, R = 32, 64 and 96 groups a round.
 
-The rule: each workload is calibrated on its round of 96 groups alone; the rounds of 32 and 64 groups are predicted from that.
+Each workload is calibrated on its round of 96 groups; the rounds of 32 and 64 groups are predicted from that.
 """
 
 import statistics
@@ -18,17 +18,18 @@ ROUNDS = (32, 64, 96)
 CALIBRATED_AT = 96
 SEEDS = tuple(range(8))
 MEAN_TOKENS = 1000.0
-"""Unit of length: with the time of a decode step to be found, it may be any number."""
+"""Unit of length; any number, as the time of a decode step is calibrated."""
 SIGMA = 0.6
-"""Spread of the logarithm of lengths, as of reasoning models: the longest of eight is about twice the mean."""
+"""Standard deviation of the logarithm of lengths, as of reasoning models: the longest of eight is about twice the mean."""
 MOST_CONCURRENT = 128
+REPORTED = ("synchronous_s", "pipelined_s", "saving", "waiting", "first_dispatch_s")
 POINTS = 0.05
 """Tolerance of savings and waiting ratios."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What the paper says of one workload; seconds by the number of groups in a round."""
+    """Published figures of one workload; seconds by the number of groups in a round."""
 
     name: str
     compute_s: Mapping[int, float]
@@ -59,14 +60,14 @@ SAVINGS = {32: ((0.307, 0.329),)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """A workload's speeds: what the round of 96 groups was found to run at."""
+    """Speeds of a workload, calibrated on the round of 96 groups."""
 
     decode_s: float
-    """Seconds of a decode step of a full engine; one with fewer samples takes less in proportion, so that tokens per second stay."""
+    """Seconds of a decode step of a full engine; proportional to the number of samples, so that tokens per second are constant."""
     group_s: float
     """Seconds of training a group."""
     concurrency: int
-    """Samples that one engine draws side by side."""
+    """Concurrent samples of one engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,26 +86,20 @@ class Setting:
 
     @property
     def waiting(self) -> float:
-        """The trainer's waiting in its waiting and computing, pipelined."""
+        """Share of the pipelined time in which the trainer waits."""
         return 1 - self.compute_s / self.pipelined_s
 
 
 def workload(speeds: Calibrated, *, groups: int, mode: str, seed: int) -> Workload:
-    """One round of so many groups under one version: S = R / U optimizer steps."""
+    """One round of `groups` groups under one version: S = R / U optimizer steps."""
     steps = groups // PROMPTS_PER_STEP
     order: Order = "submission" if mode == "synchronous" else "arrival"
     schedule = preset(mode, prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=SAMPLES_PER_PROMPT, steps_per_version=steps, order=order)
     return Workload(
-        schedule=schedule,
-        steps=steps,
-        lengths=lognormal(MEAN_TOKENS, SIGMA),
-        engines=ENGINES,
-        concurrency=speeds.concurrency,
-        decode=DecodeTimes((0.0, float(speeds.concurrency)), (0.0, speeds.decode_s)),
-        slots=groups,
-        train_group_s=speeds.group_s,
+        schedule=schedule, steps=steps, lengths=lognormal(MEAN_TOKENS, SIGMA), engines=ENGINES, concurrency=speeds.concurrency,
+        decode=DecodeTimes((0.0, float(speeds.concurrency)), (0.0, speeds.decode_s)), slots=groups, train_group_s=speeds.group_s,
         seed=seed,
-    )
+    )  # fmt: skip
 
 
 def setting(speeds: Calibrated, *, groups: int) -> Setting:
@@ -125,8 +120,8 @@ def setting(speeds: Calibrated, *, groups: int) -> Setting:
 def calibrate(*, synchronous_s: float, pipelined_s: float, compute_s: float) -> Calibrated:
     """The speeds with which the simulated round of 96 groups takes as long as the published one.
 
-    The compute time gives the trainer's speed, the synchronous end time the engines' speed; how many samples share that speed is the
-    number for which the pipelined end time comes nearest.
+    The compute time gives the trainer's speed, the synchronous end time the engines' speed; the number of concurrent samples is the one
+    with the nearest pipelined end time.
     """
     group_s = compute_s / CALIBRATED_AT
 
@@ -138,21 +133,21 @@ def calibrate(*, synchronous_s: float, pipelined_s: float, compute_s: float) -> 
         return speeds, _mean(ends)
 
     low, high = SAMPLES_PER_PROMPT, MOST_CONCURRENT
-    while high - low > 1:  # more samples side by side: each is slower, and the first group comes later
+    while high - low > 1:  # with more concurrent samples each is slower, and the first group is later
         middle = (low + high) // 2
         low, high = (low, middle) if at(middle)[1] > pipelined_s else (middle, high)
-    return min((at(low), at(high)), key=lambda found: abs(found[1] - pipelined_s))[0]
+    return min((at(low), at(high)), key=lambda result: abs(result[1] - pipelined_s))[0]
 
 
 def targets(published: Published) -> tuple[float, float]:
-    """(synchronous, pipelined) end time of the round of 96 groups: the workload's own, or from the middle of the published ranges."""
+    """(synchronous, pipelined) end time of the round of 96 groups: the workload's own, or the middle of the published ranges."""
     compute = published.compute_s[CALIBRATED_AT]
     synchronous = published.synchronous_s.get(CALIBRATED_AT, compute + _mean(ROLLOUT_S))
     return synchronous, published.pipelined_s.get(CALIBRATED_AT, compute + _mean(FIRST_DISPATCH_S))
 
 
 def reproduce(names: Sequence[str] | None = None) -> Comparison:
-    """All settings of these workloads, or of every one."""
+    """All settings of these workloads, or of all."""
     figures: list[Figure] = []
     calibrated, settings = {}, {}
     for published in PUBLISHED:
@@ -161,70 +156,58 @@ def reproduce(names: Sequence[str] | None = None) -> Comparison:
         synchronous_s, pipelined_s = targets(published)
         speeds = calibrate(synchronous_s=synchronous_s, pipelined_s=pipelined_s, compute_s=published.compute_s[CALIBRATED_AT])
         calibrated[published.name] = {
-            "synchronous_s": synchronous_s,
-            "pipelined_s": pipelined_s,
-            "compute_s": published.compute_s[CALIBRATED_AT],
-            "decode_step_s": speeds.decode_s,
-            "train_group_s": speeds.group_s,
-            "samples_side_by_side": speeds.concurrency,
-        }
-        found = {groups: setting(speeds, groups=groups) for groups in ROUNDS}
-        settings[published.name] = {
-            str(groups): {
-                "synchronous_s": one.synchronous_s,
-                "pipelined_s": one.pipelined_s,
-                "saving": one.saving,
-                "waiting": one.waiting,
-                "first_dispatch_s": one.first_dispatch_s,
-            }
-            for groups, one in found.items()
-        }
-        figures += _figures(published, found)
+            "synchronous_s": synchronous_s, "pipelined_s": pipelined_s, "compute_s": published.compute_s[CALIBRATED_AT],
+            "decode_step_s": speeds.decode_s, "train_group_s": speeds.group_s, "concurrent_samples": speeds.concurrency,
+        }  # fmt: skip
+        simulated = {groups: setting(speeds, groups=groups) for groups in ROUNDS}
+        settings[published.name] = {str(groups): {name: getattr(each, name) for name in REPORTED} for groups, each in simulated.items()}
+        figures += _figures(published, simulated)
     return Comparison(
         paper="RolloutPipe, arXiv 2606.26997, pipelined against synchronous",
         inputs={"K, U, rollout machines": f"{SAMPLES_PER_PROMPT}, {PROMPTS_PER_STEP}, {ENGINES}", "calibrated at R = 96": calibrated},
         assumed={
-            "lengths": f"log-normal, spread {SIGMA} of the logarithm, the same for all workloads",
-            "tokens per second of an engine": "do not depend on how many samples share them, as reading their caches takes most of a step",
+            "lengths": f"log-normal, standard deviation {SIGMA} of the logarithm, the same for all workloads",
+            "tokens per second of an engine": "independent of the number of concurrent samples, as most of a step reads their caches",
         },
         figures=tuple(figures),
         notes=(
-            "Calibrated are two speeds and the samples side by side, on the round of 96 groups; the rounds of 32 and 64 are predicted.",
-            "Where the paper gives no end time of a workload, the middle of its range over the workloads stands for it, and the range is "
-            "what is compared.",
+            "Two speeds and the concurrent samples are calibrated on the round of 96 groups; the rounds of 32 and 64 are predicted.",
+            "Without an end time of a workload, the middle of the range over the workloads is used, and the range is compared.",
             "With steps as long for one sample as for all, the R = 32 savings would be 7 to 9 points too high: that of 32 groups takes "
             "a third of the time of 96, so that the last samples of a round cannot leave an engine idle.",
             "Waiting ratios follow from the published end and compute times: the paper's own, 14 to 33 %, count about 40 s more a round.",
         ),
-        more={"settings": settings, "saving_grows_with_round": all(_grows(one) for one in settings.values())},
+        more={"settings": settings, "saving_grows_with_round": all(_grows(each) for each in settings.values())},
     )
 
 
-def _figures(published: Published, found: Mapping[int, Setting]) -> list[Figure]:
+def _figures(published: Published, simulated: Mapping[int, Setting]) -> list[Figure]:
     figures = []
-    for groups, one in found.items():
+    for groups, each in simulated.items():
         where = f"{published.name} R={groups}"
         if groups != CALIBRATED_AT:
             figures.append(
-                Figure(name=f"{where}: compute", simulated=one.compute_s, published=published.compute_s[groups], tolerance=POINTS, unit="s")
+                Figure(
+                    name=f"{where}: compute", simulated=each.compute_s, published=published.compute_s[groups], tolerance=POINTS, unit="s"
+                )
             )
             if groups in published.synchronous_s:
                 both, ours = published.synchronous_s[groups], published.pipelined_s[groups]
                 waiting = 1 - published.compute_s[groups] / ours
                 figures += [
-                    Figure(name=f"{where}: saving", simulated=one.saving, published=1 - ours / both, tolerance=POINTS, unit="%"),
-                    Figure(name=f"{where}: waiting", simulated=one.waiting, published=waiting, tolerance=POINTS, unit="%"),
+                    Figure(name=f"{where}: saving", simulated=each.saving, published=1 - ours / both, tolerance=POINTS, unit="%"),
+                    Figure(name=f"{where}: waiting", simulated=each.waiting, published=waiting, tolerance=POINTS, unit="%"),
                 ]
             else:
                 figures += [
-                    Figure(name=f"{where}: saving", simulated=one.saving, published=low, upper=high, tolerance=POINTS, unit="%")
+                    Figure(name=f"{where}: saving", simulated=each.saving, published=low, upper=high, tolerance=POINTS, unit="%")
                     for low, high in SAVINGS.get(groups, ())
                 ]
     return figures
 
 
-def _grows(found: Mapping[str, Mapping[str, float]]) -> bool:
-    savings = [one["saving"] for one in found.values()]
+def _grows(simulated: Mapping[str, Mapping[str, float]]) -> bool:
+    savings = [each["saving"] for each in simulated.values()]
     return savings == sorted(savings)
 
 

@@ -57,7 +57,7 @@ def bare(config: Config, *, rounds: int) -> dict[str, Any]:
     engine, policy = make_engine(config), PolicyTrainer.open(config, steps=rounds * schedule.steps_per_version)
     source, times = Groups(config, engine), list[tuple[float, float]]()
     for version in range(rounds):
-        began = time.monotonic()
+        started = time.monotonic()
         engine.load_weights(version, policy.weights().tensors)
         groups = generate_round(source, schedule.prompts_per_step * schedule.steps_per_version)
         generated = time.monotonic()
@@ -67,7 +67,7 @@ def bare(config: Config, *, rounds: int) -> dict[str, Any]:
                 step.add(group)
             step.finish(learner_version=rules.version_after(policy.steps_done, steps_per_version=schedule.steps_per_version))
             policy.steps_done += 1
-        times.append((generated - began, time.monotonic() - generated))
+        times.append((generated - started, time.monotonic() - generated))
     digest = policy.weights().digest
     engine.close()
     policy.backend.close()

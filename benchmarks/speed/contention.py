@@ -53,11 +53,11 @@ def work(phase: str, config: Config) -> None:
     turn()
     print("ready", flush=True)
     for line in sys.stdin:
-        began, count = time.monotonic(), 0
-        while time.monotonic() - began < float(line):
+        started, count = time.monotonic(), 0
+        while time.monotonic() - started < float(line):
             turn()
             count += 1
-        print((time.monotonic() - began) / count, flush=True)
+        print((time.monotonic() - started) / count, flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -48,30 +48,16 @@ VARIANTS = ("bare", "worker", "keep", "recompute")
 
 def config_of(model: Path, chosen: argparse.Namespace, bootstrap: str) -> Config:
     """A run that admits as much as the worker can generate; a sample ends at its length or a stop id."""
-    return from_table(
-        {
-            "run": {"steps": 100_000},
-            "model": {"path": str(model)},
-            "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
-            "schedule": {
-                "mode": "in_flight",
-                "prompts_per_step": 8,
-                "samples_per_prompt": 8,
-                "max_lag": 100_000,
-                "max_drops_per_step": 10_000_000,
-            },
-            "sampling": {"max_new_tokens": chosen.tokens},
-            "rollout": {
-                "engine": "vllm",
-                "workers": 1,
-                "concurrency": chosen.concurrency,
-                "engine_process": chosen.engine_process,
-            },
-            "trainer": {"export": False, "checkpoint_every": 0},
-            "kafka": {"bootstrap": bootstrap},
-            "mlflow": {"enabled": False},
-        }
-    )
+    return from_table({
+        "run": {"steps": 100_000}, "model": {"path": str(model)},
+        "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
+        "schedule": {
+            "mode": "in_flight", "prompts_per_step": 8, "samples_per_prompt": 8, "max_lag": 100_000, "max_drops_per_step": 10_000_000,
+        },
+        "sampling": {"max_new_tokens": chosen.tokens},
+        "rollout": {"engine": "vllm", "workers": 1, "concurrency": chosen.concurrency, "engine_process": chosen.engine_process},
+        "trainer": {"export": False, "checkpoint_every": 0}, "kafka": {"bootstrap": bootstrap}, "mlflow": {"enabled": False},
+    })  # fmt: skip
 
 
 def open_bare(directory: Path, *, concurrency: int, longest: int, engine_process: bool) -> Any:
@@ -184,10 +170,10 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     threading.Thread(target=listen, daemon=True).start()
     while True:
         on.wait()
-        version, began = version + 1, time.monotonic()
+        version, started = version + 1, time.monotonic()
         writer.publish(Weights(partial(version_of, version)), version=version, step=version)
         writer.finish_publishing()
-        time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+        time.sleep(max(0.0, every_s - (time.monotonic() - started)))
 
 
 def measure(chosen: argparse.Namespace, directory: Path, bootstrap: str, core: int) -> tuple[dict[str, list[float]], list[float], int]:
@@ -255,15 +241,15 @@ def window(
         turn()
     engine, stalls = worker.engine, list[float]()
     loads = engine.stats()["loads"]
-    before, ended, began = acknowledged.tokens(), 0, time.monotonic()
-    while (now := time.monotonic()) < began + seconds:
+    before, ended, started = acknowledged.tokens(), 0, time.monotonic()
+    while (now := time.monotonic()) < started + seconds:
         ended += turn() or 0
         worker.session.reporter.status()  # a silent worker gets no prompts
         if name != "bare" and (stats := engine.stats())["loads"] > loads:
             loads = stats["loads"]
             stalls.append(1000 * stats["swap_stall_last_s"])
     tokens = ended if name == "bare" else acknowledged.tokens() - before
-    return tokens / (now - began), stalls
+    return tokens / (now - started), stalls
 
 
 def main(arguments: Sequence[str]) -> int:

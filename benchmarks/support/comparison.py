@@ -56,26 +56,13 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
-        figures = [
-            {
-                "name": figure.name,
-                "unit": figure.unit,
-                "simulated": figure.simulated,
-                "published": figure.published if figure.upper is None else [figure.published, figure.upper],
-                "deviation": figure.deviation,
-                "tolerance": figure.tolerance,
-                "holds": figure.holds,
-            }
-            for figure in self.figures
-        ]
-        return {
-            "paper": self.paper,
-            **self.more,
-            "inputs": self.inputs,
-            "assumed": self.assumed,
-            "figures": figures,
-            "notes": list(self.notes),
-        }
+        names = ("name", "unit", "simulated", "published", "deviation", "tolerance", "holds")
+        figures = [{name: getattr(figure, name) for name in names} for figure in self.figures]
+        for figure, row in zip(self.figures, figures, strict=True):
+            if figure.upper is not None:
+                row["published"] = [figure.published, figure.upper]
+        inputs = {"inputs": self.inputs, "assumed": self.assumed}
+        return {"paper": self.paper, **self.more, **inputs, "figures": figures, "notes": list(self.notes)}
 
 
 def comparison_as_text(comparison: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""Which files a sample passes between its prompt's admission and its optimizer step, observed in a small run through a real broker.
+"""Files that a sample passes from its prompt's admission to its optimizer step, observed in a small run through a real broker.
 
 A file counts if one of its functions is called with the sample in its arguments: a record of `prompts`, `rollouts` or `groups`, a prompt,
 a request, a completion, a group, or the arrays and tensors made of them. Rules take integers and reward functions take text, so the
@@ -25,23 +25,18 @@ CARRIERS = frozenset((
 TOPICS = (".prompts", ".rollouts", ".groups")
 ALWAYS = ("pipeline/scheduling/", "pipeline/data/", "pipeline/rewards/", "pipeline/agents/", "infra/sandbox/")
 IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/rewards/builtin/__init__.py": "the reward function, or the user's own"}
-"""What runs in the reward functions' child process, where nothing is observed."""
+"""Files that run in the child process of reward functions, which is not traced."""
 AS_BYTES = ("topics/", "infra/kafka/")
-"""Where a sample is bytes for a while: there any bytes in the arguments count."""
+"""Folders in which a sample is bytes: any bytes in the arguments count."""
 OTHER_RECORDS = (
-    "topics/catalogue",
-    "topics/dead_letters",
-    "topics/ledger",
-    "topics/metrics",
-    "topics/runs",
-    "topics/weight",
+    "topics/catalogue", "topics/dead_letters", "topics/ledger", "topics/metrics", "topics/runs", "topics/weight",
     "pipeline/scheduling/resume_point",
-)
-"""Files of what is in no record of a sample; `resume_point` is what a ledger entry says beside its step."""
+)  # fmt: skip
+"""Files of other records; `resume_point` is a part of a ledger entry."""
 WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/weights/prefetch")
-"""Files that carry weights, which are tensors too."""
+"""Files of weights, which are tensors too."""
 LAST = ("workers/trainer/worker.py", "Trainer.end")
-"""Called once the last step is trained: what is called after is how workers end."""
+"""Called after the last step; later calls shut down the workers."""
 ROLES = ("feeder", "rollout", "scorer", "trainer")
 
 
@@ -52,12 +47,12 @@ class Trace:
         self.files: dict[str, str] = {}
         """File, relative to the repository -> the function of its first such call."""
         self._of_code: dict[CodeType, str | None] = {}
-        self._begun = False
-        """Whether a prompt has been seen; what is called before is how workers start."""
+        self._started = False
+        """True after the first prompt; earlier calls start the workers."""
         self._over = False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """Note the file of a call, if it is ours and carries a sample."""
+        """Record the file of a call if it is a product file and carries a sample."""
         if event != "call" or self._over:
             return
         code = frame.f_code
@@ -72,8 +67,8 @@ class Trace:
         with_sample = any(map(carries, values)) or (
             file.startswith(AS_BYTES) and any(isinstance(value, bytes | bytearray | memoryview) for value in values)
         )
-        self._begun = self._begun or (with_sample and file.endswith("/prompts.py"))
-        if self._begun and code.co_name != "<module>" and (with_sample or file.startswith(ALWAYS)):
+        self._started = self._started or (with_sample and file.endswith("/prompts.py"))
+        if self._started and code.co_name != "<module>" and (with_sample or file.startswith(ALWAYS)):
             self.files[file] = code.co_qualname
 
     @staticmethod
@@ -134,7 +129,7 @@ def observe(bootstrap: str, *, steps: int = 3) -> dict[str, str]:
             thread.start()
         for thread in threads:
             thread.join()
-        threading.setprofile(None)  # type: ignore[arg-type]  # None takes it away
+        threading.setprofile(None)  # type: ignore[arg-type]  # None removes it
     if failures:
         raise failures[0]
     return trace.files | IN_A_CHILD

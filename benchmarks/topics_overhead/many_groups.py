@@ -70,17 +70,11 @@ def measured(home: Path, broker: BrokerInfo, chosen: argparse.Namespace) -> list
     """The windows of a run in real processes."""
     log, run = KafkaLog(broker.bootstrap, client_id="many"), f"many-{int(time.time()):x}"
     settings = settings_of(
-        home,
-        broker.bootstrap,
-        context=64,
-        run={"steps": chosen.groups // chosen.per_step + 1},
-        schedule={"prompts_per_step": chosen.per_step, "samples_per_prompt": 1},
-        sampling={"max_new_tokens": 8},
-        rollout={"slots": chosen.slots},
-        trainer={"checkpoint_every": 50 if chosen.keep_steps else 0},
-        weights={"keep": "chain"},
+        home, broker.bootstrap, context=64, run={"steps": chosen.groups // chosen.per_step + 1},
+        schedule={"prompts_per_step": chosen.per_step, "samples_per_prompt": 1}, sampling={"max_new_tokens": 8},
+        rollout={"slots": chosen.slots}, trainer={"checkpoint_every": 50 if chosen.keep_steps else 0}, weights={"keep": "chain"},
         kafka={"keep_steps": chosen.keep_steps},
-    )
+    )  # fmt: skip
     create(from_table(settings), log=log, run_id=run, notify=lambda _: None)
     common = ["--run", run, "--bootstrap", broker.bootstrap]
     commands = {role: [*WORKER, role, *common, "--slot", "0"] for role in ("feeder", "rollout", "scorer", "tracker")}

@@ -71,16 +71,12 @@ def settings_of(home: Path, bootstrap: str, *, context: int, **sections: dict[st
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": context}))
     table = {
-        "model": {"path": str(model)},
-        "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
-        "reward": {"functions": [f"{functions}:even"]},
-        "schedule": {"mode": "one_step_off"},
-        "algorithm": {"advantage": f"{functions}:raw", "filter_zero_variance": False},
-        "rollout": {"engine": "toy", "workers": 1},
-        "trainer": {"micro_batch_tokens": 1 << 17, "export": False, "checkpoint_every": 0},
-        "kafka": {"bootstrap": bootstrap},
+        "model": {"path": str(model)}, "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
+        "reward": {"functions": [f"{functions}:even"]}, "schedule": {"mode": "one_step_off"},
+        "algorithm": {"advantage": f"{functions}:raw", "filter_zero_variance": False}, "rollout": {"engine": "toy", "workers": 1},
+        "trainer": {"micro_batch_tokens": 1 << 17, "export": False, "checkpoint_every": 0}, "kafka": {"bootstrap": bootstrap},
         "mlflow": {"enabled": False},
-    }
+    }  # fmt: skip
     return {name: table.get(name, {}) | sections.get(name, {}) for name in {**table, **sections}}
 
 
@@ -88,15 +84,10 @@ def measure(home: Path, bootstrap: str, chosen: argparse.Namespace) -> dict[str,
     """The report's figures of one run, and the median seconds between steps."""
     log, run = KafkaLog(bootstrap, client_id="overhead"), f"overhead-{int(time.time()):x}"
     settings = settings_of(
-        home,
-        bootstrap,
-        context=2 * chosen.tokens + 64,
-        run={"steps": chosen.steps},
+        home, bootstrap, context=2 * chosen.tokens + 64, run={"steps": chosen.steps},
         schedule={"prompts_per_step": chosen.prompts, "samples_per_prompt": chosen.samples},
-        sampling={"max_new_tokens": 2 * chosen.tokens - 1},
-        algorithm={"advantage": "grpo"},
-        rollout={"workers": chosen.workers},
-    )
+        sampling={"max_new_tokens": 2 * chosen.tokens - 1}, algorithm={"advantage": "grpo"}, rollout={"workers": chosen.workers},
+    )  # fmt: skip
     create(from_table(settings), log=log, run_id=run, notify=lambda _: None)
     common = ["--run", run, "--bootstrap", bootstrap]
     slots = [("feeder", 0), ("scorer", 0), *(("rollout", slot) for slot in range(chosen.workers))]

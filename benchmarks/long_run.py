@@ -1,6 +1,6 @@
 """Cost of `penstock status` after few steps and after many, and the memory of a view that has followed all of them.
 
-    python -m benchmarks long_run status --steps 10 10000
+    python -m benchmarks long_run --steps 10 10000
 
 Writes runs of synthetic steps, a second each, to a broker; a reader follows each as the tracker does and saves its view every 15 steps.
 Then the command runs alternately for each run. Status 1 if it takes more than 1.2 times as long, or as much memory, after the most steps
@@ -73,13 +73,13 @@ def write(log: Log, run: str, steps: int) -> tuple[float, float]:
 
 def run_status(run: str, bootstrap: str) -> Took:
     """Run the command once."""
-    began = time.monotonic()
+    started = time.monotonic()
     process = subprocess.Popen([*PENSTOCK, "status", run, "--json", "--bootstrap", bootstrap], stdout=subprocess.PIPE)
     assert process.stdout is not None
     printed = process.stdout.read()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = status
-    return Took(time.monotonic() - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, json.loads(printed))
+    return Took(time.monotonic() - started, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, json.loads(printed))
 
 
 def measure(bootstrap: str, lengths: list[int]) -> bool:
@@ -87,9 +87,9 @@ def measure(bootstrap: str, lengths: list[int]) -> bool:
     took: dict[int, list[Took]] = {steps: [] for steps in lengths}
     with contextlib.closing(KafkaLog(bootstrap, client_id="long")) as log:
         for steps in (steps for steps in lengths if log.partitions(f"long-{steps}.run") is None):
-            began = time.monotonic()
+            started = time.monotonic()
             view_mib, saved = write(log, f"long-{steps}", steps)
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - started
             print(f"{steps} steps written in {seconds:.0f} s; the view takes {view_mib:.1f} MiB, saved {saved:.0f} KiB", flush=True)
     for _ in range(ROUNDS):
         for steps in lengths:

@@ -1,1 +1,0 @@
-"""Rollout workers that join, leave and restart: throughput, delays, memory and CPU."""
