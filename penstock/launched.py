@@ -14,7 +14,7 @@ from penstock.infra.backends.processor import this_cpu
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, to_json, with_paths
 from penstock.pipeline.config.security import refuse_secrets
-from penstock.pipeline.inspect.live.notebook import notebook_screen
+from penstock.pipeline.inspect.live.view import notebook_screen
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.broker_keeper import connect

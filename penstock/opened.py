@@ -1,20 +1,22 @@
 """`penstock.open`: a run's records as Arrow tables. Read-only; unusable records are skipped, as workers skip them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import pyarrow as pa
 
+from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
 from penstock.pipeline.inspect.report.summary import collect
-from penstock.pipeline.inspect.tables import samples_groups_steps, turns
+from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from matplotlib.figure import Figure
 
 
@@ -42,19 +44,19 @@ class Run:
 
     def samples(self) -> pa.Table:
         """One row a finished sample, by group and sample: tokens, logprobs, versions; completion and reward once it is scored."""
-        return samples_groups_steps.samples(self._log, self.id)
+        return RunTables(self._log, self.id).samples()
 
     def groups(self) -> pa.Table:
         """One row an admitted prompt group, by number: prompt, data columns, its fate, mean reward and policy versions."""
-        return samples_groups_steps.groups(self._log, self.id)
+        return RunTables(self._log, self.id).groups()
 
     def steps(self) -> pa.Table:
         """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""
-        return samples_groups_steps.steps(self._log, self.id)
+        return RunTables(self._log, self.id).steps()
 
     def turns(self) -> pa.Table:
         """One row a part of a trajectory with one source, by group, sample and turn: tokens, reward, versions; none for completions."""
-        return turns.turns(self._log, self.id)
+        return RunTables(self._log, self.id).turns()
 
     def sql(self, query: str) -> pa.Table:
         """Result of a SELECT over the views of `penstock sql`. Raises `ValueError` for a query that fails."""
@@ -73,7 +75,7 @@ class Run:
             ValueError: the steps have no such column.
             PenstockError: matplotlib is not installed.
         """
-        from penstock.plots import figure
+        from penstock.opened import figure
 
         return figure(self.report(), self.steps(), measures)
 
@@ -89,3 +91,57 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<penstock run {self.id}>"
+
+
+MOST_ACROSS = 3
+SIZE = (4.6, 2.9)
+"""Inches of one curve."""
+
+
+def figure(report: Mapping[str, Any], steps: "pa.Table", measures: Sequence[str]) -> "Figure":
+    """Plot curves next to each other: of these columns of the steps, by default reward, evaluation and group statuses.
+
+    Raises `ValueError` for a column that the steps do not have, `PenstockError` without matplotlib.
+    """
+    if unknown := [name for name in measures if name not in steps.column_names]:
+        raise ValueError(f"there is no measure {unknown[0]!r}; the steps have {', '.join(sorted(steps.column_names))}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PenstockError("pictures need matplotlib: pip install '.[notebook]' in the checkout") from error
+    across = min(MOST_ACROSS, len(measures) or MOST_ACROSS)
+    down = -(-max(1, len(measures)) // across)
+    made = Figure(figsize=(SIZE[0] * across, SIZE[1] * down), layout="constrained")
+    axes = list(made.subplots(down, across, squeeze=False).flat)
+    if measures:
+        for one, name in zip(axes, measures, strict=False):
+            _curve(one, name, steps["step"].to_pylist(), {name: steps[name].to_pylist()})
+        for spare in axes[len(measures) :]:
+            spare.remove()
+    else:
+        _overview(axes, report, steps)
+    made.suptitle(f"run {report['run']}")
+    return made
+
+
+def _overview(axes: Sequence[Any], report: Mapping[str, Any], steps: "pa.Table") -> None:
+    trained = steps["reward_trained"].to_pylist() if "reward_trained" in steps.column_names else []
+    _curve(axes[0], "reward of the trained samples", steps["step"].to_pylist()[: len(trained)], {"reward": trained})
+    evals = report["eval"]
+    names = [name for name in ("greedy_accuracy", "sampled_accuracy", "greedy_reward") if any(name in one for one in evals)]
+    _curve(axes[1], "held-out, by version", [one["version"] for one in evals], {name: [one.get(name) for one in evals] for name in names})
+    fates = {name: count for name, count in report["groups"].items() if count and name != "admitted"}
+    axes[2].barh(list(fates), list(fates.values()))
+    axes[2].set_title("groups by fate")
+    axes[2].invert_yaxis()
+
+
+def _curve(axes: Any, title: str, positions: Sequence[float], curves: Mapping[str, Sequence[Any]]) -> None:
+    marker = "." if len(positions) < 20 else ""
+    for name, values in curves.items():
+        axes.plot(positions, [float("nan") if value is None else value for value in values], label=name, marker=marker)
+    axes.set_title(title)
+    axes.set_xlabel("step" if "version" not in title else "version")
+    axes.grid(visible=True, alpha=0.3)
+    if len(curves) > 1:
+        axes.legend()

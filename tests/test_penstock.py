@@ -16,7 +16,7 @@ import pytest
 import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.opened import Run
-from penstock.pipeline.inspect.tables import samples_groups_steps, turns
+from penstock.pipeline.inspect.tables import run_tables
 from penstock.topics import groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
@@ -69,7 +69,7 @@ def test_the_report_is_that_of_the_command_line(run: Run) -> None:
 
 def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Run) -> None:
     table = run.samples()
-    assert table.schema == samples_groups_steps.SAMPLES
+    assert table.schema == run_tables.SAMPLES
     assert table.num_rows == 4 * GROUPS
     assert table["group"].to_pylist() == [group for group in range(GROUPS) for _ in range(4)]
     assert table["sample"].to_pylist() == [0, 1, 2, 3] * GROUPS
@@ -82,7 +82,7 @@ def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Ru
 
 def test_groups_are_one_row_each_with_their_fate(run: Run) -> None:
     table = run.groups()
-    assert table.schema == samples_groups_steps.GROUPS
+    assert table.schema == run_tables.GROUPS
     assert table["fate"].to_pylist() == ["filtered", *["trained"] * (2 * STEPS), "unused"]
     assert table["reason"].to_pylist()[:2] == ["because", None]
     assert table["reward_mean"].to_pylist() == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
@@ -101,10 +101,10 @@ def test_steps_are_one_row_each_with_a_column_for_each_metric(run: Run) -> None:
 def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id: str) -> None:
     write(broker, run_id, [Teller(run_id).record()])
     with penstock.open(run_id, bootstrap=broker) as run:
-        assert run.samples() == samples_groups_steps.SAMPLES.empty_table()
-        assert run.groups() == samples_groups_steps.GROUPS.empty_table()
-        assert run.steps() == samples_groups_steps.STEPS.empty_table()
-        assert run.turns() == turns.TURNS.empty_table()
+        assert run.samples() == run_tables.SAMPLES.empty_table()
+        assert run.groups() == run_tables.GROUPS.empty_table()
+        assert run.steps() == run_tables.STEPS.empty_table()
+        assert run.turns() == run_tables.TURNS.empty_table()
 
 
 def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broker: str, run_id: str) -> None:

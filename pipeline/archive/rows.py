@@ -1,5 +1,6 @@
 """Converts records to rows of an archive's tables. A row that does not restore the record's exact bytes also stores these."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -7,12 +8,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.pipeline.archive.layout import RECORD, Kind
-from penstock.pipeline.archive.relocation import signed
-from penstock.pipeline.archive.sound_samples import read_sound
+from penstock.pipeline.archive.relocation import checksum, signed
+from penstock.topics import rollouts
+from penstock.topics.rollouts import FINISHES
+from penstock.topics.wire.checked import NAME
 from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import CHECKSUM
 from penstock.topics.wire.record import RawHeaders, Record
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -160,3 +166,191 @@ def _batches(schema: pa.Schema, streams: Sequence[bytes]) -> list[pa.RecordBatch
 
 def _as_structs(headers: RawHeaders) -> list[dict[str, Any]]:
     return [{"name": name, "value": value} for name, value in headers]
+
+
+_SCHEMA = rollouts.UNLIMITED.schema
+_HEAD = _SCHEMA.serialize().to_pybytes()
+_WRITTEN = [field for field in _SCHEMA if not field.nullable]
+"""Columns with values; the later ones, of trajectories, are null."""
+_MOST_LAYOUTS = 2048
+_METADATA_BYTES = 4096
+"""Limit above the metadata size of a sample."""
+_FACTS = {
+    "group": "group",
+    "sample": "sample",
+    "policy-version-min": "policy_version_min",
+    "policy-version-max": "policy_version_max",
+    "outcome": "finish",
+    "worker": "worker",
+    "tokens": "tokens",
+}
+"""Header after `run` and `schema`, in their order -> the column with its value; `tokens` is the length of `token_ids`."""
+_NAN = np.float32("nan").view(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Payloads with the same metadata differ only in the values of their columns; all other bits are fixed."""
+
+    size: int
+    positions: NDArray[np.intp]
+    """Positions of the bytes with fixed bits."""
+    mask: NDArray[np.uint8]
+    fixed: bytes
+    values: tuple[slice, ...]
+    """Bytes of each column's values, then of the validity bitmap of logprobs."""
+    tokens: int
+    spans: int
+    nulls: int
+    """Number of null logprobs."""
+
+    def fits(self, value: bytes) -> bool:
+        """True if a payload has the fixed bits of this layout."""
+        return len(value) == self.size and (np.frombuffer(value, np.uint8)[self.positions] & self.mask).tobytes() == self.fixed
+
+
+_layouts: OrderedDict[bytes, _Layout | None] = OrderedDict()
+"""Metadata bytes before a payload's body -> layout; None if our encoder does not write it."""
+
+
+def read_sound(records: Sequence[Record], *, run: str) -> tuple[list[int], dict[str, pa.Array]]:
+    """(indices of sound records, columns of their payloads and headers by name)."""
+    fitting = [(number, layout) for number, record in enumerate(records) if (layout := _layout_of(record))]
+    if not fitting:
+        return [], {}
+    columns = _columns([records[number].value for number, _ in fitting], [layout for _, layout in fitting])
+    usable = _usable(columns, np.array([layout.nulls for _, layout in fitting]))
+    numbers = [number for (number, _), is_usable in zip(fitting, usable.tolist(), strict=True) if is_usable]
+    columns = _filtered(columns, usable)
+    facts = [columns[name] if name in columns else columns["token_ids"].value_lengths() for name in _FACTS.values()]
+    texts = zip(*(array.cast(pa.string()).cast(pa.binary()).to_pylist() for array in facts), strict=True)
+    fixed = (("run", run.encode()), ("schema", rollouts.SCHEMA.encode()))
+    sound = [_follow(records[number], (*fixed, *zip(_FACTS, row, strict=True))) for number, row in zip(numbers, texts, strict=True)]
+    return [number for number, follows in zip(numbers, sound, strict=True) if follows], _filtered(columns, np.array(sound, np.bool_))
+
+
+def _filtered(columns: dict[str, pa.Array], mask: NDArray[np.bool_]) -> dict[str, pa.Array]:
+    return columns if mask.all() else {name: column.filter(pa.array(mask)) for name, column in columns.items()}
+
+
+def _layout_of(record: Record) -> _Layout | None:
+    """The layout of a single-sample record; None if our encoder would write other bytes."""
+    value = record.value
+    if not value.startswith(_HEAD) or ("schema", rollouts.SCHEMA.encode()) not in record.headers:
+        return None
+    body = len(_HEAD) + 8 + int.from_bytes(value[len(_HEAD) + 4 : len(_HEAD) + 8], "little")
+    if body > len(_HEAD) + _METADATA_BYTES:
+        return None
+    metadata = value[:body]
+    if metadata not in _layouts:
+        _layouts[metadata] = _new_layout(value, body)
+        if len(_layouts) > _MOST_LAYOUTS:
+            _layouts.popitem(last=False)
+    layout = _layouts[metadata]
+    return layout if layout and layout.fits(value) else None
+
+
+def _new_layout(value: bytes, body: int) -> _Layout | None:
+    try:
+        if rollouts.encode(sample := rollouts.decode(value)) != value or sample.turns is not None or sample.support is not None:
+            return None
+    except (Unusable, ValueError):
+        return None
+    buffer = pa.py_buffer(value)
+    batch = pa.ipc.open_stream(buffer).read_next_batch()
+    ranges = [_value_range(array, buffer.address) for array in batch.columns[: len(_WRITTEN)]]
+    ranges.append(_bits(batch["behaviour_logprobs"].values.buffers()[0], len(sample.token_ids), buffer.address))
+    free = np.zeros(8 * len(value), np.bool_)
+    for start, bits in ranges:
+        free[8 * start : 8 * start + bits] = True
+    mask = ~np.packbits(free, bitorder="little")
+    fixed = body + np.flatnonzero(mask[body:])
+    return _Layout(
+        size=len(value),
+        positions=fixed,
+        mask=mask[fixed],
+        fixed=(np.frombuffer(value, np.uint8)[fixed] & mask[fixed]).tobytes(),
+        values=tuple(slice(start, start + -(-bits // 8)) for start, bits in ranges),
+        tokens=len(sample.token_ids),
+        spans=len(sample.span_versions),
+        nulls=batch["behaviour_logprobs"].values.null_count,
+    )
+
+
+def _value_range(array: pa.Array, base: int) -> tuple[int, int]:
+    """(first byte, number of bits) of a column's values in a payload at the address `base`."""
+    if pa.types.is_list(array.type):
+        array = array.values
+    data = array.buffers()[-1]
+    return _bits(data, 8 * data.size if pa.types.is_string(array.type) and data else len(array) * array.type.bit_width, base)
+
+
+def _bits(buffer: pa.Buffer | None, bits: int, base: int) -> tuple[int, int]:
+    return (buffer.address - base, bits) if buffer and bits else (0, 0)
+
+
+def _columns(values: Sequence[bytes], layouts: Sequence[_Layout]) -> dict[str, pa.Array]:
+    """The columns of payloads with these layouts, and the oldest and newest version of each."""
+    *parts, valid = zip(*([value[part] for part in layout.values] for value, layout in zip(values, layouts, strict=True)), strict=True)
+    tokens, spans = (np.array(lengths, np.int64) for lengths in zip(*((layout.tokens, layout.spans) for layout in layouts), strict=True))
+    # Index of each token in bitmaps that start at a new byte for each sample.
+    bytes_each = -(-tokens // 8)
+    bit = np.arange(tokens.sum()) + np.repeat(8 * (np.cumsum(bytes_each) - bytes_each) - (np.cumsum(tokens) - tokens), tokens)
+    columns = {}
+    for field, data in zip(_WRITTEN, parts, strict=True):
+        buffers = [None, pa.py_buffer(b"".join(data))]
+        if pa.types.is_string(field.type):
+            buffers.insert(1, _offsets(np.array([len(text) for text in data])))
+        if not pa.types.is_list(field.type):
+            columns[field.name] = pa.Array.from_buffers(field.type, len(values), buffers, 0)
+            continue
+        lengths = spans if field.name.startswith("span") else tokens
+        if field.type.value_type == pa.bool_():
+            buffers[1] = _picked(buffers[1], bit)
+        if field.type.value_field.nullable:
+            bitmaps = [bits or b"\xff" * size for bits, size in zip(valid, bytes_each.tolist(), strict=True)]
+            buffers[0] = _picked(pa.py_buffer(b"".join(bitmaps)), bit)
+        items = pa.Array.from_buffers(field.type.value_type, int(lengths.sum()), buffers)
+        columns[field.name] = pa.Array.from_buffers(field.type, len(values), [None, _offsets(lengths)], 0, 0, [items])
+    versions, starts = columns["span_versions"].values.to_numpy(), np.cumsum(spans) - spans
+    for extreme, bound in ((np.minimum, "min"), (np.maximum, "max")):
+        columns[f"policy_version_{bound}"] = pa.array(extreme.reduceat(versions, starts), pa.int64())
+    return columns
+
+
+def _offsets(lengths: NDArray[np.int64]) -> pa.Buffer:
+    return pa.py_buffer(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def _picked(bits: pa.Buffer, indices: NDArray[np.int64]) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[indices], bitorder="little"))
+
+
+def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mask of samples that no reader refuses and whose encoding is unique; `nulls` are the recorded numbers of null logprobs."""
+    tokens, spans = (columns[name].value_lengths().to_numpy() for name in ("token_ids", "span_versions"))
+    # From here on one entry per token; `owner` is its row.
+    owner = np.repeat(np.arange(len(tokens)), tokens)
+    array = columns["behaviour_logprobs"].values
+    logprobs = np.frombuffer(array.buffers()[1], np.float32, len(owner)) if len(owner) else np.empty(0, np.float32)
+    missing, null = np.isnan(logprobs), np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    mask = columns["loss_mask"].values.to_numpy(zero_copy_only=False)
+    usable = np.bincount(owner[null], minlength=len(tokens)) == nulls
+    usable[owner[(missing != null) | (missing & (logprobs.view(np.uint32) != _NAN)) | (~np.isfinite(logprobs) & mask)]] = False
+    usable[owner[columns["token_ids"].values.to_numpy() < 0]] = False
+    # The oldest version of a partly masked sample is that of its trained tokens.
+    usable[np.intersect1d(owner[~mask], np.flatnonzero(spans > 1))] = False
+    bounds, starts = columns["span_starts"].offsets.to_numpy(), columns["span_starts"].values.to_numpy()
+    falls = np.flatnonzero(np.diff(starts) < 0) + 1
+    usable[np.searchsorted(bounds, np.setdiff1d(falls, bounds), side="right") - 1] = False
+    usable &= (starts[bounds[:-1]] == 0) & (starts[bounds[1:] - 1] <= tokens)
+    usable &= ~np.isnan(columns["temperature"].to_numpy()) & ~np.isnan(columns["top_p"].to_numpy())
+    for name in ("group", "sample", "policy_version_min", "top_k", "started_ns", "ended_ns"):
+        usable &= columns[name].to_numpy() >= 0
+    named = pc.and_(pc.match_substring_regex(columns["worker"], f"^(?:{NAME})$"), pc.is_in(columns["finish"], pa.array(FINISHES)))
+    return usable & named.to_numpy(zero_copy_only=False)
+
+
+def _follow(record: Record, expected: RawHeaders) -> bool:
+    """True if a record has these headers and their checksum."""
+    return record.headers[:-1] == expected and record.headers[-1] == (CHECKSUM, checksum(expected, record.value))

@@ -21,11 +21,10 @@ from penstock.pipeline.archive.database import NO_LIMITS, Limits, NotAQuery, Out
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.inspect.report.summary import COUNTED
-from penstock.pipeline.inspect.tables.samples_groups_steps import GROUPS as GROUP_COLUMNS
-from penstock.pipeline.inspect.tables.samples_groups_steps import SAMPLES as SAMPLE_COLUMNS
-from penstock.pipeline.inspect.tables.samples_groups_steps import STEPS, RunTables
+from penstock.pipeline.inspect.tables.run_tables import GROUPS as GROUP_COLUMNS
+from penstock.pipeline.inspect.tables.run_tables import SAMPLES as SAMPLE_COLUMNS
+from penstock.pipeline.inspect.tables.run_tables import STEPS, TURNS, RunTables
 from penstock.pipeline.inspect.tables.timeline import TIMELINE, timeline
-from penstock.pipeline.inspect.tables.turns import TURNS, turns
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 
@@ -47,7 +46,7 @@ TABLES: Mapping[str, tuple[pa.Schema, Callable[[RunTables], pa.Table]]] = {
     "samples": (SAMPLE_COLUMNS, RunTables.samples),
     "groups": (GROUP_COLUMNS, RunTables.groups),
     "steps": (STEPS, RunTables.steps),
-    "turns": (TURNS, lambda of: turns(of.log, of.run)),
+    "turns": (TURNS, RunTables.turns),
     "timeline": (TIMELINE, lambda of: timeline(of.log, of.run)),
 }
 """Table -> its columns and the function that fills it; samples come before groups, which then are decoded only once."""

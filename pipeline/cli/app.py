@@ -3,37 +3,32 @@
 Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. An error is one line; --debug adds a traceback.
 """
 
+import contextlib
 import gc
+import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.infra.sandbox.signals import keep_ignored_here
-from penstock.pipeline.cli.audit import audit
-from penstock.pipeline.cli.fork import fork
-from penstock.pipeline.cli.init import check, init
-from penstock.pipeline.cli.inspect.explain import explain as explain_group
-from penstock.pipeline.cli.inspect.logs import logs, stop
-from penstock.pipeline.cli.inspect.report import report
-from penstock.pipeline.cli.inspect.runs import app as runs_app
-from penstock.pipeline.cli.inspect.sql import sql
-from penstock.pipeline.cli.inspect.status import graph, status
-from penstock.pipeline.cli.inspect.ui import ui
-from penstock.pipeline.cli.machine.broker import app as broker_app
-from penstock.pipeline.cli.machine.doctor import doctor
-from penstock.pipeline.cli.machine.model import app as model_app
+from penstock.pipeline.cli.inspect import audit, graph, logs, report, sql, status, stop, ui
+from penstock.pipeline.cli.inspect import explain as explain_group
+from penstock.pipeline.cli.machine import app as broker_app
+from penstock.pipeline.cli.machine import doctor
+from penstock.pipeline.cli.machine import models as model_app
 from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
-from penstock.pipeline.cli.run import create, run, worker
-from penstock.pipeline.cli.streams import OutputError, checked_output, open_closed, refuse_unseen
+from penstock.pipeline.cli.runs import app as runs_app
 from penstock.pipeline.cli.topics import app as topics_app
+from penstock.pipeline.cli.train import check, create, fork, init, run, worker
 from penstock.pipeline.launch.shutdown import silence
-from penstock.pipeline.runtime.reporting.log_lines import visible_errors
+from penstock.pipeline.runtime.reporting.log_lines import VisibleStream, visible_errors
 
 SYNONYMS = {
     "resume": "run --resume RUN",
@@ -203,3 +198,65 @@ def _with_synonym(message: str) -> str:
 
 def _line(error: object) -> str:
     return " ".join(str(error).split())
+
+
+ONLY_PRINT = frozenset(
+    {"runs", "status", "logs", "report", "explain", "sql", "graph", "plan", "topics list", "topics tail", "topics show", "topics acls"}
+)
+"""Commands whose only effect is output."""
+WRITES = ("--html", "--plot", "-h", "--help")
+"""Options with which such a command writes a file or shows its usage."""
+
+
+def open_closed() -> bool:
+    """Give each closed standard stream the null device, as a file that is opened later must not get its number; True for stdout."""
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w", encoding="utf-8"))
+    return "stdout" in closed
+
+
+def refuse_unseen(words: Sequence[str]) -> None:
+    """Raise `PenstockError` if the command of these words only prints, for a process whose standard output is closed."""
+    names = [word for word in words if not word.startswith("-")]
+    command = next((text for text in (" ".join(names[:2]), " ".join(names[:1])) if text in ONLY_PRINT), None)
+    if command and names[:2] != ["runs", "rm"] and not any(word.startswith(WRITES) for word in words):
+        raise PenstockError(f"the standard output is closed, and `penstock {command}` only prints: give it a terminal, a file or a pipe")
+
+
+@contextlib.contextmanager
+def checked_output() -> Iterator[None]:
+    """Let the standard output raise `OutputError` if its device takes nothing more; a pipe that was closed stays a `BrokenPipeError`."""
+    before = sys.stdout
+    sys.stdout = _Checked(before)  # type: ignore[assignment]
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = before
+
+
+class OutputError(OSError):
+    """The standard output takes nothing more."""
+
+
+class _Checked(VisibleStream):
+    """A text stream whose failures are distinguished from those of files."""
+
+    def write(self, text: str) -> int:
+        with self._checked():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._checked():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            silence(self._stream)
+            raise OutputError(f"cannot write to the standard output: {error.strerror}") from error

@@ -48,7 +48,7 @@ def tail(
 ) -> None:
     """Print the newest records of a topic, one per line; with --json, one object per line."""
     from penstock.pipeline.inspect.html.token_texts import texts_of
-    from penstock.pipeline.inspect.records import browse, format
+    from penstock.pipeline.inspect.records import browse
 
     with reading(run, bootstrap, security) as (log, run_id):
         if follow:
@@ -56,9 +56,9 @@ def tail(
         texts = None if json or not topic.endswith("rollouts") else texts_of(log, run_id)
         for record in browse.tail(log, run_id, topic, count=count, follow=follow):
             if json:
-                print_json(format.as_json_line(record, run=run_id), flush=follow)
+                print_json(browse.as_json_line(record, run=run_id), flush=follow)
             else:
-                print(format.as_line(record, run=run_id, texts=texts), flush=follow)
+                print(browse.as_line(record, run=run_id, texts=texts), flush=follow)
 
 
 @app.command()
@@ -74,7 +74,7 @@ def show(
 ) -> None:
     """Print the headers and the decoded payload of one record."""
     from penstock.infra.errors import ConfigError, RecordMissing
-    from penstock.pipeline.inspect.records import browse, format
+    from penstock.pipeline.inspect.records import browse
 
     with reading(run, bootstrap, security) as (log, run_id):
         try:
@@ -85,7 +85,7 @@ def show(
     if json:
         emit(view)
     else:
-        print(format.as_page(view))
+        print(browse.as_page(view))
 
 
 @app.command("export")

@@ -8,8 +8,8 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from penstock.pipeline.inspect.report import waste
-from penstock.pipeline.inspect.report.time_spent import trainer_time
+from penstock.pipeline.inspect.report import headline
+from penstock.pipeline.inspect.report.figures import trainer_time
 from penstock.pipeline.inspect.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.runtime.reporting.reporter import OUTSIDE
@@ -185,7 +185,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "groups": dict(sorted(counted.items())),
         "dead_letters": len(view.dead_letters),
         "bottleneck": bottleneck_as_json(slowest),
-        "waste": waste.as_json(waste.wastes(view, last=waste.RECENT_GROUPS)),
+        "waste": headline.as_json(headline.wastes(view, last=headline.RECENT_GROUPS)),
         "workers": [
             {
                 "worker": worker.worker,

@@ -18,7 +18,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.inspect.report.files import REPORTS, remove_reports
+from penstock.pipeline.inspect.report.summary import REPORTS, remove_reports
 from penstock.pipeline.inspect.run_status import closing, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.changes import with_changes
@@ -40,8 +40,7 @@ from penstock.topics.catalogue import control_topics_of
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
-    from penstock.pipeline.inspect.live.notebook import NotebookScreen
-    from penstock.pipeline.inspect.live.view import LiveView
+    from penstock.pipeline.inspect.live.view import LiveView, NotebookScreen
 
 TURN_S = 0.25
 """Interval between two polls of workers, broker and watchdog."""
@@ -218,9 +217,8 @@ class Watching:
 
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker exited before it wrote any."""
-    from penstock.pipeline.inspect.live.terminal import Terminal
-    from penstock.pipeline.inspect.report.progress import Progress
-    from penstock.pipeline.inspect.report.summary import as_text, collect, render
+    from penstock.pipeline.inspect.live.view import Terminal
+    from penstock.pipeline.inspect.report.summary import Progress, as_text, collect, render
 
     directory = run_directory(run)
     written = directory / REPORTS[1]
@@ -266,6 +264,6 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
 
 
 def _console(quiet: bool) -> Any:
-    from penstock.pipeline.inspect.live.terminal import Terminal
+    from penstock.pipeline.inspect.live.view import Terminal
 
     return Terminal(stderr=quiet)

@@ -16,7 +16,7 @@ from penstock.infra.checkpoints.rules import State
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.mlflow.child_run import ChildRun
 from penstock.infra.mlflow.tracking import Point
-from penstock.pipeline.inspect.metrics.mlflow_target import target_of
+from penstock.pipeline.inspect.metrics import target_of
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.replay.overrides import WhatIf

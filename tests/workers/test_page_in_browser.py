@@ -17,7 +17,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.inspect.html.build import build, write
 from penstock.pipeline.inspect.report.headline import headline
-from penstock.pipeline.inspect.tables import samples_groups_steps
+from penstock.pipeline.inspect.tables.run_tables import RunTables
 from tests.support.a_run import RUN, Teller
 from tests.support.page_records import EVIL, log_with, rewritten
 from tests.support.paths import ROOT
@@ -117,8 +117,8 @@ def test_a_recorded_run_loads_and_its_head_says_what_the_report_says(page: Any, 
 def test_a_page_opens_with_three_samples_of_the_newest_step_and_the_newest_trained_group(
     page: Any, log: KafkaLog, recorded: RecordedRun
 ) -> None:
-    table = samples_groups_steps.samples(log, recorded.run).to_pylist()
-    steps = samples_groups_steps.steps(log, recorded.run).to_pylist()
+    table = RunTables(log, recorded.run).samples().to_pylist()
+    steps = RunTables(log, recorded.run).steps().to_pylist()
     rewards = sorted(row["reward"] for row in table if row["group"] in steps[-1]["groups"])
     cards = page.locator("#picked .card")
     assert [text.split()[0].removesuffix("reward") for text in cards.locator("h4").all_text_contents()] == ["best", "median", "worst"]
@@ -249,7 +249,7 @@ def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log:
     any_worker, *drawers = page.locator("#f-worker option").all_text_contents()
     assert any_worker == "any" and drawers and set(drawers) <= {"rollout-0", "rollout-1"}
     for worker in drawers:
-        drawn = {row["group"] for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["worker"] == worker}
+        drawn = {row["group"] for row in RunTables(log, recorded.run).samples().to_pylist() if row["worker"] == worker}
         page.select_option("#f-worker", label=worker)
         wait_for_shown(page, len(drawn))
 
@@ -258,7 +258,7 @@ def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log:
 def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_side(
     page: Any, log: KafkaLog, recorded: RecordedRun
 ) -> None:
-    table = samples_groups_steps.samples(log, recorded.run).to_pylist()
+    table = RunTables(log, recorded.run).samples().to_pylist()
     trained = next(row for row in table if row["reward"] is not None and len(row["completion"]) >= 6)
     wanted = trained["completion"][1:6]
     groups = {row["group"] for row in table if row["completion"] and wanted.lower() in row["completion"].lower()}
@@ -291,7 +291,7 @@ def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page:
     page.wait_for_function("number => document.querySelector('#group h3')?.textContent === `Group ${number}`", arg=number)
     for fold in page.locator("#group .card h4 button").all():
         fold.click()
-    row = next(row for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["group"] == number and row["sample"] == 0)
+    row = next(row for row in RunTables(log, recorded.run).samples().to_pylist() if row["group"] == number and row["sample"] == 0)
 
     def colours() -> list[str]:
         return page.evaluate("[...document.querySelectorAll('#group .card .text span')].map((one) => one.style.background)")

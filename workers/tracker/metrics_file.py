@@ -18,7 +18,7 @@ from penstock.infra.errors import Fenced
 from penstock.infra.mlflow.tracking import Point
 from penstock.infra.mlflow.uploader import Delivery
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.inspect.metrics.points import Line, flatten
+from penstock.pipeline.inspect.metrics import Line, flatten
 
 LOCK_WAIT_S = 5.0
 """Time for another tracker of this run to finish ending."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.inspect.html.build import Limits, build, write
-from penstock.pipeline.inspect.report.files import REPORTS
-from penstock.pipeline.inspect.report.summary import as_text
+from penstock.pipeline.inspect.report.summary import REPORTS, as_text
 from penstock.pipeline.runtime.session import Session
 
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0

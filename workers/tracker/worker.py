@@ -16,10 +16,8 @@ from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.live import saved_view
 from penstock.pipeline.inspect.live.saved_view import Saved, ViewWriter
-from penstock.pipeline.inspect.metrics.mlflow_target import lineage, target_of
-from penstock.pipeline.inspect.metrics.points import Line, Points
-from penstock.pipeline.inspect.report.files import remove_reports
-from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.inspect.metrics import Line, Points, lineage, target_of
+from penstock.pipeline.inspect.report.summary import collect, remove_reports
 from penstock.pipeline.inspect.run_status import closing, status_of
 from penstock.pipeline.inspect.run_view import Folded, RunView
 from penstock.pipeline.runtime.roles import ROLES

@@ -18,7 +18,7 @@ from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.html.build import build
 from penstock.pipeline.inspect.live.frame import doing, ordered
-from penstock.pipeline.inspect.records import browse, format
+from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.records.picked import newest_samples
 from penstock.pipeline.inspect.records.runs import list_runs, size
 from penstock.pipeline.inspect.report.formats import duration
@@ -201,7 +201,7 @@ def _end_of(file: Path) -> str:
 def letters(runs: Watching, query: Query) -> bytes:
     """The newest dead letters, with the reasons."""
     name = resolve(runs.log, one(query, "id"))
-    lines = [format.as_line(record, run=name) for record in browse.tail(runs.log, name, "dead-letters", count=ROWS, follow=False)]
+    lines = [browse.as_line(record, run=name) for record in browse.tail(runs.log, name, "dead-letters", count=ROWS, follow=False)]
     said = Html(f"<pre>{text(chr(10).join(lines))}</pre>" if lines else "<p>none</p>")
     return page("dead letters", [navigation(name), Html(f"<h1>Dead letters of {text(name)}</h1>"), said])
 

@@ -3,30 +3,72 @@
 Every figure is in a record or follows from records by the run's own functions; an unknown one is None.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
-from penstock.pipeline.inspect.explain.gradient_share import SampleShare, StepShares, clipped, left_out, shares
-from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_group, shown_place, stale_facts, why
-from penstock.pipeline.inspect.explain.stage_times import stages
-from penstock.pipeline.inspect.explain.turn_times import summed, turn_times
+from penstock.pipeline.algorithms.registry import LOSSES
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_group, shown_place, stages, stale_facts, why
 from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.recorded_run import StoredDeadLetter, read_run
-from penstock.pipeline.inspect.report.rebases import rebased_fields
+from penstock.pipeline.inspect.report.formats import rebased_fields
+from penstock.pipeline.learner import training_samples
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.runtime.topic_reader import Read
+from penstock.pipeline.learner.training_samples import TokenSequence
+from penstock.pipeline.runtime.topic_reader import Read, drain
 from penstock.pipeline.scheduling import rules
+from penstock.topics.catalogue import topic_name
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
+from penstock.topics.turns import calls, replies
+from penstock.topics.turns.calls import TurnKey
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 NS = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleShare:
+    """One trained sample in its step."""
+
+    group: int
+    sample: int
+    advantage: float
+    tokens: int
+    """Number of trained tokens."""
+    micro_batch: int | None
+    """None if the ledger's boundaries end before it."""
+    token_weight: float
+    """Coefficient of each trained token's log-probability in the step's descent direction, before any importance ratio."""
+
+    @property
+    def weight(self) -> float:
+        """`token_weight` summed over the sample's trained tokens."""
+        return self.token_weight * self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShares:
+    """Shares of all trained samples of a step."""
+
+    samples: tuple[SampleShare, ...]
+    aggregate: str
+    denominator: float
+    """Divisor of the step's loss sum."""
+    tokens: int
+
+    def of(self, group: int) -> dict[int, SampleShare]:
+        """Sample -> its share, for one group."""
+        return {share.sample: share for share in self.samples if share.group == group}
 
 
 def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
@@ -250,3 +292,136 @@ def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
         **_fields(dead_letter, "kind", "reason", "worker"),
         "time_s": dead_letter.time_ns / NS,
     }
+
+
+def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = (), trust_code: bool = False) -> StepShares:
+    """Compute the shares of a step's samples, in plan order; its micro-batches end at `boundaries`.
+
+    A trained token's weight is A · c / D: A the sample's advantage, c the token's weight (`token_share`), D the step's
+    denominator. It is -dL/dlogprob if current, proximal and behaviour policy are equal, for every built-in loss without its KL term.
+    Raises `PluginError` if the user's advantage function is missing, `ValueError` if it needs `trust_code`.
+    """
+    function = training_samples.advantage_function(config.advantage, trust_code=trust_code)
+    advantages = training_samples.combined_advantages(function, combine=config.algorithm.combine)
+    rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
+    masks = [row.loss_mask[None] for row in rows]
+    total = training_samples.denominator(masks, plan, aggregate=config.aggregate, counts_untrained=config.counts_untrained)
+    longest = config.max_completion_tokens
+
+    def share(number: int, row: TokenSequence) -> SampleShare:
+        tokens = int(row.loss_mask.sum())
+        counts = training_samples.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
+        batch = bisect_right(boundaries, number)
+        return SampleShare(
+            group=row.group,
+            sample=row.sample,
+            advantage=row.advantage,
+            tokens=tokens,
+            micro_batch=batch if batch < len(boundaries) else None,
+            token_weight=row.advantage * counts / total if total else 0.0,
+        )
+
+    parts = tuple(share(number, row) for number, row in enumerate(rows))
+    return StepShares(samples=parts, aggregate=config.aggregate, denominator=total, tokens=sum(part.tokens for part in parts))
+
+
+def left_out(config: Config) -> list[str]:
+    """Sentences about the effects that the gradient weights leave out because the log does not hold them."""
+    algorithm, lines = config.algorithm, []
+    if algorithm.loss not in LOSSES:
+        lines.append(f"the loss is the run's own, {algorithm.loss}: what it makes of advantage and denominator is its business")
+    if config.proximal != "current":
+        ratio = "current / behaviour" if config.proximal == "behaviour" else "current / snapshot"
+        lines.append(
+            f"the ratio {ratio} of each token, clipped at -{config.clip_low:g}/+{config.clip_high:g}, is not in the log: it "
+            "needs the learner's logprobs at that step; `penstock replay train` computes them again"
+        )
+    if config.correction != "none":
+        lines.append(
+            f"the correction weight {config.correction} (proximal / behaviour, bounded) is not in the log: it needs the learner's "
+            "logprobs; the step's mean is its metric correction_weight"
+        )
+    if algorithm.reject_kl is not None:
+        lines.append(
+            f"sequences with a mean KL above reject_kl {algorithm.reject_kl:g} have no gradient; which ones needs the learner's logprobs"
+        )
+    if algorithm.entropy_coef:
+        lines.append(
+            f"the pull of the entropy bonus (entropy_coef {algorithm.entropy_coef:g}) comes on top; it needs the learner's entropies"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        lines.append(
+            f"advantages are of the rewards as they were scored: the step took kl_coef {algorithm.kl_coef:g} times each sample's KL to the "
+            "reference off them, whose logprobs are not in the log"
+        )
+    elif algorithm.kl_coef:
+        lines.append(
+            f"the pull towards the reference policy (kl_coef {algorithm.kl_coef:g}) comes on top; it needs the reference's logprobs"
+        )
+    return lines
+
+
+def clipped(entry: Entry, config: Config) -> float | None:
+    """Factor by which the step's gradient was clipped to `trainer.max_grad_norm`, 1 if it was not; None without a recorded norm."""
+    norm, limit = entry.metrics.get("grad_norm"), config.trainer.max_grad_norm
+    if norm is None:
+        return None
+    return min(1.0, limit / (norm + 1e-6)) if norm else 1.0  # the 1e-6 is torch's (clip_grads_with_norm_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTime:
+    """One requested turn."""
+
+    turn: int
+    attempt: int
+    worker: str
+    """The rollout worker that generated it."""
+    asked_s: float
+    started_s: float
+    ended_s: float
+
+
+def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int, list[TurnTime]]:
+    """Sample -> its turns with a reply; empty if the run's turns are not sent through the log. Raises `LogError`."""
+    if log.partitions(topic_name(run, "calls")) is None:
+        return {}
+    requested: dict[TurnKey, int] = {}
+    for record in _records_of(log, topic_name(run, "calls"), group, partition):
+        with contextlib.suppress(Unusable):
+            call = calls.read(record, run=run)[1]
+            requested.setdefault(call.key, call.asked_ns)
+    times: dict[int, list[TurnTime]] = {}
+    for record in _records_of(log, topic_name(run, "replies"), group, partition):
+        with contextlib.suppress(Unusable):
+            reply = replies.read(record, run=run)[1]
+            if (requested_ns := requested.pop(reply.key, None)) is not None:
+                times.setdefault(reply.sample, []).append(
+                    TurnTime(
+                        turn=reply.turn, attempt=reply.attempt, worker=reply.worker, asked_s=requested_ns / NS,
+                        started_s=reply.started_ns / NS, ended_s=reply.ended_ns / NS,
+                    )
+                )  # fmt: skip
+    return times
+
+
+def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
+    """Seconds of a trajectory: waiting for an engine, generation, and the rest, which is the environment's.
+
+    A restarted trajectory reuses turns generated before its start: the environment's time is then unknown and left out.
+    """
+    waited = sum(time.started_s - time.asked_s for time in times)
+    generated = sum(time.ended_s - time.started_s for time in times)
+    whole = (rollout.ended_ns - rollout.started_ns) / NS
+    rest = {"environment_s": whole - waited - generated} if whole >= waited + generated else {}
+    return {"waited_s": waited, "drawing_s": generated, **rest}
+
+
+def _records_of(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:
+    tail = log.tail({(topic, partition): "earliest"})
+    try:
+        for record in drain(tail, log.end_offsets([(topic, partition)])):
+            if record.key == str(group).encode():
+                yield record
+    finally:
+        tail.close()

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.pipeline.inspect.records.format import clock, first_of
-from penstock.pipeline.inspect.report.rebases import rebased_line
+from penstock.pipeline.inspect.records.browse import clock, first_of
+from penstock.pipeline.inspect.report.formats import rebased_line
 
 SHOWN_TEXT = 100
 SHOWN_COMPLETION = 60

@@ -9,12 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.inspect.live.completions import Completion
-from penstock.pipeline.inspect.report import staleness
-from penstock.pipeline.inspect.report.episodes import episodes
-from penstock.pipeline.inspect.report.evaluations import held_out
+from penstock.pipeline.inspect.report import figures
+from penstock.pipeline.inspect.report.figures import episodes, held_out
 from penstock.pipeline.inspect.report.formats import duration, sparkline
+from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, wastes
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
-from penstock.pipeline.inspect.report.waste import RECENT_GROUPS, wastes
 from penstock.pipeline.inspect.run_status import (
     closing,
     config_of,
@@ -222,7 +221,7 @@ def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
         parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
         if step.metrics["lag_max"] and "ess" in step.metrics:
             parts.append(f"ESS {step.metrics['ess']:.2f}")
-    engines = staleness.engines(view)
+    engines = figures.engines(view)
     if engines["swap_stall_ms_mean"] is not None:
         parts.append(f"swap {engines['swap_stall_ms_mean']:.0f} ms")
     if engines["occupancy"]:

@@ -1,20 +1,24 @@
 """The live view: follows a run's topics and shows its progress and workers. Read-only."""
 
+import io
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 from penstock.infra.errors import LogUnreachable
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.inspect.live.completions import Completions
 from penstock.pipeline.inspect.live.frame import frame, line
-from penstock.pipeline.inspect.live.notebook import HEIGHT, WIDTH, NotebookScreen
 from penstock.pipeline.inspect.live.saved_view import newest
-from penstock.pipeline.inspect.report.evaluations import held_out
+from penstock.pipeline.inspect.report.figures import held_out
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.status import WATCHED
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -22,6 +26,55 @@ from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
+from penstock.topics.wire.visible import visible
+
+WIDTH, HEIGHT = 110, 40
+FORMAT = '<pre style="line-height:1.3;font-family:ui-monospace,Menlo,monospace">{code}</pre>'
+
+
+class NotebookScreen:
+    """An output of the cell that runs."""
+
+    def __init__(self, display: Any) -> None:
+        self._display, self._handle = display, None
+
+    def start(self) -> None:
+        """Reserve an output of the cell."""
+        self._handle = self._display({"text/plain": "starting"}, raw=True, display_id=True)
+
+    def update(self, frame: RenderableType, *, refresh: bool) -> None:
+        """Replace the frame."""
+        assert refresh
+        if self._handle is not None:
+            self._handle.update({"text/html": as_html(frame), "text/plain": "a view of the run"}, raw=True)
+
+    def stop(self) -> None:
+        """Keep the last frame."""
+
+
+def as_html(frame: RenderableType) -> str:
+    """A frame as HTML with its colours."""
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
+    console.print(frame)
+    return console.export_html(inline_styles=True, code_format=FORMAT)
+
+
+def notebook_screen() -> NotebookScreen | None:
+    """A screen in the notebook whose kernel this process is; None where it is none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    return NotebookScreen(display)
+
+
+class Terminal(Console):
+    """A rich console that shows hidden characters of texts escaped; rich itself removes only some."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(part if part.control else part._replace(text=visible(part.text)) for part in buffer)
+
 
 REFRESH_S = 0.25
 LINE_EVERY_S = 5.0

@@ -2,17 +2,17 @@
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.inspect.live.saved_view import newest
-from penstock.pipeline.inspect.report import staleness, time_spent, waste
-from penstock.pipeline.inspect.report.episodes import episodes
-from penstock.pipeline.inspect.report.evaluations import evaluations, examples
-from penstock.pipeline.inspect.report.rebases import rebased_fields
-from penstock.pipeline.inspect.report.staleness import practice, weighted
+from penstock.pipeline.inspect.report import figures, headline
+from penstock.pipeline.inspect.report.figures import episodes, evaluations, examples, practice, weighted
+from penstock.pipeline.inspect.report.formats import rebased_fields
 from penstock.pipeline.inspect.report.text import as_text, render
 from penstock.pipeline.inspect.run_status import (
     closing,
@@ -95,20 +95,20 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
         "repeated": view.repeated,
-        "waste": waste.as_json(waste.wastes(view)),
+        "waste": headline.as_json(headline.wastes(view)),
         "samples": sum(map(len, view.samples.values())),
         "no_reward": view.no_reward,
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
         "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},
         "trainer_tokens": {name: _sum(steps, f"{name}_tokens") for name in ("real", "padded", "computed")},
         "overlap": _overlap(steps, per_version=steps_per_version(view)),
-        "lag": staleness.lag(steps),
-        "ess": staleness.ess(steps),
-        "engines": staleness.engines(view),
+        "lag": figures.lag(steps),
+        "ess": figures.ess(steps),
+        "engines": figures.engines(view),
         "episodes": episodes(view),
         "scoring": _scoring(view),
         **_lengths(view),
-        **time_spent.as_json(view, steps, per_version=steps_per_version(view)),
+        **figures.time_as_json(view, steps, per_version=steps_per_version(view)),
         "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),
         "filtered": _filtered(view),
         "practice": practice(steps),
@@ -248,7 +248,7 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
     done = steps[-1].time_s if steps else None
     closed = view.closed.time_ns / 1e9 if view.closed else done
     begun = min((step.metrics["first_sample_at"] for step in steps if "first_sample_at" in step.metrics), default=None)
-    lasted, waited = time_spent.trainer_time(view)
+    lasted, waited = figures.trainer_time(view)
     computed = sum(step.metrics.get("compute_s", 0.0) for step in steps)
     spans = []
     for members in _rounds(steps, per_version=per_version):
@@ -332,3 +332,30 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+REPORTS = ("report.txt", "report.json")
+"""For people, and for machines."""
+
+
+def remove_reports(directory: Path) -> None:
+    """Remove what an earlier end of the run has left, which must not remain where no newer one is written."""
+    for name in REPORTS:
+        (directory / name).unlink(missing_ok=True)
+
+
+LINE_EVERY_S = 5.0
+
+
+class Progress:
+    """Reports every few seconds how long the log has been read; may be called for every record."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._started = self._line_at = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._line_at >= LINE_EVERY_S:
+            self._line_at = now
+            self._notify(f"reading the log, for {now - self._started:.0f} s")

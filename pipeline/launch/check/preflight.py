@@ -25,7 +25,7 @@ from penstock.pipeline.data import Row
 from penstock.pipeline.data.configured import open_data
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
-from penstock.pipeline.inspect.report.evaluations import one_line
+from penstock.pipeline.inspect.report.figures import one_line
 from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.launch.check.rows import PER_SOURCE
 from penstock.pipeline.launch.check.sizes import arithmetic, check_disk, memory_line

@@ -36,7 +36,7 @@ from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.report.summary import collect, summarise
 from penstock.pipeline.inspect.run_view import load
-from penstock.pipeline.inspect.tables.samples_groups_steps import groups, samples, steps
+from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.inspect.tables.timeline import timeline
 from penstock.pipeline.runtime.registration.run_registry import all_runs, find
 from penstock.pipeline.runtime.topic_reader import scan
@@ -440,7 +440,11 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     report = collect(log, run_id)
     live = LiveTables(log, run_id)
     for tables in (live, ArchivedTables(ArchivedLog(find_archive(tmp_path)))):
-        for name, table in (("samples", samples(log, run_id)), ("groups", groups(log, run_id)), ("steps", steps(log, run_id))):
+        for name, table in (
+            ("samples", RunTables(log, run_id).samples()),
+            ("groups", RunTables(log, run_id).groups()),
+            ("steps", RunTables(log, run_id).steps()),
+        ):
             found = ask(tables, f"select * from {name}")
             for column in table.column_names:
                 if not pa.types.is_timestamp(table.schema.field(column).type):

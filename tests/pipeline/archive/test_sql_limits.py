@@ -15,8 +15,8 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive import database, sql
 from penstock.pipeline.archive.database import Limits
+from penstock.pipeline.cli import inspect as command
 from penstock.pipeline.cli import main
-from penstock.pipeline.cli.inspect import sql as command
 from tests.support.children import child, end_in_time
 from tests.support.paths import ROOT
 

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline import cli
-from penstock.pipeline.cli import app
+from penstock.pipeline.cli import app, inspect, machine
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
-from penstock.pipeline.cli.inspect import sql
-from penstock.pipeline.cli.machine import broker as brokers
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.security import credentials, security_settings
 from penstock.pipeline.runtime.main import parsed
@@ -79,7 +77,7 @@ def test_every_command_explains_itself_and_knows_json(command: str, capsys: pyte
 
 
 def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() -> None:
-    assert json.dumps([sql.plain(Decimal(value)) for value in ("14180", "0.5")]) == "[14180, 0.5]"
+    assert json.dumps([inspect.plain(Decimal(value)) for value in ("14180", "0.5")]) == "[14180, 0.5]"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +210,7 @@ def failing(error: BaseException) -> Callable[..., None]:
 
 
 def test_an_unexpected_error_is_one_line_that_points_to_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(brokers, "_show", failing(KeyError("offset")))
+    monkeypatch.setattr(machine, "_show", failing(KeyError("offset")))
     assert cli.main(["broker", "status"]) == FAILED
     line = last_line(capsys)
     assert "KeyError" in line
@@ -222,7 +220,7 @@ def test_an_unexpected_error_is_one_line_that_points_to_debug(monkeypatch: pytes
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(brokers, "_show", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(machine, "_show", failing(KeyboardInterrupt()))
     assert cli.main(["broker", "status"]) == INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.infra.errors import PenstockError
 from penstock.pipeline import cli
-from penstock.pipeline.cli import streams
+from penstock.pipeline.cli import app
 from penstock.pipeline.launch.shutdown import lasting_output
 
 PENSTOCK = f"{sys.executable} -c 'from penstock.pipeline.cli import console; raise SystemExit(console())'"
@@ -32,7 +32,7 @@ class Full(io.StringIO):
 @pytest.mark.parametrize("words", PRINTING)
 def test_a_command_that_only_prints_is_refused_without_a_standard_output(words: str) -> None:
     with pytest.raises(PenstockError, match="the standard output is closed, and `penstock"):
-        streams.refuse_unseen(words.split())
+        app.refuse_unseen(words.split())
 
 
 @pytest.mark.parametrize(
@@ -40,28 +40,28 @@ def test_a_command_that_only_prints_is_refused_without_a_standard_output(words: 
     ["run c.toml", "runs rm r", "stop r", "broker start", "topics delete r", "report r --html p", "plan c --plot=p", "create c", ""],
 )
 def test_a_command_that_does_something_does_it_without_a_standard_output(words: str) -> None:
-    streams.refuse_unseen(words.split())
+    app.refuse_unseen(words.split())
 
 
 def test_a_closed_stream_is_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    assert streams.open_closed()
-    with lasting_output(), streams.checked_output():
+    assert app.open_closed()
+    with lasting_output(), app.checked_output():
         print("step 1/2")
         print("warning", file=sys.stderr, flush=True)
     assert sys.stdin.read() == ""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.close()
     monkeypatch.undo()
-    assert not streams.open_closed()
+    assert not app.open_closed()
 
 
 def test_a_full_device_ends_a_command_in_one_line_and_no_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdout", Full())
     assert cli.main(["graph"]) == 1
     assert capsys.readouterr().err == "penstock: cannot write to the standard output: No space left on device\n"
-    with streams.checked_output(), lasting_output():
+    with app.checked_output(), lasting_output():
         print("step 1/2", flush=True)
 
 

@@ -26,7 +26,7 @@ from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
 from penstock.pipeline.inspect.audit.rules import LAG_OF_MODE, Terms, oldest_trained, terms_of
 from penstock.pipeline.inspect.audit.source import Unreadable
-from penstock.pipeline.inspect.metrics.points import Line
+from penstock.pipeline.inspect.metrics import Line
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import MODES, preset
 from penstock.topics import groups, rollouts, weights

@@ -15,9 +15,9 @@ from penstock.pipeline.algorithms import losses
 from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.inspect.explain import as_json, text
-from penstock.pipeline.inspect.explain.gradient_share import left_out, shares
-from penstock.pipeline.inspect.explain.stage_times import GroupTimestamps, stages
-from penstock.pipeline.inspect.records import browse, format
+from penstock.pipeline.inspect.explain.as_json import left_out, shares
+from penstock.pipeline.inspect.explain.group_history import GroupTimestamps, stages
+from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import pack, token_share
@@ -193,7 +193,7 @@ def as_record(outgoing: Outgoing, offset: int, **changes: Any) -> Record:
 def letter_of(log: MemoryLog) -> dict[str, Any]:
     """The first dead letter as `penstock topics show` gives it; its page can be made."""
     letter = browse.view(browse.record_at(log, RUN, "dead-letters", partition=0, offset=0), run=RUN)
-    assert format.as_page(letter)
+    assert browse.as_page(letter)
     return dict(json.loads(json.dumps(letter)))
 
 

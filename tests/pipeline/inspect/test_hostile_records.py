@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.archive.files import NOTE, Archive
-from penstock.pipeline.inspect.records.browse import view
-from penstock.pipeline.inspect.records.format import as_line, as_page, clock
+from penstock.pipeline.inspect.records.browse import as_line, as_page, clock, view
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 from tests.support.strategies import EXAMPLES

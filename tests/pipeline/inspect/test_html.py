@@ -19,11 +19,9 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms.advantages import group_advantages
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.inspect.html.build import Limits, Page, PageTooSlow, build, write
-from penstock.pipeline.inspect.html.index import MARGIN_BYTES
-from penstock.pipeline.inspect.html.pack import LOGPROB_STEP, logprobs, pack
-from penstock.pipeline.inspect.html.run_history import generic
-from penstock.pipeline.inspect.html.shares import fate_shares
-from penstock.pipeline.inspect.html.timeline import NEVER, Clock
+from penstock.pipeline.inspect.html.chunks import LOGPROB_STEP, logprobs, pack
+from penstock.pipeline.inspect.html.index import MARGIN_BYTES, fate_shares
+from penstock.pipeline.inspect.html.timeline import NEVER, Clock, generic
 from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.live.completions import shared
 from penstock.pipeline.inspect.report.headline import headline

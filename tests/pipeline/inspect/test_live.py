@@ -12,8 +12,7 @@ from rich.console import Console
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.live.completions import Completion, without_template
 from penstock.pipeline.inspect.live.frame import frame, line, missing
-from penstock.pipeline.inspect.live.notebook import NotebookScreen
-from penstock.pipeline.inspect.live.view import LiveView
+from penstock.pipeline.inspect.live.view import LiveView, NotebookScreen
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
 from penstock.pipeline.inspect.status import bottleneck, elapsed_s, to_go_s

@@ -16,7 +16,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline import cli
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.live.view import LiveView
-from penstock.pipeline.inspect.records import browse, format, runs
+from penstock.pipeline.inspect.records import browse, runs
 from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
@@ -96,7 +96,7 @@ def test_a_sample_without_a_reward_has_none_in_its_groups_line(log: Log) -> None
     for record in Teller(steps=3).group([0.5, None], version=0, outcome="filtered"):
         log.producer().send(record)
     record = next(iter(browse.tail(log, RUN, "groups", count=1, follow=False)))
-    assert format.as_line(record, run=RUN).endswith("  because · 0.5 '5' none '5'")
+    assert browse.as_line(record, run=RUN).endswith("  because · 0.5 '5' none '5'")
 
 
 def test_a_followed_tail_goes_on_with_new_records(log: Log) -> None:
@@ -117,7 +117,7 @@ def test_a_record_of_each_topic_is_shown_with_headers_and_payload(log: Log, topi
     found = browse.view(browse.record_at(log, RUN, topic, partition=0, offset=0), run=RUN)
     assert found["unusable"] is None
     assert found["headers"]["run"] == RUN
-    page = format.as_page(found)
+    page = browse.as_page(found)
     assert all(name in page for name in found["payload"])
     json.dumps(found)
 
@@ -149,7 +149,7 @@ def test_weights_are_shown_without_their_bytes(log: Log) -> None:
         producer.send(Outgoing(topic=topic, partition=partition, key=b"3", headers=headers.encode(value), value=value)).offset(5.0)
     shown = browse.view(browse.record_at(log, RUN, "weights", partition=1, offset=0), run=RUN)
     assert shown["payload"]["data"].startswith(f"{len(data)} bytes, 0001")
-    assert "16384 bytes, chunks: 1" in format.as_line(browse.record_at(log, RUN, "weights", partition=0, offset=0), run=RUN)
+    assert "16384 bytes, chunks: 1" in browse.as_line(browse.record_at(log, RUN, "weights", partition=0, offset=0), run=RUN)
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -161,9 +161,9 @@ def test_a_record_nobody_can_decode_is_shown_with_the_reason(topic: str, value: 
     assert found["payload"] is None
     assert found["unusable"].startswith("foreign-run: ")
     assert found["key"] == "0xff"
-    assert "unusable: foreign-run" in format.as_page(found)
-    assert "UNUSABLE" in format.as_line(record, run=RUN)
-    json.loads(format.as_json_line(record, run=RUN))
+    assert "unusable: foreign-run" in browse.as_page(found)
+    assert "UNUSABLE" in browse.as_line(record, run=RUN)
+    json.loads(browse.as_json_line(record, run=RUN))
 
 
 def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
@@ -171,7 +171,7 @@ def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
     told(log, told_again.group([1.0], version=0, tokens=100), run="long-1")
     found = browse.view(browse.record_at(log, "long-1", "rollouts", partition=0, offset=0), run="long-1")
     assert len(found["payload"]["token_ids"]) == 100
-    assert "… 100 in all" in format.as_page(found)
+    assert "… 100 in all" in browse.as_page(found)
 
 
 def test_every_sample_of_a_record_is_shown() -> None:
@@ -181,8 +181,8 @@ def test_every_sample_of_a_record_is_shown() -> None:
     record = Record(topic=f"{RUN}.rollouts", partition=0, offset=7, timestamp_ms=0, key=b"3", headers=headers, value=value)
     found = browse.view(record, run=RUN)
     assert [(sample["sample"], len(sample["token_ids"])) for sample in found["payload"]["samples"]] == [(0, 20), (2, 4)]
-    assert "samples[1]" in format.as_page(found)
-    assert format.as_line(record, run=RUN).endswith("  stop after 20 tokens, length after 4 tokens")
+    assert "samples[1]" in browse.as_page(found)
+    assert browse.as_line(record, run=RUN).endswith("  stop after 20 tokens, length after 4 tokens")
 
 
 def test_a_line_shows_what_was_written_and_how_it_was_judged() -> None:
@@ -194,7 +194,7 @@ def test_a_line_shows_what_was_written_and_how_it_was_judged() -> None:
         def completion(self, ids: list[int]) -> str:
             return f"{len(ids)} words"
 
-    drawn, judged = (format.as_line(record, run=RUN, texts=Texts()) for record in records)  # type: ignore[arg-type]
+    drawn, judged = (browse.as_line(record, run=RUN, texts=Texts()) for record in records)  # type: ignore[arg-type]
     assert drawn.endswith("  '3 words' stop after 3 tokens")
     assert judged.endswith("  0.5 '5' 1 '5'")
     assert "crc32" not in drawn + judged

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.inspect.report.episodes import episodes_line
+from penstock.pipeline.inspect.report.figures import episodes_line
 from penstock.pipeline.inspect.report.formats import BARS, duration, sparkline
 from penstock.pipeline.inspect.report.summary import as_text, summarise
 from penstock.pipeline.inspect.run_status import tenth

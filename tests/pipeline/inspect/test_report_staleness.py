@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.pipeline.inspect.report import staleness
+from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.summary import as_text, summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
@@ -21,19 +21,19 @@ STEPS = [
 
 
 def test_the_lag_of_steps_is_weighted_by_what_it_counts() -> None:
-    found = staleness.lag(STEPS)
+    found = figures.lag(STEPS)
     assert found["mean"] == pytest.approx(1.5)
     assert found["p95"] == pytest.approx(2.25)
     assert found["max"] == 3.0
     assert found["tokens"]["mean"] == pytest.approx(0.4)
     assert found["tokens"]["shares"] == pytest.approx({"0": 0.85, "3": 0.15})
     assert found["spans"] == pytest.approx(2.5)
-    assert staleness.ess(STEPS) == {"mean": pytest.approx(0.85), "min": 0.8}
+    assert figures.ess(STEPS) == {"mean": pytest.approx(0.85), "min": 0.8}
 
 
 def test_without_steps_nothing_is_known() -> None:
-    assert staleness.lag([])["mean"] is None
-    assert staleness.ess([]) == {"mean": None, "min": None}
+    assert figures.lag([])["mean"] is None
+    assert figures.ess([]) == {"mean": None, "min": None}
 
 
 def test_engines_of_all_rollout_workers_are_added_up_and_named_in_the_text() -> None:
@@ -47,7 +47,7 @@ def test_engines_of_all_rollout_workers_are_added_up_and_named_in_the_text() -> 
     ]  # fmt: skip
     for record in as_records(told):
         view.fold(record)
-    found = staleness.engines(view)
+    found = figures.engines(view)
     assert found == {
         "swaps": 4.0,
         "swap_stall_ms_mean": pytest.approx(50.0),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.report import time_spent
+from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
@@ -79,7 +79,7 @@ def test_a_workers_uses_add_up_to_its_time_and_an_outage_counts_as_the_brokers()
     view = RunView(run=RUN)
     for record in log.tail({(f"{RUN}.metrics", 0): "earliest"}).read_to_end(5.0):
         view.fold(record)
-    seconds = time_spent.by_role(view)["rollout"]
+    seconds = figures.by_role(view)["rollout"]
     uses = {name: value for name, value in seconds.items() if name not in ("workers", "total_s")}
     assert set(uses) >= {"busy_s", "no_prompts_s", "broker_s", "no_weights_s"}
     assert all(value >= 0.02 for name, value in uses.items() if name != "start_s")
@@ -92,7 +92,7 @@ def test_a_rounds_parts_add_up_to_its_time() -> None:
         begun = 10.0 * number
         metrics = {"started_at": begun, "wait_s": 4.0, "compute_s": 5.0, "first_sample_at": begun + 0.5, "last_sample_at": begun + 6.0}
         steps.append(StepFacts(number, number // 2, begun + 10.0, (number,), metrics | {"first_backward_at": begun + 4.0}))
-    first, second = time_spent.rounds(steps, per_version=2)
+    first, second = figures.rounds(steps, per_version=2)
     for one in (first, second):
         assert sum(one[name] or 0.0 for name in ("wait_s", "compute_s", "other_s")) == pytest.approx(20.0)
         assert one["waiting_ratio"] == pytest.approx(8 / 20)
@@ -169,7 +169,7 @@ def trained_in(order: list[int], lengths: dict[int, int]) -> float | None:
     view = RunView(run=RUN)
     view.samples = {group: {0: length, 1: length + 2} for group, length in lengths.items()}
     view.steps = {number: StepFacts(number, 0, float(number), (group,), {}) for number, group in enumerate(order)}
-    return time_spent.length_order_correlation(view)
+    return figures.length_order_correlation(view)
 
 
 def test_training_in_order_of_length_is_told_from_training_in_order_of_submission() -> None:

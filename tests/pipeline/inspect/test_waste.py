@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.pipeline.inspect.report.waste import as_json, wastes
+from penstock.pipeline.inspect.report.headline import as_json, wastes
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
 from penstock.topics.runs import RunRecord

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import FAILED, OK, USAGE
-from penstock.pipeline.cli.inspect.runs import seconds
+from penstock.pipeline.cli.runs import seconds
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.launch.run_lock import attended_runs
 from tests.support.children import child

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.inspect.live.terminal import Terminal
+from penstock.pipeline.inspect.live.view import Terminal
 from penstock.pipeline.launch.shutdown import lasting_output
 from penstock.pipeline.runtime.reporting.log_lines import VisibleStream, log_line, print_json, visible_errors
 from penstock.topics.wire.visible import MAX_LINE, visible

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.paths import run_directory
-from penstock.pipeline.inspect.metrics.points import Line
+from penstock.pipeline.inspect.metrics import Line
 from penstock.workers.tracker import worker as tracker
 from penstock.workers.tracker.metrics_file import Sinks, sinks
 from tests.support.a_run import Teller

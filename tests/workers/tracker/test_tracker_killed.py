@@ -18,7 +18,7 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.mlflow import uploader
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.inspect.metrics.points import Line, Points
+from penstock.pipeline.inspect.metrics import Line, Points
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing

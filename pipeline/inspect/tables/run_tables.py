@@ -1,7 +1,7 @@
-"""Samples, groups and steps of a run as Arrow tables; of duplicate records the first counts, and unknown values are null."""
+"""Samples, groups, steps and turns of a run as Arrow tables; of duplicate records the first counts, and unknown values are null."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -108,10 +108,9 @@ class RunTables:
                     columns = {name: getattr(sample, name) for name in ("completion", "reward", "components", "reward_error", "logged")}
                     scored_columns[group.group, sample.rollout.sample] = {**columns, "advantage": advantage}
         self._outcomes = outcomes
-        rollouts = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
         rows = [
-            {**_attributes(rollouts[key], SAMPLES), **scored_columns.get(key, {}), "tokens": len(generated(rollouts[key]))}
-            for key in sorted(rollouts)
+            {**_attributes(rollout, SAMPLES), **scored_columns.get(key, {}), "tokens": len(generated(rollout))}
+            for key, rollout in self._rollouts()
         ]
         return _table(rows, SAMPLES)
 
@@ -149,20 +148,14 @@ class RunTables:
         ]
         return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
 
+    def turns(self) -> pa.Table:
+        """`TURNS`: every part of every trajectory, in order; versions are null for parts of the environment. Completions have none."""
+        return pa.Table.from_pylist([row for _, rollout in self._rollouts() for row in _turns_of(rollout)], schema=TURNS)
 
-def samples(log: Log, run: str) -> pa.Table:
-    """The samples of a run (`RunTables.samples`)."""
-    return RunTables(log, run).samples()
-
-
-def groups(log: Log, run: str) -> pa.Table:
-    """The groups of a run (`RunTables.groups`)."""
-    return RunTables(log, run).groups()
-
-
-def steps(log: Log, run: str) -> pa.Table:
-    """The steps of a run (`RunTables.steps`)."""
-    return RunTables(log, run).steps()
+    def _rollouts(self) -> list[tuple[tuple[int, int], Rollout]]:
+        """((group, sample), its first rollout), in order."""
+        rollouts = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
+        return sorted(rollouts.items(), key=lambda item: item[0])
 
 
 ATTRIBUTES = {
@@ -203,3 +196,45 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     # from_pandas: a NaN in memory becomes a null, also within lists.
     columns = {field.name: pa.array([row.get(field.name) for row in rows], field.type, from_pandas=True) for field in schema}
     return pa.table(columns, schema=schema)
+
+
+TURNS = pa.schema(
+    [
+        ("group", pa.int64()),
+        ("sample", pa.int64()),
+        ("turn", pa.int64()),
+        ("source", pa.string()),
+        ("start", pa.int64()),
+        ("end", pa.int64()),
+        ("tokens", pa.int64()),
+        ("finish", pa.string()),
+        ("reward", pa.float64()),
+        ("policy_version_min", pa.int64()),
+        ("policy_version_max", pa.int64()),
+        ("environment", pa.string()),
+        ("environment_seed", pa.int64()),
+        ("worker", pa.string()),
+    ]
+)
+
+
+def _turns_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    versions = rollout.token_versions
+    for number, turn in enumerate(rollout.turns or ()):
+        own = versions[turn.start : turn.end] if turn.source == "model" else versions[:0]
+        yield {
+            "group": rollout.group,
+            "sample": rollout.sample,
+            "turn": number,
+            "source": turn.source,
+            "start": turn.start,
+            "end": turn.end,
+            "tokens": turn.end - turn.start,
+            "finish": turn.finish,
+            "reward": turn.reward,
+            "policy_version_min": int(own.min()) if len(own) else None,
+            "policy_version_max": int(own.max()) if len(own) else None,
+            "environment": rollout.environment,
+            "environment_seed": rollout.environment_seed,
+            "worker": rollout.worker,
+        }

@@ -36,7 +36,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     from penstock.pipeline.inspect.records.runs import size
-    from penstock.pipeline.inspect.report.evaluations import one_line
+    from penstock.pipeline.inspect.report.figures import one_line
 
     cells = [
         (

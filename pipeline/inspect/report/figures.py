@@ -1,0 +1,330 @@
+"""Staleness of trained samples, effective sample size, and figures of the engines.
+
+Means over steps are weighted by samples or tokens; a figure that no worker reported is None.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.run_view_types import StepFacts
+from penstock.pipeline.runtime.reporting.reporter import OUTSIDE, TRAINER_WAITS, USES
+from penstock.pipeline.runtime.roles import ROLES, generating_roles
+from penstock.topics.metrics import Measurement
+
+_PREFIX = "engine_environment_"
+
+
+def episodes(view: RunView) -> dict[str, Any] | None:
+    """Trajectories, their turns, the environments' seconds, failures by class; None if no worker has run one.
+
+    `turns_mean` and `environment_s_mean` are per trajectory, `segments_mean` is the number of sequences that one is trained in. `losses`
+    were recovered, `results_cut` were longer than `environment.max_result_tokens`. `engine_idle_s`: time in which the engines had no
+    turn to generate, since every trajectory waited for its environment.
+    """
+    workers = [worker for worker in view.workers.values() if worker.role in generating_roles()]
+    engines = [worker for worker in workers if worker.role == "rollout"]
+
+    def total(name: str) -> float:
+        return sum(worker.total(f"engine_{name}") for worker in workers)
+
+    count = total("trajectories")
+    if not count:
+        return None
+    kinds = sorted({name for worker in workers for values in worker.incarnations.values() for name in values if name.startswith(_PREFIX)})
+    causes = {name.removeprefix(_PREFIX): sum(worker.total(name) for worker in workers) for name in kinds if name != f"{_PREFIX}s"}
+    return {
+        "trajectories": int(count),
+        "turns_mean": total("turns") / count,
+        "dropped": int(total("dropped")),
+        "dropped_turns_mean": total("dropped_turns") / total("dropped") if total("dropped") else None,
+        "segments_mean": total("segments") / count,
+        "environment_s": total("environment_s"),
+        "environment_s_mean": total("environment_s") / count,
+        "engine_idle_s": sum(worker.total("engine_waits_s") for worker in engines),
+        "losses": int(total("losses")),
+        "results_cut": int(total("results_cut")),
+        "broken": int(total("broken")),
+        "causes": {name: int(number) for name, number in causes.items() if number},
+    }
+
+
+def episodes_line(figures: dict[str, Any]) -> str:
+    """The figures of `episodes` as one line of text."""
+    parts = [
+        f"{figures['trajectories']:,} of {figures['turns_mean']:.1f} turns",
+        f"environments {figures['environment_s']:,.1f} s, engines idle for them {figures['engine_idle_s']:,.1f} s",
+    ]
+    if figures["segments_mean"] > 1.0:
+        parts.append(f"{figures['segments_mean']:.2f} sequences each")
+    if figures["results_cut"]:
+        parts.append(f"{figures['results_cut']:,} results cut at environment.max_result_tokens")
+    if figures["dropped"]:
+        parts.append(f"{figures['dropped']:,} dropped after {figures['dropped_turns_mean']:.1f} turns")
+    if figures["losses"]:
+        parts.append(f"{figures['losses']} losses made good")
+    if figures["broken"]:
+        kinds = ", ".join(f"{number} {name}" for name, number in figures["causes"].items())
+        parts.append(f"{figures['broken']} broken ({kinds})")
+    return " · ".join(parts)
+
+
+SAME = 0.0005
+"""A mean reward this close to the share of solved prompts is the same number: every reward was 0 or 1."""
+
+
+def evaluations(view: RunView) -> list[dict[str, Any]]:
+    """The measures of every evaluated version, in order."""
+    return [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())]
+
+
+def examples(view: RunView) -> list[dict[str, Any]]:
+    """A few held-out prompts with the greedy completions and rewards of the first and the newest evaluated version."""
+    versions = sorted(view.evals)
+    if len(versions) < 2:
+        return []
+    before, after = (_completions(view.evals[version]) for version in (versions[0], versions[-1]))
+    return [
+        {
+            "prompt": prompt,
+            "before": {"version": versions[0], **before[prompt]},
+            "after": {"version": versions[-1], **after[prompt]},
+        }
+        for prompt in before
+        if prompt in after
+    ]
+
+
+def held_out(values: Mapping[str, float], how: str) -> str | None:
+    """The mean reward of an evaluation's greedy or sampled completions, and how many were solved where that is another number.
+
+    Example:
+        held_out({"greedy_reward": 0.38, "greedy_accuracy": 0.03}, "greedy")  # -> "greedy 0.380 (3% solved)"
+    """
+    reward, solved = values.get(f"{how}_reward"), values.get(f"{how}_accuracy")
+    if reward is None or solved is None:  # an evaluator of an earlier release measured no reward
+        return None if solved is None else f"{how} {solved:.3f}"
+    return f"{how} {reward:.3f}" + (f" ({solved:.0%} solved)" if abs(reward - solved) >= SAME else "")
+
+
+def one_line(text: str, limit: int) -> str:
+    """A text on one line; of a long one start and end, since the question is at the end of a prompt.
+
+    Example:
+        one_line("abcdefghij", 6)  # -> "ab … ij"
+    """
+    line = " ".join(text.split())
+    half = (limit - 1) // 2
+    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
+
+
+def _completions(measured: Measurement) -> dict[str, dict[str, Any]]:
+    """Prompt -> completion and reward; empty if the evaluator recorded none or in another format."""
+    try:
+        recorded = json.loads(measured.labels.get("examples", "[]"))
+        return {str(example["prompt"]): {"completion": str(example["completion"]), "reward": example["reward"]} for example in recorded}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
+def _source(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"source": labels["source"]} if "source" in labels else {}
+
+
+SHOWN = 0.005
+"""Shares below this are left out of the text."""
+
+
+def by_role(view: RunView) -> dict[str, dict[str, float]]:
+    """Role -> seconds by use, over all its workers and their incarnations; `total_s` is their time, `workers` their number.
+
+    The uses add up to the total.
+    """
+    spent: dict[str, dict[str, float]] = {}
+    for worker in view.workers.values():
+        uses = {use: worker.total(f"time_{use}_s") for use in USES}
+        if any(uses.values()):
+            role = spent.setdefault(worker.role, {"workers": 0.0, "total_s": 0.0})
+            role["workers"] += 1
+            role["total_s"] += worker.total("uptime_s")
+            for use, seconds in uses.items():
+                if seconds:
+                    role[f"{use}_s"] = role.get(f"{use}_s", 0.0) + seconds
+    return {role: spent[role] for role in ROLES if role in spent}
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Use -> its share of a role's time between start and end of the work, the largest first.
+
+    Example:
+        shares({"total_s": 12.0, "start_s": 2.0, "busy_s": 4.0, "no_prompts_s": 6.0})  # -> {"no_prompts": 0.6, "busy": 0.4}
+    """
+    at_work = {use: seconds.get(f"{use}_s", 0.0) for use in USES if use not in OUTSIDE}
+    total = sum(at_work.values())
+    ordered = sorted(at_work.items(), key=lambda pair: -pair[1])
+    return {use: spent / total for use, spent in ordered if spent} if total else {}
+
+
+def trainer_time(view: RunView) -> tuple[float, float]:
+    """Seconds in which the trainer could work, from start to end of the work, and those of them in which it waited."""
+    seconds = by_role(view).get("trainer", {})
+    lasted, waited = (sum(seconds.get(f"{use}_s", 0.0) for use in uses) for uses in (set(USES).difference(OUTSIDE), TRAINER_WAITS))
+    return lasted, waited
+
+
+def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, float | None]]:
+    """Of each round: its times in seconds by the definitions of arXiv 2606.26997, and the trainer's time by use.
+
+    `first_dispatch_s`: first sample begun to first backward pass. `rollout_s`: first sample begun to last one ended.
+    `rollout_to_train_end_s`: first sample begun to last step committed. `wait_s`, `compute_s` and `other_s` (decoding, digests, the
+    ledger, publishing, checkpoints) add up to the time since the previous round, or since the start of the first step;
+    `waiting_ratio` is the share of `wait_s` in it.
+    """
+    rows = []
+    before: float | None = None
+    for low in range(0, len(steps), per_version):
+        members = steps[low : low + per_version]
+        ended, begun = members[-1].time_s, before if before is not None else members[0].metrics.get("started_at")
+        wait, compute = (sum(step.metrics.get(name, 0.0) for step in members) for name in ("wait_s", "compute_s"))
+        first, last = _moments(members, "first_sample_at"), _moments(members, "last_sample_at")
+        backward, lasted = _moments(members, "first_backward_at"), ended - begun if begun is not None else None
+        rows.append(
+            {
+                "first_dispatch_s": min(backward) - min(first) if backward and first else None,
+                "rollout_s": max(last) - min(first) if first and last else None,
+                "rollout_to_train_end_s": ended - min(first) if first else None,
+                "wait_s": wait,
+                "compute_s": compute,
+                "other_s": max(0.0, lasted - wait - compute) if lasted is not None else None,
+                "waiting_ratio": wait / lasted if lasted else None,
+            }
+        )
+        before = ended
+    return rows
+
+
+def length_order_correlation(view: RunView) -> float | None:
+    """Rank correlation between the mean length of a trained group and its delay against submission order.
+
+    Above 0 short completions are trained earlier than they were submitted; 0 under submission order. None for fewer than three groups.
+    """
+    trained = [group for number in sorted(view.steps) for group in view.steps[number].groups if view.samples.get(group)]
+    if len(trained) < 3:
+        return None
+    submitted = {group: index for index, group in enumerate(sorted(trained))}
+    later = np.array([index - submitted[group] for index, group in enumerate(trained)], float)
+    lengths = np.array([np.mean(list(view.samples[group].values())) for group in trained])
+    if not later.any() or np.ptp(lengths) == 0:
+        return 0.0
+    return float(np.corrcoef(_ranks(later), _ranks(lengths))[0, 1])
+
+
+def time_as_json(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
+    """`time_spent` by role, `rounds`, and the rank correlation, as the report has them."""
+    return {
+        "time_spent": {role: {**seconds, "shares": shares(seconds)} for role, seconds in by_role(view).items()},
+        "rounds": rounds(steps, per_version=per_version),
+        "length_order_correlation": length_order_correlation(view),
+    }
+
+
+def _moments(steps: Sequence[StepFacts], name: str) -> list[float]:
+    return [step.metrics[name] for step in steps if name in step.metrics]
+
+
+def _ranks(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Ranks from 0; equal values get the mean of theirs."""
+    ordered, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    del ordered
+    return ((np.cumsum(counts) - (counts + 1) / 2)[inverse]).astype(np.float64)
+
+
+AT_LAG = "tokens_at_lag_"
+
+
+def weighted(values: Iterable[tuple[float | None, float]]) -> float | None:
+    """Weighted mean of the values that are not None; None if there are none."""
+    pairs = [(value, weight) for value, weight in values if value is not None]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None
+
+
+def mean(steps: Sequence[StepFacts], name: str, *, by: str = "samples") -> float | None:
+    """A metric's mean over steps, weighted by another."""
+    return weighted((step.metrics.get(name), step.metrics.get(by, 1.0)) for step in steps)
+
+
+def most(steps: Sequence[StepFacts], name: str) -> float | None:
+    """The largest value of a metric."""
+    return max((step.metrics[name] for step in steps if name in step.metrics), default=None)
+
+
+def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
+    """In versions, under `steps` in optimizer steps.
+
+    `mean`, `p95` and `max`: groups by their oldest trained token; p95 is the mean of the steps' own. `tokens`: each trained token by its
+    own version, with the share of them at each lag; `spans`: policy versions in a sample.
+    """
+    lags = sorted({int(name.removeprefix(AT_LAG)) for step in steps for name in step.metrics if name.startswith(AT_LAG)})
+    shares = {
+        str(number): weighted((step.metrics.get(f"{AT_LAG}{number}", 0.0), step.metrics.get("tokens", 1.0)) for step in steps)
+        for number in lags
+    }
+    return {
+        "mean": mean(steps, "lag_mean"),
+        "p95": mean(steps, "lag_p95"),
+        "max": most(steps, "lag_max"),
+        "steps": {"mean": mean(steps, "lag_steps_mean"), "p95": mean(steps, "lag_steps_p95"), "max": most(steps, "lag_steps_max")},
+        "tokens": {
+            "mean": mean(steps, "token_lag_mean", by="tokens"),
+            "p95": mean(steps, "token_lag_p95", by="tokens"),
+            "max": most(steps, "token_lag_max"),
+            "shares": shares,
+        },
+        "spans": mean(steps, "spans_mean"),
+    }
+
+
+def ess(steps: Sequence[StepFacts]) -> dict[str, float | None]:
+    """Effective sample size, 1 where behaviour policy and learner are one: its mean over steps, and the step where it was least."""
+    least = min((step.metrics["ess"] for step in steps if "ess" in step.metrics), default=None)
+    return {"mean": mean(steps, "ess"), "min": least}
+
+
+def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
+    """Metrics to steer a run by: means over steps, the maximum for memory; None if no step has them."""
+    means = ("entropy", "truncated_share", "reward_std", "reward_group_std", "update_norm", "train_tokens_per_s")
+    return {
+        **{name: mean(steps, name) for name in means},
+        "entropy_first": steps[0].metrics.get("entropy") if steps else None,
+        "entropy_last": steps[-1].metrics.get("entropy") if steps else None,
+        **{name: most(steps, name) for name in ("peak_rss_bytes", "peak_gpu_bytes")},
+    }
+
+
+def engines(view: RunView) -> dict[str, float | None]:
+    """The rollout workers' engines: weights loaded while samples were in flight, how long those waited, how full the batch was.
+
+    `occupancy`: samples in a decode step by those that fit. `prefix_cache_hits`: the share of prompt tokens that were not computed.
+    """
+    workers = [worker for worker in view.workers.values() if worker.role == "rollout"]
+
+    def total(name: str) -> float:
+        return sum(worker.total(f"engine_{name}") for worker in workers)
+
+    swaps, queries = total("swaps"), total("prefix_cache_queries")
+    values_of: Mapping[str, Iterable[float]] = {
+        name: [worker.values[f"engine_{name}"] for worker in workers if f"engine_{name}" in worker.values]
+        for name in ("occupancy", "swap_stall_max_s")
+    }
+    return {
+        "swaps": swaps,
+        "swap_stall_ms_mean": 1000 * total("swap_stall_s") / swaps if swaps else None,
+        "swap_stall_ms_max": 1000 * max(values_of["swap_stall_max_s"], default=0.0) if swaps else None,
+        "occupancy": weighted((value, 1.0) for value in values_of["occupancy"]),
+        "prefix_cache_hits": total("prefix_cache_hits") / queries if queries else None,
+        "aborted_groups": sum(worker.total("aborted_groups") for worker in workers),
+    }
