@@ -25,12 +25,12 @@ from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampli
 from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES
 from penstock.pipeline.config.load import load
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.data.configured import open_data, open_eval_data
+from penstock.pipeline.data.run_data import open_data, open_eval_data
 from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
 from penstock.pipeline.inspect.report.formats import sparkline
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.rewards.functions import resolve
-from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
+from penstock.pipeline.rewards.scoring import group_of, group_outcome
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.sampling import request_of, rollout_of
 from penstock.pipeline.scheduling import rules

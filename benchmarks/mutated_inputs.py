@@ -29,7 +29,7 @@ from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.cli import app
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.check import preflight
-from penstock.pipeline.rewards import child as reward_child
+from penstock.pipeline.rewards import scoring as reward_child
 from tests.support.light_model import light_model
 
 BAD = ("traceback", "hang", "vague")

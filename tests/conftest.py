@@ -203,7 +203,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture
 def checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is there before the next step begins, for tests in which a step takes a millisecond and a flush ten."""
-    from penstock.workers.trainer.checkpointer import Checkpointer
+    from penstock.workers.trainer.run_writer import Checkpointer
 
     start = Checkpointer.start
 

@@ -146,7 +146,7 @@ def import_topics(
     """Import an exported run: the same records at new offsets."""
     from penstock.pipeline.archive.files import find_archive
     from penstock.pipeline.archive.import_run import import_run
-    from penstock.pipeline.runtime.registration.adopt import adopt_run
+    from penstock.pipeline.runtime.registration.trust import adopt_run
 
     archive = find_archive(directory)
     with at(bootstrap, security, start=True) as log:
@@ -171,8 +171,8 @@ def adopt(
 ) -> None:
     """Show an imported run, or one of an earlier release, and sign it with a new key of this machine."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
     from penstock.pipeline.runtime.registration.run_registry import resolve
+    from penstock.pipeline.runtime.registration.trust import adopt_run, shown
     from penstock.topics.catalogue import control_topics_of
 
     with at(bootstrap, security) as log:

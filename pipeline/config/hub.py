@@ -14,7 +14,6 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def is_hub_name(path: str) -> bool:
-    """True for the name of a model on the hub."""
     return path.startswith(SCHEME)
 
 

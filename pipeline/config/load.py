@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from penstock.infra.backends.processor import Cpu
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.tensors.parameter_count import parameters
-from penstock.pipeline.config import synonyms
-from penstock.pipeline.config.fields import Resolve, Section
+from penstock.pipeline.config.fields import FOREIGN_KEYS, Resolve, Section
 from penstock.pipeline.config.hub import is_hub_name
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.schema import EvalSection, RolloutSection, TrainerSection
@@ -97,7 +96,6 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
 
 
 def as_markdown() -> str:
-    """The table in docs/reference/configuration.md."""
     lines = ["| key | on a CPU | on a GPU | why |", "|---|---|---|---|"]
     for default in DEVICE_DEFAULTS:
         only = "" if default.only is None else f', with `{default.key.partition(".")[0]}.{default.only[0]} = "{default.only[1]}"`'
@@ -106,7 +104,6 @@ def as_markdown() -> str:
 
 
 def on_gpu(section: Any, gpus: int) -> bool:
-    """True if a section's model is on a GPU."""
     device = section.get("device", "auto") if isinstance(section, Mapping) else None
     return isinstance(device, str) and (device.startswith("cuda") or (device == "auto" and gpus > 0))
 
@@ -263,8 +260,8 @@ def _meant(location: Sequence[str]) -> str:
     for part in sections:
         section = section.model_fields[part].annotation or Config
     for key in (".".join(location), name):
-        if key in synonyms.KEYS:
-            meant = synonyms.KEYS[key]
+        if key in FOREIGN_KEYS:
+            meant = FOREIGN_KEYS[key]
             return f"; did you mean {meant!r}?" if meant else "; there is nothing of the kind, see docs/reference/configuration.md"
     same_name = [f"{top}.{name}" for top, field in Config.model_fields.items() if name in getattr(field.annotation, "model_fields", ())]
     close = same_name or [".".join([*sections, near]) for near in difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.7)]

@@ -161,7 +161,6 @@ class EnvironmentSection(ChildSection):
     retries: NonNegative = Field(2, description="retries of a failing environment before its sample is aborted")
 
     def rules(self) -> ChildRules:
-        """Rules of the processes of environments and agents."""
         return self._rules("environment")
 
 

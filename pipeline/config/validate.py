@@ -22,7 +22,6 @@ Check = Callable[[Config], str | None]
 
 
 def first_mistake(config: Config) -> str | None:
-    """The line of the first failed check; None if all pass."""
     return next((line for check in CHECKS if (line := check(config)) is not None), None)
 
 

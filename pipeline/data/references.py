@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+SOURCE_COLUMN = "data_source"
+"""Column with the name of a row's source, added in a mixture."""
 OWN = "columns"
 """Argument of reward functions with the columns that values of the run replace."""
 GROUND_TRUTH = "ground_truth"

@@ -383,7 +383,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_of(rows: pa.RecordBatch | pa.Table, index: int) -> dict[str, Any]:
-    """One row by column name, as Python values."""
     return {name: _value(column[index]) for name, column in zip(rows.schema.names, rows.columns, strict=True)}
 
 

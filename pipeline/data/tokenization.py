@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.data.chat_template import chat_template_of
 from penstock.pipeline.data.conversation.messages import TemplateRefused
-from penstock.pipeline.data.conversation.model_files import encode_prompt, light_tokenizer, model_folder, stop_ids_of
 from penstock.pipeline.data.conversation.template import ChatTemplate, template_of
 from penstock.pipeline.data.messages import TOOLS, tools_of
+from penstock.pipeline.data.model_files import chat_template_of, encode_prompt, light_tokenizer, model_folder, stop_ids_of
 from penstock.pipeline.data.rows import DataError, Row
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -64,7 +63,6 @@ class Renderer:
 
     @classmethod
     def of(cls, config: Config) -> "Renderer":
-        """The renderer of a configuration. Raises `ConfigError`."""
         data = config.data
         return cls(
             config.model.path,
@@ -128,7 +126,6 @@ class Decoder:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 

@@ -5,10 +5,10 @@ import math
 from collections import Counter
 from typing import Any
 
+from penstock.pipeline.algorithms.advantages import RewardScale
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import together
 from penstock.pipeline.scheduling import fates as groups
-from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.topics.ledger import ALL_DONE
 
 

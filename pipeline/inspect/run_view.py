@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.inspect.run_view_types import Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
 from penstock.pipeline.runtime.topic_reader import RunReader, scan
-from penstock.pipeline.scheduling.id_set import IdSet
-from penstock.pipeline.scheduling.rules import DROPPED
+from penstock.pipeline.scheduling.rules import DROPPED, IdSet
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.dead_letters import DeadLetter

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics.groups import lacks_rewards
 from penstock.topics.metrics import Measurement
 

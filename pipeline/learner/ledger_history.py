@@ -39,22 +39,18 @@ class LedgerHistory:
 
     @property
     def steps(self) -> list[Entry]:
-        """The committed steps, from `first_step` on."""
         return [entry for entry in self.entries if entry.kind == "step"]
 
     @property
     def steps_done(self) -> int:
-        """Committed steps of the whole run."""
         return self.first_step + len(self.steps)
 
     @property
     def stale(self) -> list[int]:
-        """Groups that were stale."""
         return [group for entry in self.entries if entry.kind == "stale" for group in entry.groups]
 
     @property
     def trained(self) -> list[int]:
-        """Groups of committed steps."""
         return [planned.group for entry in self.steps for planned in entry.plan]
 
     @property
@@ -64,13 +60,11 @@ class LedgerHistory:
 
     @property
     def ended(self) -> Status:
-        """Final status of a closed run."""
         closed = self.ledger_state.closed
         status = json.loads((closed.details if closed else None) or "{}").get("status")
         return "failed" if status == "failed" else "finished"
 
     def recorded(self) -> Recorded:
-        """The facts that a checkpoint has to agree with."""
         digests: dict[int, set[str]] = {}
         for entry in self.entries:
             if entry.kind == "checkpoint" and entry.step is not None and entry.digest is not None:

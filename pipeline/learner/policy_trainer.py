@@ -43,7 +43,6 @@ class Weights:
 
     @property
     def tensors(self) -> Sequence[TensorBytes]:
-        """The tensors, copied on first use."""
         tensors = self._tensors
         if tensors is None:
             assert not self._invalid, "the model has taken another step: these weights were not copied in time"
@@ -52,7 +51,6 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, as in the ledger."""
         self._digest = self._digest or digest(self.tensors, self.hash_name)
         return self._digest
 
@@ -61,7 +59,6 @@ class Weights:
         self._invalid = self.adapted is None
 
     def forget(self) -> None:
-        """Release the tensors; the digest stays."""
         assert self.adapted is not None, "weights without adapters cannot be copied again"
         self._tensors = None
 
@@ -134,7 +131,6 @@ class PolicyTrainer:
         self.backend.sleep()
 
     def wake(self) -> None:
-        """Allocate the device's memory again."""
         assert isinstance(self.backend, Sleepable)
         self.backend.wake()
 
@@ -146,7 +142,6 @@ class PolicyTrainer:
 
     @property
     def version(self) -> int:
-        """Newest version after the steps done."""
         count = rules.versions_of if self.steps_done == self.steps else rules.version_after
         return count(self.steps_done, steps_per_version=self.config.schedule.steps_per_version)
 

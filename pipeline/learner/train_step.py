@@ -101,11 +101,9 @@ class Objective:
         )
 
     def sequences(self, group: Group) -> list[TokenSequence]:
-        """The trained sequences of a group, in sample order."""
         return training_samples.sequences(group, advantages=self.advantages, truncated=self.truncated)
 
     def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
-        """Run one micro-batch backward; returns its statistics."""
         inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
         if self.kl_coef:
             inputs["reference"] = backend.reference_logprobs(batch)
@@ -133,12 +131,10 @@ class StepOutcome:
 
     @property
     def loss_bits(self) -> int:
-        """The loss as an integer with the same 64 bits."""
         return double_bits(self.loss)
 
     @property
     def grad_norm_bits(self) -> int:
-        """The gradient norm as an integer with the same 64 bits."""
         return double_bits(self.grad_norm)
 
 

@@ -20,10 +20,8 @@ from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
 from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
-from penstock.pipeline.rewards.child import payload_of, reward_pool
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
-from penstock.pipeline.rewards.pool import RewardPool
+from penstock.pipeline.rewards.scoring import RewardPool, group_of, group_outcome, payload_of, reward_pool
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.runtime.topic_reader import Read

@@ -20,14 +20,11 @@ from typing import Any, Final
 
 from penstock.infra.sandbox.child import doing
 from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
-from penstock.pipeline.data.prompt_order import SOURCE_COLUMN
-from penstock.pipeline.data.references import FORMS, InvalidReference, accepted, with_facts
+from penstock.pipeline.data.references import FORMS, SOURCE_COLUMN, InvalidReference, accepted, with_facts
 from penstock.pipeline.rewards import builtin as builtin_rewards
 from penstock.pipeline.rewards.builtin import BUILTINS, NEED_REFERENCE
-from penstock.pipeline.rewards.faults import RewardError, broke
-from penstock.pipeline.rewards.logged import NAMES, Logged
 from penstock.pipeline.rewards.service import RewardService
-from penstock.pipeline.rewards.values import bounded, checked
+from penstock.pipeline.rewards.values import NAMES, Logged, RewardError, bounded, broke, checked
 from penstock.topics.samples import GENERATED, Turn, reward_of
 
 NOTHING: Final = object()
@@ -49,7 +46,6 @@ class Score:
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
-        """Convert the result of a child process."""
         broken = {int(number): reason for number, reason in result.get("broken", {}).items()}
         return Score(
             rewards=tuple(result["rewards"]), components=tuple(map(tuple, result["components"])), broken=broken,
@@ -294,7 +290,6 @@ def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict
 
 
 def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
-    """A trajectory's reward and messages, for reward functions."""
     return {"reward": reward_of(turns), "messages": messages}
 
 
@@ -387,7 +382,6 @@ def _remedy(column: str, without_json: Mapping[str, str]) -> str:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of a JSON value."""
     if isinstance(value, dict):
         return {key: copied(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from penstock.infra.sandbox.rules import REWARD_TOKEN
 from penstock.pipeline.config.plugins import PluginError
-from penstock.pipeline.rewards.faults import RewardError
-from penstock.pipeline.rewards.logged import NAMES
+from penstock.pipeline.rewards.values import NAMES, RewardError
 
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Pause before the first retry, doubled after each, and the longest pause."""

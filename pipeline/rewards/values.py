@@ -1,17 +1,24 @@
-"""Validates the return value of a reward function: one number or None for each completion, with named parts.
+"""Validates the return value of a reward function, one number or None for each completion, with named parts; and the values it logs.
 
 The value of a completion is a number, None, or a dict of named parts: `{"format": 1.0, "length": 0.5}` counts as their sum, 1.5, and each
 part is recorded under its name. A dict whose values are all None counts as None. A dict of lists, `{"format": [1.0, 0.0], "length":
-[0.5, 0.5]}`, has the parts of all completions.
+[0.5, 0.5]}`, has the parts of all completions. Functions log as in TRL, by `log_extra(column, values)` and `log_metric(name, value)`.
 """
 
-from collections.abc import Mapping
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from math import isfinite
 from numbers import Real
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from penstock.pipeline.rewards.faults import RewardError
+from penstock.infra.errors import Unrecoverable
+from penstock.infra.sandbox.child import text_of
 
 LARGEST = 1e18
 """Largest absolute value of a reward; sums and squares of larger ones lose precision or overflow."""
@@ -19,6 +26,27 @@ MOST_PARTS = 64
 SHOWN = 80
 
 Parts = dict[str, float | None]
+
+
+class RewardError(ValueError):
+    """A reward function raised, or returned an invalid reward; one line with its name."""
+
+
+def broke(name: str, error: BaseException, function: Callable[..., Any] | None = None) -> RewardError:
+    """The error of the reward `name` in one line: the exception, the last line in `function`'s file, and the line that raised."""
+    if isinstance(error, RewardError):
+        return error
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None) if function else None
+    own = [frame for frame in frames if code is not None and frame[0] == code.co_filename]
+    lines = dict.fromkeys(f"{Path(file).name} line {line}" for file, line in [*own[-1:], *frames[-1:]])
+    location = f" ({', raised at '.join(lines)})" if lines else ""
+    text = text_of(error, characters=400)
+    return RewardError(f"reward {name} broke: {type(error).__name__}{f': {text}' if text else ''}{location}")
+
+
+class BrokenReward(Unrecoverable):
+    """A reward fails so often that the run stops; one line with the failure and the fix."""
 
 
 def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], list[Parts]]:
@@ -60,7 +88,6 @@ def bounded(total: float, what: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value in one short line."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -101,3 +128,82 @@ def _number(prefix: str, value: Any, what: str) -> float | None:
     if abs(reward) > LARGEST:
         raise RewardError(f"{prefix} {shown(plain) if reward == float('inf') else f'{reward:g}'} for {what}, expected at most {LARGEST:g}")
     return reward
+
+
+NAMES = ("log_extra", "log_metric")
+MOST_NAMES = 32
+MOST_CHARACTERS = 4096
+"""Limit of a logged value that is not a number, as JSON."""
+
+
+class Logged:
+    """Logged columns and metrics of one group with `count` completions."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._extra: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[float]] = {}
+
+    def functions(self, reward: str) -> dict[str, Callable[..., None]]:
+        """The arguments `log_extra` and `log_metric` for the function `reward`."""
+        return dict(zip(NAMES, (partial(self._log_extra, reward), partial(self._log_metric, reward)), strict=True))
+
+    def parts(self, reward: str, rows: Sequence[Mapping[str, float | None]]) -> None:
+        """Record the named parts of a reward as columns and metrics `reward/part`."""
+        for part in dict.fromkeys(part for row in rows for part in row):
+            values, name = [row.get(part) for row in rows], f"{reward}/{part}"
+            self._log_extra(reward, name, values)
+            for value in values:
+                if value is not None:
+                    self._log_metric(reward, name, value)
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """The logged values of each completion by column; empty if nothing was logged."""
+        if not self._extra:
+            return ()
+        columns = self._extra.items()
+        return tuple({name: values[row] for name, values in columns if values[row] is not None} for row in range(self._count))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean of each metric over its finite values; metrics without one are omitted."""
+        return {name: fmean(values) for name, values in self._metrics.items() if values}
+
+    def _log_extra(self, reward: str, column: str, values: Sequence[Any]) -> None:
+        items = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(items, (list, tuple)) or len(items) != self._count:
+            what = f"{len(items)} values" if isinstance(items, (list, tuple)) else f"a {type(values).__name__}"
+            raise RewardError(f"reward {reward}: log_extra({shown(column)}, …) got {what}, expected a list of {self._count}")
+        self._extra[_name(reward, column, self._extra)] = [_as_json(value) for value in items]
+
+    def _log_metric(self, reward: str, name: str, value: Any) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardError(f"reward {reward}: log_metric({shown(name)}, {shown(value)}): expected a number") from error
+        numbers = self._metrics.setdefault(_name(reward, name, self._metrics), [])
+        if isfinite(number):
+            numbers.append(number)
+
+
+def _name(reward: str, name: Any, logged: Mapping[str, Any]) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= 128:
+        raise RewardError(f"reward {reward} logged under {shown(name)}, expected a name of 1 to 128 characters")
+    if name not in logged and len(logged) >= MOST_NAMES:
+        raise RewardError(f"reward {reward} logged {name!r} after {MOST_NAMES} other names: the limit is {MOST_NAMES}")
+    return name
+
+
+def _as_json(value: Any) -> Any:
+    """A value as JSON: values that JSON cannot represent as text, long ones cut."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 1 << 53):
+        return value
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False, default=str)
+        plain = text if isinstance(value, str) else json.loads(text)
+    except Exception:  # the boundary to a user's object: NaN, a circle, a key that is no text, a `__str__` that raises
+        plain = text = shown(value)
+    return plain if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

@@ -2,7 +2,7 @@
 
 from penstock.infra.errors import ConfigError, Fenced, Unrecoverable
 from penstock.pipeline.data.rows import DataError
-from penstock.pipeline.rewards.faults import BrokenReward
+from penstock.pipeline.rewards.values import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
 ENDED, FAILED, NO_RETRY, BROKEN = 0, 1, 2, 3

@@ -62,7 +62,6 @@ def with_environments(engine: Engine, config: Config, *, notify: Callable[[str],
 
 
 def limits_of(config: Config) -> Limits:
-    """Limits of a run's episodes."""
     chosen = config.environment
     return Limits(
         max_turns=chosen.max_turns, turn_tokens=config.sampling.max_new_tokens, trajectory_tokens=chosen.max_tokens,
@@ -72,7 +71,6 @@ def limits_of(config: Config) -> Limits:
 
 
 def template_for(config: Config) -> Template:
-    """The template of the run's conversations."""
     data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
     return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)

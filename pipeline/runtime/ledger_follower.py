@@ -130,7 +130,6 @@ class LedgerFollower:
                 raise LogError(f"no record of {behind[0][0]}/{behind[0][1]} for {SILENCE_S:g} s, although there are more")
 
     def close(self) -> None:
-        """Close the reader."""
         self._tail.close()
 
     def _apply(self, record: Record) -> None:

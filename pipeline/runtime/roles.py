@@ -48,7 +48,6 @@ class Role:
 
     @property
     def module(self) -> str:
-        """The module with its `main(session)`."""
         return f"penstock.workers.{self.name}.worker"
 
     def worker(self, slot: int) -> str:
@@ -233,12 +232,10 @@ def order(role: str) -> int:
 
 
 def readers(topic: str) -> list[str]:
-    """Names of the roles that read a topic."""
     return [role.name for role in ROLES.values() if topic in role.reads]
 
 
 def writers(topic: str) -> list[str]:
-    """Names of the roles that write a topic."""
     return [role.name for role in ROLES.values() if topic in role.writes]
 
 

@@ -13,7 +13,7 @@ from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.schema import SamplingSection
-from penstock.pipeline.data.prompt_order import SOURCE_COLUMN
+from penstock.pipeline.data.references import SOURCE_COLUMN
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 

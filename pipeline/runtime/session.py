@@ -68,7 +68,6 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return int(self.info["steps"])
 
     @property

@@ -76,7 +76,6 @@ class RunReader:
         return (item for item in self.history(LedgerState(self.run), topics=("ledger",)) if isinstance(item, Entry))
 
     def manifests(self) -> Iterator[Manifest]:
-        """Every published version, in order."""
         return (item for item in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(item, Manifest))
 
     def history(self, ledger_state: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
@@ -101,12 +100,7 @@ class RunReader:
                 seen.add(group)
 
     def samples(
-        self,
-        *,
-        only: AbstractSet[int] | None = None,
-        partitions: Sequence[int] | None = None,
-        decode: bool = True,
-        repeats: bool = False,
+        self, *, only: AbstractSet[int] | None = None, partitions: Sequence[int] | None = None, decode: bool = True, repeats: bool = False
     ) -> Iterator[Read[Rollout]]:
         """Each sample, or each of the groups in `only`; with `repeats` also those that do not count.
 
@@ -131,12 +125,7 @@ class RunReader:
                     seen.add((headers.group, number))
 
     def groups(
-        self,
-        *,
-        only: AbstractSet[int] | None = None,
-        partitions: Sequence[int] | None = None,
-        decode: bool = True,
-        repeats: bool = False,
+        self, *, only: AbstractSet[int] | None = None, partitions: Sequence[int] | None = None, decode: bool = True, repeats: bool = False
     ) -> Iterator[Read[Group]]:
         """The outcome of each group, or of each in `only`, once all parts have arrived; with `repeats` also those that do not count."""
         assembler, ended = GroupAssembler(), set[int | None]()

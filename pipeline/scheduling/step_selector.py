@@ -52,7 +52,6 @@ class Selector:
     _arrived: deque[int] = field(default_factory=deque)
 
     def add(self, candidate: Candidate) -> bool:
-        """Add an outcome; False for a duplicate, which is ignored."""
         if self.knows(candidate.group):
             return False
         self.outcomes[candidate.group] = candidate.outcome
@@ -67,7 +66,6 @@ class Selector:
         return True
 
     def knows(self, group: int) -> bool:
-        """True if the group's outcome has arrived."""
         return group < self.below or group in self.outcomes
 
     def is_settled(self, group: int) -> bool:
@@ -115,7 +113,6 @@ class Selector:
         return None
 
     def queued(self) -> list[int]:
-        """Oldest version of each waiting scored group."""
         return [candidate.policy_version_min for candidate in self._waiting.values()]
 
     def ready(self, count: int) -> bool:

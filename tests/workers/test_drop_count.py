@@ -13,7 +13,7 @@ from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
-from penstock.workers.feeder.admission import Admission
+from penstock.workers.feeder.worker import Admission
 from penstock.workers.trainer.inbox import DropLimit, GroupInbox
 
 RUN, STEPS, LIMIT = "demo", 3, 3

@@ -63,7 +63,6 @@ class RecordedReplies:
 
     @property
     def caught_up(self) -> bool:
-        """True if all replies from before the assignment were read."""
         return all(owned.position >= owned.behind for owned in self._partitions.values())
 
     def assign(self, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
@@ -77,7 +76,6 @@ class RecordedReplies:
         self._committed = {}
 
     def revoke(self) -> None:
-        """Wait for the next assignment."""
         for owned in self._partitions.values():
             owned.behind = owned.position + 1
 
@@ -92,7 +90,6 @@ class RecordedReplies:
         return owned is not None and key not in owned.replies.get(key.group, {})
 
     def add(self, partition: int, offset: int, reply: Reply) -> None:
-        """Store a new reply."""
         owned = self._partitions[partition]
         owned.replies.setdefault(reply.group, {})[reply.key] = reply
         owned.first.setdefault(reply.group, offset)
@@ -100,7 +97,6 @@ class RecordedReplies:
         self._attempts[turn] = max(self._attempts.get(turn, 0), reply.attempt)
 
     def find(self, partition: int, key: TurnKey) -> Reply | None:
-        """The recorded reply to a call, or None."""
         owned = self._partitions.get(partition)
         return None if owned is None else owned.replies.get(key.group, {}).get(key)
 
@@ -226,7 +222,6 @@ class LogEngine:
 
 
 def completion_of(reply: Reply, number: int) -> Completion:
-    """A reply as the completion of the turn with this number."""
     return Completion(
         group=number,
         sample=0,
@@ -264,7 +259,6 @@ class WakingMember:
 
     @property
     def outage_s(self) -> float:
-        """The member's."""
         return self._member.outage_s
 
     def take(self, timeout_s: float) -> list[Event]:
@@ -281,11 +275,9 @@ class WakingMember:
             taken += events
 
     def commit(self, offsets: Commits) -> bool:
-        """The member's."""
         return self._member.commit(offsets)
 
     def membership(self) -> Membership | None:
-        """The member's."""
         return self._member.membership()
 
     def close(self, timeout_s: float = 3.0) -> None:

@@ -16,12 +16,10 @@ from penstock.infra.errors import RecordMissing
 from penstock.infra.sandbox.pool import Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.run_config import source_name
-from penstock.pipeline.data.configured import open_eval_data, refuse_changed
+from penstock.pipeline.data.run_data import open_eval_data, refuse_changed
 from penstock.pipeline.data.tokenization import Decoder, Renderer
-from penstock.pipeline.rewards.child import payload, reward_pool
-from penstock.pipeline.rewards.faults import FaultCount
 from penstock.pipeline.rewards.functions import Score, episodes_of
-from penstock.pipeline.rewards.pool import RewardPool
+from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, payload, reward_pool
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.sampling import episode_request
 from penstock.pipeline.runtime.session import Session
@@ -271,6 +269,5 @@ class Evaluations:
         session.reporter.send(kind="eval", values=values, labels=labels, version=version, control=True)
 
     def close(self) -> None:
-        """Close everything but the engine."""
         self.evaluator.close()
         self.follower.close()

@@ -49,7 +49,6 @@ class SharedEngine:
         return True
 
     def close(self) -> None:
-        """Close the evaluations and the engine."""
         if self._evaluations is not None:
             self._evaluations.close()
         self.engine.close()  # a wrapper closes the engine that it wraps

@@ -8,29 +8,169 @@ would wait for groups that are never admitted.
 import contextlib
 import json
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, Unrecoverable
-from penstock.infra.log import Partition, Start, Tail
-from penstock.pipeline.data.configured import Data, open_data, pool_of, refuse_changed
+from penstock.infra.log import Commits, Committed, Partition, Start, Tail
 from penstock.pipeline.data.rows import Row
+from penstock.pipeline.data.run_data import Choice, Choices, Data, PromptOrder, choice_of, open_data, pool_of, refuse_changed
 from penstock.pipeline.data.tokenization import Renderer
+from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.offset_metadata import FeederOffsetMetadata
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_to_current_end
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.resume_point import resume_point_of
-from penstock.pipeline.scheduling.rules import WorkingClock
-from penstock.topics import prompts
+from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
+from penstock.pipeline.scheduling.rules import Presence, WorkingClock, update_presence
+from penstock.topics import groups, metrics, prompts
 from penstock.topics.metrics import Activity
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.feeder.admission import Admission, Choice, Choices
 
 POLL_S = 0.5
-
 COMMIT_EVERY_S = 2.0
 """Interval between commits of the offsets from which a restarted feeder reads."""
+
+
+@dataclass(slots=True)
+class Admission:
+    """Applies `prompts`, `groups`, `ledger`, `weights` and the rollout workers' reports."""
+
+    run: str
+    partitions: int
+    ledger: LedgerState
+    admitted: int = 0
+    """Groups below this number have been admitted."""
+    ended_below: int = 0
+    """Groups below this number have ended."""
+    dropped_below: int = 0
+    """Number of the groups below `ended_below` that a scorer dropped."""
+    partition_of: dict[int, int] = field(default_factory=dict)
+    """Group -> partition of its prompt, for groups from `ended_below` on."""
+    ended: set[int] = field(default_factory=set)
+    unfinished: list[int] = field(default_factory=list)
+    choices: Choices = field(default_factory=lambda: Choices(order=PromptOrder(sizes=(1,), weights=(1.0,))))
+    """The requested prompts, and the next one."""
+    rows_before: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    """Source -> rows of the sources before it."""
+    presence: Presence = field(init=False)
+    _reads_all: bool = False
+    """True if all retained records are read, also of groups below `ended_below`: they define which prompts are retried."""
+    _dropped: set[int] = field(default_factory=set)
+    _prompt_at: dict[int, int] = field(default_factory=dict)
+    _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Group -> partition and offset of its outcome."""
+    _ends: dict[Partition, int] = field(default_factory=dict)
+    """Partition -> the offset up to which it was read or written."""
+
+    def __post_init__(self) -> None:
+        self.unfinished = [0] * self.partitions
+        self.presence = Presence(self.partitions)
+
+    @property
+    def dropped(self) -> int:
+        """Number of groups dropped, by a scorer or as stale by the trainer."""
+        return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
+
+    def admissible(self, limit: int) -> int:
+        """Number of groups below `limit` that wait for a free slot; 0 once no further prompt will come."""
+        return 0 if self.choices.exhausted else max(0, limit - self.admitted)
+
+    def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
+        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their metadata disagree."""
+        texts = {commit.metadata for commit in committed.values()}
+        note = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
+        if note is None or self.choices.remembers:
+            return {}
+        self.choices.next_position = note.place
+        self.admitted = self.ended_below = note.ended
+        self.dropped_below = note.dropped
+        starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
+        self._ends = {(topic.removeprefix(f"{self.run}."), p): offset for (topic, p), offset in starts.items()}
+        return starts
+
+    def count_on(self, resume_point: ResumePoint, *, stale: int) -> None:
+        """Start from a resume point; `stale` groups had become stale by then. For a feeder without offset metadata."""
+        self.admitted = self.ended_below = resume_point.below
+        self.dropped_below = resume_point.drops - stale
+        self._reads_all = True
+
+    def commits(self) -> Commits:
+        """Commits for the next feeder: offsets, and as metadata the counts of the records before each."""
+        text = offset_metadata.encode(
+            FeederOffsetMetadata(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_position)
+        )
+        offsets = {
+            (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
+        }
+        unfinished = [("prompts", p, self._prompt_at[group]) for group, p in self.partition_of.items()]
+        unfinished += [("groups", p, offset) for p, offset in self._outcome_at.values()]
+        for topic, p, offset in unfinished:
+            offsets[f"{self.run}.{topic}", p] = min(offsets[f"{self.run}.{topic}", p], offset)
+        return {partition: (offset, text) for partition, offset in offsets.items()}
+
+    def apply(self, record: Record) -> None:
+        """Apply a record of any of the topics the feeder follows. Raises `Unusable`."""
+        topic = record.topic.removeprefix(f"{self.run}.")
+        self._ends[topic, record.partition] = record.offset + 1
+        if topic == "prompts":
+            prompt = prompts.read(record, run=self.run)[1]
+            self.admit(prompt.group, record.partition, record.offset, choice=choice_of(prompt, rows_before=self.rows_before))
+        elif topic == "groups":
+            headers = groups.check(record, run=self.run)
+            assert headers.group is not None
+            self._end(headers.group, record, headers)
+        elif topic == "metrics":
+            update_presence(self.presence, metrics.read(record, run=self.run)[1])
+        else:
+            self.ledger.apply(record)
+
+    def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice) -> None:
+        """Record that a group's prompt is in a partition, or about to be."""
+        if group < self.ended_below:
+            if self._reads_all:
+                self.choices.requested(group, choice)
+        elif group not in self.partition_of:
+            self.partition_of[group], self._prompt_at[group] = partition, offset
+            while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
+                self.admitted += 1
+            self.unfinished[partition] += 1
+            self.choices.requested(group, choice)
+            self._pass_ended()
+
+    def written(self, batch: Sequence[Outgoing], offsets: Sequence[int]) -> None:
+        """Record the offsets of a batch of prompts, whose keys are their group numbers."""
+        for outgoing, offset in zip(batch, offsets, strict=True):
+            self._prompt_at[int(outgoing.key or b"")] = offset
+            self._ends["prompts", outgoing.partition] = offset + 1
+
+    def _end(self, group: int, record: Record, headers: Headers) -> None:
+        reward = None if groups.lacks_rewards(headers.samples, headers.no_reward) else headers.reward_mean
+        if group < self.ended_below and self._reads_all:
+            self.choices.ended(group, outcome=headers.outcome, reward=reward)
+        if group in self.ended or group not in self.partition_of:
+            return  # only admitted groups make room
+        self.ended.add(group)
+        self.unfinished[self.partition_of[group]] -= 1
+        self._outcome_at[group] = (record.partition, record.offset)
+        self.choices.ended(group, outcome=headers.outcome, reward=reward)
+        if headers.outcome in rules.DROPPED:
+            self._dropped.add(group)
+        self._pass_ended()
+
+    def _pass_ended(self) -> None:
+        """Forget the oldest groups that have ended, except one whose prompt will be retried."""
+        while self.ended_below in self.ended and self.ended_below not in self.choices.awaiting:
+            done = self.ended_below
+            self.dropped_below += done in self._dropped and done not in self.ledger.stale
+            self._dropped.discard(done)
+            self.ended.discard(done)
+            del self.partition_of[done], self._prompt_at[done], self._outcome_at[done]
+            self.ended_below += 1
 
 
 def main(session: Session) -> None:
@@ -70,7 +210,6 @@ def main(session: Session) -> None:
 
 
 def _nothing_admitted(session: Session, data: Data) -> Admission:
-    """The state of a feeder that has read nothing."""
     chosen, limit = session.config.data, session.info.get("prompts")
     choices = Choices(order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved)
     state, rows_before = LedgerState(session.run, newest_only=True), dict(enumerate(data.rows_before))
@@ -200,7 +339,6 @@ def _owners(state: Admission, session: Session, pool: str | None) -> list[str | 
 
 
 def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int) -> Prompt:
-    """Group `number`'s prompt, rendered and tokenised once."""
     source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
     # Every turn of an episode renders the conversation: its driver needs the messages.

@@ -108,13 +108,11 @@ class GenerationLoop(ABC):
         return self.shared_engine is not None and self.shared_engine.takes(shares=self._shares, idle=idle, meanwhile=self._keep_up)
 
     def _keep_up(self) -> None:
-        """Exchange records and commit while an evaluation uses the engine."""
         self._exchange()
         self._commit_done()
         self.session.reporter.status()
 
     def _exchange(self) -> None:
-        """Read what arrived and publish what ended."""
         self.weights.check()
         self._take(0.0)
         self._publish_completions()
@@ -228,7 +226,6 @@ class GenerationLoop(ABC):
         return True
 
     def _decode(self) -> None:
-        """One decode step."""
         started = time.monotonic()
         completions = self.engine.step()
         self.session.reporter.add("generate_s", time.monotonic() - started)

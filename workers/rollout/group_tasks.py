@@ -14,7 +14,7 @@ from penstock.infra.log import Log, Partition, Pending, Start, Tail
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.pipeline.runtime.topic_reader import read_to_current_end
-from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics import rollouts
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import cause_of
@@ -60,17 +60,14 @@ class PublishedSamples:
         return samples
 
     def position(self, partition: int) -> int:
-        """Position in a followed partition."""
         assert self._tail is not None
         return self._tail.position((self._topic, partition))
 
     def skip(self, partition: int, offset: int) -> None:
-        """Move the position in a followed partition to `offset`."""
         assert self._tail is not None
         self._tail.seek((self._topic, partition), offset)
 
     def close(self) -> None:
-        """Close the reader."""
         if self._tail is not None:
             self._tail.close()
             self._tail = None
@@ -103,7 +100,6 @@ class GroupTask:
 
     @property
     def group(self) -> int:
-        """The group's number."""
         return self.prompt.group
 
     @property
@@ -122,11 +118,9 @@ class GroupTask:
         return [sample for sample in started if sample not in self.published] if self.needed else []
 
     def start(self, samples: list[int]) -> None:
-        """Record that the engine generates these samples."""
         self.started, self.generating = True, set(samples)
 
     def take(self, completion: Completion) -> None:
-        """Take a sample from the engine, if the group needs it."""
         if completion.sample in self.generating:
             self.generating.discard(completion.sample)
             if self.needed and completion.sample not in self.published:
@@ -135,7 +129,6 @@ class GroupTask:
             self.completed[sample] = self.broken.pop(sample)
 
     def send(self, samples: Iterable[int], pending: Pending) -> None:
-        """Record that samples are sent, in one record."""
         for sample in samples:
             del self.completed[sample]
             self.sent[sample] = pending
@@ -197,7 +190,6 @@ class GroupTasks:
         self._delivered = IdSet()
 
     def assign(self, partition: int, *, offset: int, inherited_end: int, rollouts_end: int) -> None:
-        """Add a partition at its committed offset."""
         self.partitions[partition] = OwnedPartition(position=offset, inherited_end=inherited_end, rollouts_end=rollouts_end)
 
     def add(self, record: Record, prompt: Prompt) -> bool:
@@ -224,11 +216,9 @@ class GroupTasks:
             owned.position = max(owned.position, record.offset + 1)
 
     def waiting(self) -> list[GroupTask]:
-        """Groups that may be started, in no particular order."""
         return [task for task in self.tasks.values() if not task.started and not task.done]
 
     def groups_in_flight(self) -> list[GroupTask]:
-        """Groups that are started and not finished."""
         return [task for task in self.tasks.values() if task.started and not task.finished]
 
     def note(self, partition: int, group: int, sample: int, offset: int) -> None:

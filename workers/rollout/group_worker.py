@@ -148,7 +148,6 @@ class GroupWorker(GenerationLoop):
         return None
 
     def _start(self) -> None:
-        """Fill the engine with prompts, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version
         while self.engine.has_room and (task := self._next(newest)) is not None:
             loaded = self.engine.version
@@ -179,7 +178,6 @@ class GroupWorker(GenerationLoop):
             self._take(0.01 if any(task.sent for task in self.tasks.groups_in_flight()) else IDLE_WAIT_S)
 
     def _ended(self, completions: list[Completion]) -> None:
-        """Take samples from the engine, if their groups need them."""
         if completions and not any(task.completed for task in self.tasks.groups_in_flight()):
             self._gathered = time.monotonic()
         for completion in completions:
@@ -206,7 +204,6 @@ class GroupWorker(GenerationLoop):
                 self._publish(task)
 
     def _publish(self, task: GroupTask) -> None:
-        """Send the completed samples of a group, in as few records as possible."""
         session, schedule = self.session, self.session.schedule
         fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
         sampling = session.config.sampling_for(source_of(task.prompt.columns))
@@ -237,12 +234,10 @@ class GroupWorker(GenerationLoop):
             self.member.commit(moved)
 
     def _marks(self) -> Commits:
-        """Offsets to commit, of the partitions that moved."""
         topic = self.session.topic("prompts")
         return {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}
 
     def _measure(self) -> None:
-        """Report the engine's counts and the lag of the groups in flight."""
         self._measured = time.monotonic()
         newest = self.weights.state.newest_version
         lags = [newest - group.oldest_version for group in self.engine.groups_in_flight() if group.oldest_version is not None]

@@ -15,8 +15,7 @@ from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import ScorerOffsetMetadata
 from penstock.pipeline.runtime.roles import generating_roles
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling.id_set import IdSet
-from penstock.pipeline.scheduling.rules import CALLS, PROMPTS, Presence, WorkingClock, update_presence
+from penstock.pipeline.scheduling.rules import CALLS, PROMPTS, IdSet, Presence, WorkingClock, update_presence
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
@@ -54,7 +53,6 @@ class OpenGroup:
         return sum(sample.finish == "abort" for sample in self.samples.values())
 
     def ordered(self) -> list[Rollout]:
-        """Its samples by number."""
         return [self.samples[number] for number in sorted(self.samples)]
 
 
@@ -129,13 +127,11 @@ class PartitionGroups:
         return max(0, samples - len(self.open[group].samples)) if group in self.open else samples
 
     def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
-        """Add a sample for which `has` is False."""
         group = self._group(rollout.group, now_s)
         group.samples[rollout.sample] = rollout
         group.records[rollout.sample] = record
 
     def finish(self, group: int, *, offset: int) -> None:
-        """Record that a group's outcome is in the log."""
         self.finished.add(group)
         self.open.pop(group, None)
         self.outcomes.setdefault(group, offset)
@@ -177,7 +173,6 @@ class RolloutReports:
     """
 
     def __init__(self, session: Session) -> None:
-        """Follow the reports from now on."""
         self._session = session
         self.clock, self._looked_s = WorkingClock(), 0.0
         labels = (PROMPTS, CALLS) if session.config.turns_by_log else (PROMPTS,)
@@ -186,7 +181,6 @@ class RolloutReports:
 
     @property
     def now_s(self) -> float:
-        """The scorer's working time."""
         return self.clock.now_s
 
     def pass_time(self, owned: Iterable[PartitionGroups], *, working: bool) -> None:
@@ -203,7 +197,6 @@ class RolloutReports:
                 state.present_s += now - before
 
     def close(self) -> None:
-        """Close the reader."""
         self._tail.close()
 
     def _read(self) -> None:
@@ -268,7 +261,6 @@ class OutcomeWriter:
     """Reads from the log which groups of these partitions have ended."""
 
     def write(self, ended: Sequence[Group]) -> None:
-        """Write outcomes, in as few transactions as the limits allow."""
         batch, size = dict[int, list[Outgoing]](), 0
         for group in ended:
             partition = next((p for p, state in self.owned.items() if group.group in state.open), None)

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field, replace
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.data.tokenization import Decoder
-from penstock.pipeline.rewards.child import payload_of, reward_pool
-from penstock.pipeline.rewards.faults import FaultCount
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
-from penstock.pipeline.rewards.pool import RewardPool
+from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, group_of, group_outcome, payload_of, reward_pool
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_to_current_end
@@ -135,7 +132,6 @@ class Scorer:
         reporter.status()
 
     def _results(self) -> list[Done[Job] | Failed[Job]]:
-        """Calls of reward functions that have ended, with those that end right after them."""
         results = self.pool.poll(0.002 if self._scoring else 0.0)
         until = time.monotonic() + GATHERED_S
         while results and time.monotonic() < until and (more := self.pool.poll(NEXT_RESULT_S)):
@@ -149,7 +145,6 @@ class Scorer:
         return 0.0 if oldest_ns is None else max(0.0, time.time() - oldest_ns / 1e9)
 
     def close(self) -> None:
-        """Close its reader of reports."""
         self.reports.close()
 
     def _revoked(self, partitions: set[int]) -> None:
@@ -268,7 +263,6 @@ class Scorer:
         return counted
 
     def _submit(self, state: PartitionGroups, number: int) -> None:
-        """Submit a group to the reward functions once all its samples have arrived."""
         group = state.open[number]
         if not group.complete or group.submitted:
             return

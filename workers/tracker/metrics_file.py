@@ -63,7 +63,6 @@ class MetricsFile:
         return True
 
     def flush(self) -> None:
-        """Pass the written lines to the operating system."""
         if self._unwritten:
             data = b"".join(self._unwritten)
             self._unwritten.clear()
@@ -73,7 +72,6 @@ class MetricsFile:
             self.end = end
 
     def sync(self) -> None:
-        """Make the flushed lines durable on disk."""
         os.fsync(self._file.fileno())
 
     def read(self, offset: int, *, max_points: int) -> tuple[list[Delivery], int]:
@@ -93,7 +91,6 @@ class MetricsFile:
         return deliveries, offset
 
     def close(self) -> None:
-        """Flush and close the file."""
         try:
             self.flush()
         finally:
@@ -209,7 +206,6 @@ class WeightsAndBiases:
 
 
 def sinks(config: Config, run: str, directory: Path, *, notify: Callable[[str], None]) -> "Sinks":
-    """The sinks that the configuration names."""
     makers: dict[str, Callable[[], Sink]] = {}
     if config.tensorboard.enabled:
         makers["TensorBoard"] = lambda: TensorBoard(directory / "tensorboard")
@@ -229,12 +225,10 @@ class Sinks:
             self._try(name, lambda name=name, make=make: self._open.update({name: make()}))  # type: ignore[misc]
 
     def write(self, line: Line, *, new: bool) -> None:
-        """Give all of them a moment's values."""
         for name, sink in list(self._open.items()):
             self._try(name, lambda sink=sink: sink.write(line, new=new))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close all of them."""
         for name, sink in list(self._open.items()):
             self._try(name, sink.close)
         self._open.clear()

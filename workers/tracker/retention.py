@@ -41,7 +41,6 @@ class Retention:
     _deleting: threading.Thread | None = None
 
     def note(self, entry: Entry) -> None:
-        """Apply a ledger entry."""
         if self.session.config.kafka.keep_steps is None:
             return
         if entry.kind == "version" and entry.version is not None:
@@ -67,7 +66,6 @@ class Retention:
         self._deleting.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait for a running deletion."""
         if self._deleting is not None:
             self._deleting.join(timeout_s)
 
@@ -79,7 +77,6 @@ class Retention:
         return max(0, min(self._steps - keep, resume_point.checkpoints[-1][0]))
 
     def _before(self, cut: int, view: RunView, positions: Mapping[Partition, int]) -> dict[Partition, int]:
-        """Partition -> the offset below which nothing is needed."""
         schedule, resume_point, log = self.session.schedule, self._resume_point, self.session.log
         assert resume_point is not None
         # No sample that step `cut` may train is older than this version, and no prompt that is open than its own record.

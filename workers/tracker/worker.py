@@ -29,9 +29,8 @@ from penstock.topics.metrics import Activity, Measurement, activity_of
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
-from penstock.workers.tracker.checkpoint_history import CheckpointHistory
 from penstock.workers.tracker.metrics_file import MetricsFile, sinks
-from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
+from penstock.workers.tracker.results import PAGE_STOPPED_S, CheckpointHistory, write_report
 from penstock.workers.tracker.retention import Retention
 
 
@@ -173,7 +172,6 @@ class Tracker:
         return write_report(session, report, self.directory)
 
     def close(self) -> None:
-        """Stop reading and close the file."""
         self._retention.close()
         self._tail.close()
         self.file.close()
@@ -211,7 +209,6 @@ class Tracker:
         self._flush()
 
     def _pass_on(self, payload: Folded, record: Record) -> None:
-        """Write the points of a record, and apply it."""
         now = time.monotonic()
         self._write_down(self.points.of(payload, record, source=record.topic.removeprefix(f"{self.session.run}.")))
         if isinstance(payload, Measurement):
@@ -255,7 +252,6 @@ class Tracker:
             self.uploader.more(self._checkpoints.existing())
 
     def _announce(self) -> None:
-        """Publish the MLflow run's id, so that a report finds it."""
         if self.uploader is not None and (run_id := self.uploader.run_id) is not None and run_id != self._announced:
             labels = {"mlflow_run_id": run_id, "mlflow_uri": self.uploader.shown_uri}
             self.session.reporter.send(kind="progress", values={}, labels=labels)

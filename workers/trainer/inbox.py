@@ -14,13 +14,12 @@ from typing import Final, Self
 
 from penstock.infra.log import Partition, Start, Tail
 from penstock.infra.tensors.parameter_count import vocabulary
-from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.algorithms.advantages import HIGH, RewardScale, zero_variance
 from penstock.pipeline.learner.training_samples import untrainable
-from penstock.pipeline.rewards.group_outcome import UNTRAINED
+from penstock.pipeline.rewards.scoring import UNTRAINED
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.resume_point import ResumePoint
-from penstock.pipeline.scheduling.reward_scale import HIGH, RewardScale
 from penstock.pipeline.scheduling.rules import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups, metrics, weights
@@ -98,7 +97,6 @@ class GroupInbox:
             self._groups[group.group] = group
 
     def take(self, *, learner_version: int) -> tuple[Candidate, Group] | None:
-        """The next group of the plan, or None until it arrives."""
         candidate = self.selector.take(learner_version=learner_version)
         for stale in self.selector.newly_stale:
             self._groups.pop(stale.group, None)
@@ -116,7 +114,6 @@ class GroupInbox:
             return None
 
     def forget_drops(self) -> None:
-        """Forget the causes of drops."""
         self.drop_causes.clear()
         self.filtered_rewards.clear()
 
@@ -185,7 +182,6 @@ class DropLimit:
 
     @property
     def since_last_step(self) -> int:
-        """Groups dropped since the last step was committed."""
         return self.inbox.selector.drops - self.at_last_step
 
     def tolerate(self) -> None:
@@ -194,7 +190,6 @@ class DropLimit:
         self.inbox.forget_drops()
 
     def committed(self) -> None:
-        """A step was committed: restart the count."""
         self.at_last_step = self.inbox.selector.drops
         self.inbox.forget_drops()
 
@@ -287,7 +282,6 @@ class Arrivals:
         return self._admitted is not None and self.inbox.selector.finished_groups >= self._admitted
 
     def settle(self, resumed: Resumed) -> None:
-        """Count the groups that have ended according to the ledger."""
         selector, past, resume = self.inbox.selector, resumed.past, resumed.resume_point
         if resume is None:
             selector.settle([*past.stale, *past.trained])
@@ -319,7 +313,6 @@ class Arrivals:
             self.session.reporter.status()
 
     def resume_point(self) -> ResumePoint:
-        """The resume point of a step that is about to be committed."""
         selector, scale, store = self.inbox.selector, self.inbox.scale, self.writer.checkpoints.store
         checkpoints = self.offsets.checkpoints([] if store is None else store.steps())
         oldest = checkpoints[-1][0] if checkpoints else 0

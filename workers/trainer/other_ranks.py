@@ -167,7 +167,6 @@ def _on_gpu(config: Config) -> bool:
 
 
 def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
-    """Start another rank on this machine; it shares the output of this process."""
     connection = getattr(session.log, "connection", None)
     if connection is None:
         raise ConfigError("trainer.processes: several need a broker, the in-memory log is of one process; set 1")

@@ -14,10 +14,9 @@ from functools import partial
 from penstock.infra import faults
 from penstock.infra.errors import RecordMissing, Unrecoverable
 from penstock.infra.log import Log
-from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic, rebases
 from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history, read_planned
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.repeat_step import Difference, Repetition, other_weights, repeat
+from penstock.pipeline.learner.repeat_step import Difference, Repetition, arithmetic_of, changed_arithmetic, other_weights, rebases, repeat
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
@@ -145,7 +144,6 @@ class ResumeOffsets:
         return tuple(recorded)
 
     def note_anchor(self, manifest: Manifest | None, offset: int) -> None:
-        """Record the offset of a manifest, if it is an anchor's."""
         if manifest is not None and manifest.begins_chain:
             self.anchors.setdefault(manifest.version, offset)
 

@@ -111,7 +111,6 @@ class Publication:
 
     @property
     def sent(self) -> bool:
-        """True once the thread has ended."""
         return self.thread is not None and not self.thread.is_alive()
 
 

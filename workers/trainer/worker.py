@@ -22,7 +22,7 @@ from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.factories import open_device
 from penstock.pipeline.runtime.registration.run_registry import set_status
-from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
+from penstock.pipeline.runtime.reporting.reporter import peak_rss
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules
@@ -146,7 +146,6 @@ class Trainer:
             self.drops.tolerate()
 
     def _settle(self, resumed: Resumed) -> None:
-        """Count the groups that have ended according to the ledger."""
         self.arrivals.settle(resumed)
         past, resume = resumed.past, resumed.resume_point
         self.drops.at_last_step, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
@@ -248,7 +247,6 @@ class Trainer:
         return f"look at the samples of step {self.policy.steps_done}, or continue from step {good} with a lower learning rate: {fork}"
 
     def finishing(self) -> str:
-        """Describe the remaining work after a stop request."""
         saving_s = self.session.reporter.values.get("checkpoint_s")
         text = f"ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
         return text if self.writer.checkpoints.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"

@@ -65,11 +65,9 @@ class TextEpisode:
         return Observation(messages=_messages(text, "step"), reward=_number(reward, "step"), ended=bool(ended))
 
     async def reward(self) -> float | None:
-        """None, because each step has its own reward."""
         return None
 
     async def close(self) -> None:
-        """Call the environment's `close`, if it has one."""
         close = getattr(self._environment, "close", None)
         if callable(close):
             await _awaited(close())

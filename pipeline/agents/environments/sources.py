@@ -113,7 +113,6 @@ class TextArenaGame:
         return self._new_messages()
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Text of the game, reward, ended."""
         shared_state = random.getstate()
         random.setstate(self._numbers)
         try:

@@ -54,17 +54,14 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """Value of `OPENAI_BASE_URL` for an agent."""
         return f"http://127.0.0.1:{self._server.port}/v1"
 
     def open(self, session: AgentSession) -> str:
-        """Open a session and return its random key."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
 
     def close_session(self, key: str) -> None:
-        """Close the session of a key; a second call does nothing."""
         if (session := self._sessions.pop(key, None)) is not None:
             session.close()
 

@@ -41,12 +41,10 @@ class ControlTokens:
         """Ids of control tokens that the tokenizer also matches in normalised spellings, such as full-width letters."""
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with escaped control tokens."""
         finder = self._in_assistant if message.get("role") == "assistant" else self._in_texts
         return {key: self._escaped(value, finder) for key, value in message.items()}
 
     def escape_text(self, value: Any) -> Any:
-        """A JSON value with escaped control tokens."""
         return self._escaped(value, self._in_texts)
 
     def jointed(self, value: Any) -> Any:
@@ -155,7 +153,6 @@ class _Finder:
         self.longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Start, end and word of each match."""
         done = 0
         for match in self._starts.finditer(text):
             start = match.start()
@@ -167,7 +164,6 @@ class _Finder:
                 yield start, done, word
 
     def replace(self, text: str, made: Any) -> str:
-        """The text with `made(word)` for each word."""
         pieces, done = [], 0
         for start, end, word in self.find(text):
             pieces += [text[done:start], made(word)]

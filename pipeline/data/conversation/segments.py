@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipeline.data.conversation.base import Template
-from penstock.pipeline.data.conversation.messages import Message, Tools, digests
+from penstock.pipeline.data.conversation.messages import Message, Template, Tools, digests
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -54,7 +53,6 @@ class Segment:
 
     @property
     def prompt(self) -> int:
-        """Number of tokens before the first generated one."""
         return self.parts[0].end
 
 
@@ -110,7 +108,6 @@ class _Turn:
     """True once a later context extends this turn."""
 
     def ids(self) -> list[Int32s]:
-        """All tokens up to the end of this turn, as a list of arrays."""
         pieces: list[Int32s] = []
         turn: _Turn | None = self
         while turn is not None:

@@ -46,7 +46,6 @@ class Lake:
 
 
 def holes_of(seed: int) -> frozenset[Cell]:
-    """The holes of a seed's map; the goal is always reachable."""
     rng = random.Random(seed)
     cells = [(row, column) for row in range(SIZE) for column in range(SIZE)]
     while True:

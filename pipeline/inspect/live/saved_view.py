@@ -15,7 +15,7 @@ from penstock.pipeline.inspect.run_status import steps_per_version
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import RATE_WINDOW, Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
 from penstock.pipeline.runtime.topic_reader import scan
-from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics.catalogue import RUNS_TOPIC, STATE, topic_name
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import source_digest, split_options
-from penstock.pipeline.data.configured import described, open_data, open_eval_data, refuse_changed
+from penstock.pipeline.data.run_data import described, open_data, open_eval_data, refuse_changed
 from penstock.pipeline.rewards import functions as rewards
 from penstock.topics.runs import RunRecord
 

@@ -19,11 +19,11 @@ from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.spawn import ChildError
 from penstock.infra.tensors.parameter_count import parameters
-from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.algorithms.advantages import LOW, RewardScale, zero_variance
 from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
 from penstock.pipeline.data import Row
-from penstock.pipeline.data.configured import open_data
 from penstock.pipeline.data.references import InvalidReference, accepted
+from penstock.pipeline.data.run_data import open_data
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.inspect.report.figures import one_line
 from penstock.pipeline.inspect.report.formats import duration
@@ -31,11 +31,10 @@ from penstock.pipeline.launch.check.rows import PER_SOURCE
 from penstock.pipeline.launch.check.sizes import arithmetic, check_disk, memory_line
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
-from penstock.pipeline.rewards import child as reward_child
 from penstock.pipeline.rewards import functions as rewards
+from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.runtime.factories import check_engine
-from penstock.pipeline.scheduling.reward_scale import LOW, RewardScale
 from penstock.topics.samples import cause_of, generated
 
 SHOWN_GROUPS = 2

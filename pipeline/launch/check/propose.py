@@ -20,8 +20,7 @@ from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.data import Dataset, open_dataset
-from penstock.pipeline.data.chat_template import chat_template_of
-from penstock.pipeline.data.conversation.model_files import model_folder
+from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.launch.placement import visible_gpus

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.data import DataError, Dataset, Row, check
-from penstock.pipeline.data.configured import Data, pool_of
 from penstock.pipeline.data.references import OWN
+from penstock.pipeline.data.run_data import Data, pool_of
 from penstock.pipeline.data.tokenization import Renderer
 from penstock.pipeline.rewards import functions as rewards
-from penstock.pipeline.rewards.faults import RewardError
+from penstock.pipeline.rewards.values import RewardError
 
 OPENING_TAG = re.compile(r"(<(?!assistant|model|bot|s>)[a-z_]+>)\s*\Z")
 """A tag such as `<think>` that a chat template or a prompt opens for the policy; names of roles are none."""

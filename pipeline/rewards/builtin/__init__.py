@@ -11,7 +11,133 @@ from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.data.references import accepted, matches_reference
-from penstock.pipeline.rewards.builtin.final_answer import candidates, last_box
+from penstock.pipeline.rewards.builtin.math_text import NUMBER_WORD, is_unit
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+_TAIL = 8_000
+"""Characters at the end of a completion that are searched for an unmarked answer."""
+_MARKDOWN = re.compile(r"\*\*(?=\W|$)|(?<![\w)])\*\*|^\s*(?:```\w*|[*•] )", re.MULTILINE)
+_MONEY = re.compile(r"\\\$|\$(?=\d[\d,.]*(?:[\s.,;:?!)*/=+-]|$))(?![^$\n]{1,500}[^\s$]\$)")
+_WIDE = str.maketrans({"\u3002": ". ", "\uff0c": ", ", "\uff1a": ":", "\uff1b": "; ", "\uff01": "!", "\uff1f": "?", "\u6216": " or "})
+"""Chinese punctuation, and the word "or"."""
+_SYMBOLS = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
+_EMPHASIS = re.compile(r"(?<![\w*])([*_'])([^\s*_']{1,100})\1(?![\w*])")
+_ANNOUNCED = re.compile(
+    r"\b(?:answers?|option|choice)\b(?:[^\n.:=]{0,60}?\b(?:is|are|equals)\b|[ *_]*[:=]|\s[-–—]\s|[ *_]*\n)[\s:*_]*(?=[^\s.*_:])"
+    r"|\u7b54\u6848[^\n.:=\d]{0,10}?[\u662f\u4e3a\u70ba:][\s:*_]*|\b(?:options?|choices?|choose|select|pick)\s(?:option\s)?(?=\(?[A-J]\)?\.?$)",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"[A-Za-z', ]{0,100}\b(?:is|are|equals|answer:)(?=[\s:])[\s:]*(.*)", re.DOTALL | re.IGNORECASE)
+_DELIMITED = re.compile(r"\$\$[^$]{1,500}\$\$|(?<!\\)\$(?:\\\$|[^$\n]){1,500}(?<!\\)\$|\\\[.{1,500}?\\\]|\\\(.{1,500}?\\\)", re.DOTALL)
+_TUPLE = re.compile(r"[(\[](?:[-+]?(?:\d[\d./^]*|\\?[a-zπ∞]\w*)(?:,\s+(?=.{1,99}[)\]])|(?=[)\]]))){2,9}[)\]]")
+_JOINED_BY = re.compile(r"\$\s*(?:,?\s*(?:and|or)|,)\s*\$")
+_NEXT_NUMBER = re.compile(r"((?:^|(?<=\s))\$?-?\d[\d.]*[,;])\s+(?=-?\d[\d.]*(?:[\s,;]|$))")
+_OR = re.compile(r"(?:[.,;?!]?\s(?:or|Or)(?:\s(?:maybe|perhaps|possibly|even|else|rather|also))?|,\s(?P<and>and))\s")
+_SENTENCE_END = re.compile(r"(?<=[.;?])(?=\s|$)|(?<=[^\s!])!+(?=\s*$|\s+[^a-z\s\d=+*/<>-])|\n\s*\n")
+_DOUBT = re.compile(
+    r"\b(?:know|sure|unsure|unknown|unclear|cannot|can't|couldn't|no idea|guess|impossible|undetermined|were)\b"
+    r"|\b(?:if|whether)(?: (?:the|my|your|this|that|final|correct|right)){0,3} $",
+    re.IGNORECASE,
+)
+_TASK = re.compile(
+    r"\b(?:what|how|which|who|when|where)\b.*\?$|^\W*(?:find|calculate|compute|determine|evaluate|solve|simplify)\b[^=]*$",
+    re.IGNORECASE | re.DOTALL,
+)
+_DENIAL = re.compile(
+    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bthan|\bone of|\banything but|\bor)\b(?:(?!\bbut\b)[\w\s]){0,20}$", re.IGNORECASE
+)
+_JOINS = ("or", "and", "to")
+_MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB-HJ-Z]|(?i:{NUMBER_WORD}|half)\W?", re.DOTALL)
+
+
+def candidates(text: str) -> list[str]:
+    r"""Candidates for the final answer of a completion, best first; empty if there is none.
+
+    Example:
+        candidates(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
+    """
+    text = text.rpartition("</think>")[2].strip() or text
+    if "</answer>" in text:
+        text = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
+    marked = last_box(text)
+    if marked is None and "####" in text:
+        marked = text.rpartition("####")[2].strip().partition("\n")[0]
+    if marked is None:
+        return _in_prose(text[-_TAIL:])
+    plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", marked[:_TAIL]).strip()
+    sentence = _SENTENCE.fullmatch(plain)
+    clear = sentence and not _DOUBT.search(plain) and len(re.findall(r"(?i)\b(?:is|are|not|or|equals)\b|answer:|\?", plain)) == 1
+    return ([marked, sentence[1]] if sentence and clear else [marked]) if marked.strip() else []
+
+
+def _in_prose(text: str) -> list[str]:
+    text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.translate(_WIDE).strip()))
+    text = _SYMBOLS.sub("", _MONEY.sub("", text)).replace(" or so", "").replace(" and a half", " and one half")
+    text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
+    text = _NEXT_NUMBER.sub(r"\1~", _OR.sub(lambda match: f" {match['and'] or 'or'} ", text))
+    whole = [text] if "\n" not in text else []
+    announced = list(_ANNOUNCED.finditer(text))
+    if not announced and not re.search(r"[A-Za-z]{2}", text):
+        return whole
+    if announced:
+        start, end = announced[-1].span()
+        before, tail = _SENTENCE_END.split(text[max(0, start - 200) : start])[-1], _sentences(text[end:])[0]
+        return [] if _DOUBT.search(before) or _DOUBT.search(announced[-1][0]) else [tail, *_expressions(tail)[:1]]
+    sentences = _sentences(text)
+    if _TASK.search(sentences[-1]):
+        return []
+    last = next((part for part in reversed(sentences) if not part.endswith("?") and _expressions(part)), "")
+    return whole + ([] if _DOUBT.search(last) else _expressions(last)[-1:])
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; None if there is none."""
+    closed, opened = dict[int, int](), list[int]()
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closed[opened.pop()] = match.start()
+    last, end = None, -1
+    for match in _BOX.finditer(text):
+        start = match.end()
+        bare = re.compile(r"[^\s$.,{]+").match(text, start, start + 50)
+        if closed.get(start, -1) > end:
+            last, end = text[start + 1 : closed[start]], closed[start]
+        elif bare and bare.end() > end:
+            last, end = bare[0], bare.end()
+    return last
+
+
+def _sentences(text: str) -> list[str]:
+    """The sentences of a text, with each delimited formula and each tuple as one word."""
+    for whole in (_DELIMITED, _TUPLE):
+        text = whole.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
+    return [part.strip() for part in _SENTENCE_END.split(text) if part.strip()] or [""]
+
+
+def _expressions(text: str) -> list[str]:
+    """The expressions in a sentence that it does not deny; a number in words only if none has digits.
+
+    An equation is reduced to the part after its last equals sign.
+    """
+    expressions, words, start = [], list[str](), 0
+    for match in re.finditer(r"\S+", text + " END"):
+        word = match[0]
+        if _MATH_WORD.fullmatch(word) or (words and (word in _JOINS or is_unit(word.rstrip(".,;:?")))):
+            start = start if words else match.start()
+            words.append(word.rstrip(".,;:?"))
+            if word[-1] not in ",;:?":
+                continue
+        while words and words[-1] in _JOINS:
+            words = [] if words[-1] == "or" else words[:-1]
+        expression = " ".join(words)
+        if words and not _DENIAL.search(text[max(0, start - 40) : start]):
+            expressions.append(expression if re.search(r"\$|\\\(| or ", expression) else expression.rpartition("=")[2])
+        words = []
+    in_digits = [expression for expression in expressions if re.search(r"\d|\\[a-zA-Z]|\$", expression)]
+    in_words = [expression for expression in expressions if re.search(rf"(?i){NUMBER_WORD}", expression) and expression != "one"]
+    return in_digits or (in_words if len(in_words) == 1 else [])
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:

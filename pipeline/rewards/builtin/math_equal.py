@@ -69,7 +69,6 @@ Reading = Words | Quantity | Group | Relation
 
 
 def read(text: str, depth: int = 0) -> Reading:
-    """Classify a normalised text."""
     text = text.rstrip(" .").lstrip()
     if depth > 8:
         return Quantity(text, None)

@@ -61,7 +61,6 @@ def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
 
 
 def symbols(tree: Tree) -> set[str]:
-    """Names of a tree's symbols."""
     if isinstance(tree, Fraction):
         return set()
     return {tree[1]} if tree[0] == "symbol" else set().union(*map(symbols, tree[1:]))

@@ -84,7 +84,6 @@ def write(log: Log, record: RunRecord) -> None:
 
 
 def write_status(log: Log, record: RunRecord) -> None:
-    """Append a run's newest status to the register."""
     _append(log, RUNS_TOPIC, topic.status_of(record))
 
 

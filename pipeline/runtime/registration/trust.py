@@ -3,20 +3,26 @@
 A name in a configuration counts as code unless it is listed as none.
 """
 
+import contextlib
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import ConfigError, RunNotFound
+from penstock.infra.log import Log
 from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.plugins import split_options
-from penstock.pipeline.runtime.registration.run_key import KEY_FILE
-from penstock.pipeline.runtime.registration.run_registry import Registration
-from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.registration.run_key import KEY_FILE, make_key
+from penstock.pipeline.runtime.registration.run_registry import Registration, registration, write
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics.catalogue import RUNS_TOPIC, control_topics_of, topic_name, topics_of
 from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.secrets import without_password
 
 DATA_SCHEMES = frozenset({"hf", "reasoning-gym", "tiny"})
@@ -56,7 +62,6 @@ def user_code(config: Config, *, sections: Collection[str] = (), overridden: Col
 
 
 def keys_of(overrides: Iterable[str]) -> list[str]:
-    """The keys of `--set KEY=VALUE`."""
     return [text.partition("=")[0].strip() for text in overrides]
 
 
@@ -193,3 +198,45 @@ def as_block(run: str, named: Collection[Named]) -> str:
 def _visible(text: str) -> str:
     shown = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text[:SHOWN_CHARACTERS])
     return shown if len(text) <= SHOWN_CHARACTERS else f"{shown} … and {len(text) - SHOWN_CHARACTERS} more characters"
+
+
+def shown(log: Log, run: str) -> str | None:
+    """The record to be signed: the code that it names, and its source; None if the run's key has signed it already."""
+    if registration(log, run).signed:
+        return None
+    record, topic = _record(log, run)
+    config = from_json(record.config)
+    code = user_code(config)
+    text = as_block(run, code) if code else f"run {run} names no code"
+    return f"{text}\nfrom {topic}; model {config.model.path!r}, data {', '.join(map(repr, config.data_sources))}"
+
+
+def adopt_run(log: Log, run: str) -> None:
+    """Make the run's key on this machine and write its record, signed. Raises `ConfigError`."""
+    (record, _), own = _record(log, run), topic_name(run, "run")
+    from_json(record.config)  # a configuration that this release cannot read is not signed
+    make_key(run)
+    log.create_topics({own: topics_of(run, partitions=1)[own], **control_topics_of(run)})
+    write(log, record)
+
+
+def _record(log: Log, run: str) -> tuple[RunRecord, str]:
+    """The run's record and the topic it is from: the run's own, else its ledger, which the users of other runs cannot write to.
+
+    For a run of an earlier release whose trainer has never started it comes from the register.
+    """
+    registered = registration(log, run)
+    if registered.record is None:
+        raise RunNotFound(run)
+    if registered.own:
+        return registered.record, topic_name(run, "run")
+    ledger_state = LedgerState(run)
+    for record in scan(log, topic_name(run, "ledger")):
+        with contextlib.suppress(Unusable):
+            ledger_state.apply(record)
+    if ledger_state.opened is None:
+        return registered.record, RUNS_TOPIC
+    details = json.loads(ledger_state.opened.details or "{}")
+    if not all(isinstance(details.get(name), dict) for name in ("config", "info")):
+        raise ConfigError(f"{run}.ledger: its first entry has no configuration; the run cannot be signed")
+    return replace(registered.record, config=json.dumps(details["config"]), info=json.dumps(details["info"])), topic_name(run, "ledger")

@@ -47,7 +47,6 @@ class Health:
     """Last iteration of the loop, and time and CPU seconds at the first probe after it."""
 
     def response(self, path: str) -> Response:
-        """The response to a request."""
         if path == "/livez":
             return _response(self.hangs())
         if path == "/readyz":
@@ -57,7 +56,6 @@ class Health:
         return "404 Not Found", "text/plain", b"there are /livez, /readyz and /metrics\n"
 
     def hangs(self) -> str | None:
-        """Reason to kill the process; None if it works."""
         now_s, spent_s, turned_s = time.monotonic(), cpu_s(), self.reporter.turned_s
         if turned_s != self._seen[0]:
             self._seen = turned_s, now_s, spent_s
@@ -93,7 +91,6 @@ class Health:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of its children."""
     spent = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
         try:

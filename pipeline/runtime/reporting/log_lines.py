@@ -1,8 +1,14 @@
-"""Lines of a worker's log: time, level, run, worker and text of one event, as text or as a JSON object; control characters made visible."""
+"""Lines of a worker's log: time, level, run, worker and text of one event, as text or as a JSON object; control characters made visible.
+
+A Kafka client whose broker is unreachable repeats its warnings several times a second: of those that differ only in numbers, one is
+printed per `EVERY_S`, with the count of the others.
+"""
 
 import contextlib
 import json
+import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +36,6 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
 
 
 def print_line(run: str, worker: str, text: str, *, level: str = "info") -> None:
-    """Print one line of a worker's log."""
     print(log_line(text, run=run, worker=worker, level=level, as_json=bool(os.environ.get(LOG_JSON))), flush=True)
 
 
@@ -77,3 +82,42 @@ def exact_output() -> TextIO:
 def print_json(text: str, *, flush: bool = False) -> None:
     """Print JSON made by `json.dumps`, with the hidden character escaped that it leaves as it is."""
     print(text.replace(DEL, "\\u007f"), file=exact_output(), flush=flush)
+
+
+EVERY_S = 60.0
+LOGGERS = ("kafka", "penstock")
+_NUMBERS = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+
+
+class ClientLog(logging.Handler):
+    """Passes warnings on to `notify(text, level)`."""
+
+    def __init__(self, notify: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._notify = notify
+        self._printed: dict[tuple[str, str], tuple[float, int]] = {}
+        """(logger, text without numbers) -> time of the last printed warning, and number of those since."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = record.exc_info[1] if record.exc_info else None
+        text = " ".join(f"{record.getMessage()}{f': {type(cause).__name__}: {cause}' if cause else ''}".split())
+        key, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()
+        printed_s, more = self._printed.get(key, (-EVERY_S, 0))
+        if now - printed_s < EVERY_S:
+            self._printed[key] = printed_s, more + 1
+            return
+        self._printed[key] = now, 0
+        self._notify(f"{record.name}: {text}" + (f" ({more} more like it since the last one)" if more else ""), record.levelname.lower())
+
+
+def pass_on_warnings(notify: Callable[[str, str], None]) -> Callable[[], None]:
+    """Pass warnings of the client and of our log to `notify(text, level)` until the returned function is called."""
+    handler = ClientLog(notify)
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+
+    def end() -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+
+    return end

@@ -4,22 +4,34 @@ Sending does not wait for the broker; a lost measurement raises at the next stat
 """
 
 import gc
+import re
+import resource
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.leases import new_token
 from penstock.pipeline.runtime.reporting.log_lines import print_line
-from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.topics import metrics
 from penstock.topics.catalogue import control_topic
 from penstock.topics.metrics import Activity
 from penstock.topics.wire.record import Outgoing
+
+
+def peak_rss() -> float:
+    """Bytes. Linux's `ru_maxrss` starts with the peak of the parent process, so it is only the fallback."""
+    try:
+        match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        match = None
+    return 1024.0 * (float(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
 
 _COUNTED_AS: Mapping[Activity, Activity] = {
     Activity.COMPUTE: Activity.BUSY,
@@ -110,7 +122,6 @@ class ThrottledLog:
     _summed: float = field(default_factory=time.monotonic)
 
     def notify(self, kind: str, text: str) -> None:
-        """Print a line, or count it."""
         self._seen[kind] += 1
         if self._seen[kind] <= PRINTED_AT_FIRST:
             self.write(text)
@@ -166,11 +177,9 @@ class Reporter:
         self.throttled = ThrottledLog(self.notify)
 
     def notify(self, text: str, *, level: str = "info") -> None:
-        """Print one line of the worker's log."""
         print_line(self.run, self.worker, text, level=level)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """Increase a cumulative number."""
         self.values[name] = self.values.get(name, 0.0) + amount
 
     def doing(self, activity: Activity, text: str, *, now: bool = False) -> None:
@@ -193,7 +202,6 @@ class Reporter:
             self._counted = now
 
     def waited_s(self) -> float:
-        """Seconds for which a trainer has waited so far."""
         self._count_time()
         return sum(self.values.get(f"time_{use}_s", 0.0) for use in TRAINER_WAITS)
 
@@ -204,12 +212,10 @@ class Reporter:
         self.status(force=True)
 
     def duplicate(self, name: str) -> None:
-        """Count a duplicate record."""
         self.add("duplicates")
         self.throttled.notify("ignored duplicates", f"ignored a duplicate: {name}")
 
     def numbers(self) -> dict[str, float]:
-        """Values of the worker and of its process."""
         return {**self.values, **self._process_values()}
 
     def status(self, *, force: bool = False) -> None:
@@ -268,7 +274,6 @@ class Reporter:
             self.producer.send(Outgoing(topic=f"{self.run}.metrics", partition=0, key=self.worker.encode(), headers=headers, value=value))
 
     def close(self, *, status: str) -> None:
-        """Send the last measurement."""
         self.throttled.sum_up(now=True)
         self.labels["status"] = status
         self._count_time()

@@ -90,6 +90,5 @@ class IpcWeightReceiver:
                 self._memory.map(file)
 
     def close(self) -> None:
-        """Let go of the memory."""
         with self.copy.lock:
             self._memory.close()

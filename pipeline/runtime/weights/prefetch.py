@@ -169,7 +169,6 @@ class WeightPrefetch:
             raise self._failure
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join(_CLOSE_S)
 
@@ -289,7 +288,6 @@ class VersionWatch(WeightPrefetch):
 
     @property
     def version(self) -> int:
-        """The newest published version."""
         return self.state.newest_version
 
     @contextmanager

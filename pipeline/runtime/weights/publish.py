@@ -102,7 +102,6 @@ def chunk_partitions(version: int, *, count: int) -> list[int]:
 
 
 def manifest_record(manifest: Manifest, *, run: str) -> Outgoing:
-    """The manifest as it is written to partition 0."""
     value = weights.encode(manifest)
     headers = weights.headers(manifest, run=run).encode(value)
     return Outgoing(topic=f"{run}.weights", partition=weights.MANIFESTS, key=str(manifest.version).encode(), headers=headers, value=value)
@@ -123,11 +122,9 @@ class ChunkWriter:
     _chunk: bytearray = field(default_factory=bytearray)
 
     def partition(self, index: int) -> int:
-        """Partition of a chunk."""
         return self.partitions[index % len(self.partitions)]
 
     def add(self, data: Any) -> None:
-        """Append a buffer to the stream."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             size = self._size()

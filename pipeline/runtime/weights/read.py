@@ -122,7 +122,6 @@ def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reade
 
 
 def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
-    """Read a whole version chunk by chunk into the copy."""
     try:
         copy.allocate(names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
     except ValueError as error:
@@ -143,7 +142,6 @@ def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[bytearra
 
 
 def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> None:
-    """Assemble a version's chunks, which arrive in any order."""
     starts = list(accumulate(manifest.chunk_sizes, initial=0))
     for chunk in reader.read(manifest):
         into[starts[chunk.index] : starts[chunk.index + 1]] = chunk.data
@@ -230,7 +228,6 @@ class ChunkReader:
         return at[1] in self._followed and isinstance(offset, int) and 0 <= offset - tail.position(at) <= NEAR_RECORDS
 
     def close(self) -> None:
-        """Close the reader."""
         if self._tail is not None:
             self._tail.close()
             self._tail, self._followed = None, set()

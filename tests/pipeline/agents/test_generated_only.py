@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.learner.train_step import group_measures
-from penstock.pipeline.rewards.child import payload_of
 from penstock.pipeline.rewards.functions import resolve
+from penstock.pipeline.rewards.scoring import payload_of
 from penstock.topics import rollouts
 from penstock.topics.samples import GENERATED, Rollout, Turn, generated
 

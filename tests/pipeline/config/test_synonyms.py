@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.pipeline.config import synonyms
+from penstock.pipeline.config import fields
 from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.config.run_config import Config
 
@@ -15,7 +15,7 @@ def answer(section: str, key: str, value: object) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("ours", sorted({ours for ours in synonyms.KEYS.values() if ours}))
+@pytest.mark.parametrize("ours", sorted({ours for ours in fields.FOREIGN_KEYS.values() if ours}))
 def test_every_key_that_a_synonym_leads_to_exists(ours: str) -> None:
     section, key = ours.split(".")[:2]
     assert key in Config.model_fields[section].annotation.model_fields

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.data.open import open_dataset
-from penstock.pipeline.data.prompt_order import PromptOrder, RowId, ascending, order
 from penstock.pipeline.data.rows import DataError
+from penstock.pipeline.data.run_data import PromptOrder, RowId, ascending, order
 
 
 @given(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.data.references import InvalidReference, accepted, matches_reference, with_facts
 from penstock.pipeline.rewards.builtin import exact_match, math_verify
-from penstock.pipeline.rewards.faults import RewardError
 from penstock.pipeline.rewards.functions import resolve
+from penstock.pipeline.rewards.values import RewardError
 
 
 @pytest.mark.parametrize(

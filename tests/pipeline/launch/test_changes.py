@@ -11,7 +11,7 @@ import pytest
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.data.configured import described, open_data, open_eval_data, refuse_changed
+from penstock.pipeline.data.run_data import described, open_data, open_eval_data, refuse_changed
 from penstock.pipeline.inspect.audit import report as audit_report
 from penstock.pipeline.inspect.audit.facts import Facts
 from penstock.pipeline.inspect.report.summary import as_text, summarise

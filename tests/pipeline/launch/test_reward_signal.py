@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.infra.errors import PenstockError
+from penstock.pipeline.algorithms.advantages import RewardScale
 from penstock.pipeline.data import Row
 from penstock.pipeline.launch.check.preflight import ENOUGH, equal_and_low, refuse_reversed, swapped
-from penstock.pipeline.scheduling.reward_scale import RewardScale
 from tests.pipeline.launch.test_check import configured, found, project
 
 

@@ -12,7 +12,7 @@ import pytest
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.data import DataError
-from penstock.pipeline.data.configured import open_data, open_eval_data
+from penstock.pipeline.data.run_data import open_data, open_eval_data
 from penstock.pipeline.launch.check import rows
 from penstock.pipeline.launch.check.rows import RowReader
 from tests.support.light_model import light_model

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.data import DataError, open_dataset
 from penstock.pipeline.data.rows import Fields, make_row
-from penstock.pipeline.rewards import child as reward_child
-from penstock.pipeline.rewards.faults import RewardError
+from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.rewards.functions import resolve
+from penstock.pipeline.rewards.values import RewardError
 
 SEEN = """
 import json

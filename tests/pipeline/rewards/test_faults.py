@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.rewards.faults import FEWEST, SHARE, BrokenReward, FaultCount, fault_of
+from penstock.pipeline.rewards.scoring import FEWEST, SHARE, FaultCount, fault_of
+from penstock.pipeline.rewards.values import BrokenReward
 from penstock.pipeline.runtime.exit_status import BROKEN, exit_status
 
 ZERO = "reward f.py:f broke: ZeroDivisionError: division by zero (f.py line 3)"

@@ -11,7 +11,7 @@ from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.learner.train_step import group_measures
 from penstock.pipeline.learner.training_samples import combined_advantages, sequences
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.group_outcome import group_of, group_outcome
+from penstock.pipeline.rewards.scoring import group_of, group_outcome
 from penstock.topics import groups, prompts, rollouts
 from tests.support.a_run import Teller
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
-from penstock.pipeline.rewards.child import CHILD, payload, spec
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.pool import RewardPool
+from penstock.pipeline.rewards.scoring import CHILD, RewardPool, payload, spec
 
 MINE = """
 import asyncio, ctypes, multiprocessing, os, re, signal, subprocess, sys, threading, time

@@ -8,11 +8,11 @@ import pytest
 
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.config.plugins import PluginError
-from penstock.pipeline.rewards import child as reward_child
 from penstock.pipeline.rewards import functions as rewards
+from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.rewards.builtin import BUILTINS
-from penstock.pipeline.rewards.faults import RewardError
 from penstock.pipeline.rewards.functions import Score, resolve
+from penstock.pipeline.rewards.values import RewardError
 from tests.support.paths import EXAMPLES, GSM8K
 
 MINE = """

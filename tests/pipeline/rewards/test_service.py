@@ -15,9 +15,9 @@ from penstock.infra.sandbox.loopback import Loopback
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import REWARD_TOKEN as TOKEN
 from penstock.pipeline.config.load import ConfigError, from_table
-from penstock.pipeline.rewards.child import CHILD, payload, spec
-from penstock.pipeline.rewards.faults import RewardError
 from penstock.pipeline.rewards.functions import digests, resolve
+from penstock.pipeline.rewards.scoring import CHILD, payload, spec
+from penstock.pipeline.rewards.values import RewardError
 
 Answer = Callable[[Request], Coroutine[Any, Any, Response]]
 Serve = Callable[[Answer], str]

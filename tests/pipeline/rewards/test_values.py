@@ -11,9 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.rewards.faults import RewardError
-from penstock.pipeline.rewards.logged import MOST_CHARACTERS, MOST_NAMES, Logged
-from penstock.pipeline.rewards.values import LARGEST, checked
+from penstock.pipeline.rewards.values import LARGEST, MOST_CHARACTERS, MOST_NAMES, Logged, RewardError, checked
 
 
 class Odd:

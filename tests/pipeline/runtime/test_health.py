@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.infra.errors import ConfigError, Fenced
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.runtime.reporting import client_log
 from penstock.pipeline.runtime.reporting import health as module
+from penstock.pipeline.runtime.reporting import log_lines
 from penstock.pipeline.runtime.reporting.health import HEALTH, TURN_S, Health, address_of, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
@@ -115,13 +115,13 @@ def test_a_clients_warning_is_a_dated_line_of_the_worker_and_its_repetitions_are
     health: Health, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = {"now": 1000.0}
-    monkeypatch.setattr(client_log.time, "monotonic", lambda: clock["now"])
-    end = client_log.pass_on_warnings(lambda text, level: health.reporter.notify(text, level=level))
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock["now"])
+    end = log_lines.pass_on_warnings(lambda text, level: health.reporter.notify(text, level=level))
     kafka = logging.getLogger("kafka.net.manager")
     for attempt in range(3):
         kafka.warning("Connection %d failed:\n%s", attempt, "ECONNREFUSED")
     kafka.info("nothing to mind")
-    clock["now"] += client_log.EVERY_S
+    clock["now"] += log_lines.EVERY_S
     kafka.warning("Connection %d failed:\n%s", 4, "ECONNREFUSED")
     end()
     kafka.warning("nobody hears this")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.scheduling.id_set import PAGE_BITS, IdSet
+from penstock.pipeline.scheduling.rules import PAGE_BITS, IdSet
 
 NUMBERS = st.one_of(st.integers(0, 300), st.integers(PAGE_BITS - 2, PAGE_BITS + 2), st.integers(0, 2**63 - 1))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.pipeline.algorithms.advantages import HIGH, LOW, RANGES, RewardScale
 from penstock.pipeline.rewards.builtin import BUILTINS
-from penstock.pipeline.scheduling.reward_scale import HIGH, LOW, RANGES, RewardScale
 
 REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20)
 

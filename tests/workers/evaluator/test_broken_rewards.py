@@ -11,7 +11,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import Done
 from penstock.pipeline.inspect.report.summary import as_text
 from penstock.pipeline.inspect.run_view import load
-from penstock.pipeline.rewards.faults import BrokenReward, FaultCount
+from penstock.pipeline.rewards.scoring import FaultCount
+from penstock.pipeline.rewards.values import BrokenReward
 from penstock.workers.evaluator.evaluator import Evaluator
 from tests.support.crew import complete, config_of
 

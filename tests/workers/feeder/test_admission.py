@@ -13,7 +13,7 @@ from penstock.pipeline.scheduling.rules import DROPPED
 from penstock.topics import groups, prompts
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.feeder.admission import Admission
+from penstock.workers.feeder.worker import Admission
 from tests.support.strategies import a_prompt
 
 RUN = "demo"

@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.prompt_order import PromptOrder
-from penstock.workers.feeder.admission import Choice, Choices
+from penstock.pipeline.data.run_data import Choice, Choices, PromptOrder
 
 ROWS = 4
 

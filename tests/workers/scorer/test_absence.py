@@ -13,7 +13,7 @@ from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import SILENT_S, Presence, WorkingClock, update_presence
 from penstock.topics import groups, metrics
-from penstock.workers.feeder.admission import Admission
+from penstock.workers.feeder.worker import Admission
 from penstock.workers.scorer.worker import Scorer
 from tests.support.a_run import Teller
 from tests.support.crew import records_of

@@ -15,7 +15,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import ChildPool
-from penstock.pipeline.rewards.child import CHILD, spec
+from penstock.pipeline.rewards.scoring import CHILD, spec
 from penstock.workers.scorer import group_buffer, worker
 from penstock.workers.scorer.worker import Scorer
 from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.pipeline.rewards.group_outcome import UNTRAINED
-from penstock.pipeline.scheduling.reward_scale import RewardScale
+from penstock.pipeline.algorithms.advantages import RewardScale
+from penstock.pipeline.rewards.scoring import UNTRAINED
 from penstock.pipeline.scheduling.rules import preset
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable

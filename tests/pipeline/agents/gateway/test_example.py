@@ -11,8 +11,8 @@ import pytest
 
 from penstock.infra.engines.base import Sampling
 from penstock.pipeline.agents.driver import Limits
+from penstock.pipeline.agents.engine import open_episodes
 from penstock.pipeline.agents.environments.sources import check_agent
-from penstock.pipeline.agents.episodes import open_episodes
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.config.load import load
 from penstock.pipeline.config.plugins import PluginError

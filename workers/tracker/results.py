@@ -1,13 +1,17 @@
-"""Writes a run's files at its end: the report as text and JSON, its configuration, and the page."""
+"""A run's results: its report as text and JSON, its configuration and its page, and its checkpoints for MLflow's registry."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.mlflow.registry import ModelVersion, RegisteredCheckpoints
 from penstock.pipeline.inspect.html.build import Limits, build, write
 from penstock.pipeline.inspect.report.summary import REPORTS, as_text
+from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.session import Session
+from penstock.topics.ledger import Entry
 
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
 """Time to make the run's page, normally and after a stop request."""
@@ -49,3 +53,37 @@ def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list
         session.reporter.notify(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
         return []
     return [path]
+
+
+MODEL = "model"
+
+
+@dataclass(slots=True)
+class CheckpointHistory:
+    """The ledger's entries about each checkpoint."""
+
+    session: Session
+    _tags: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def note(self, entry: Entry, *, offset: int) -> None:
+        if entry.step is not None:
+            self._tags[entry.step] = {
+                "penstock.run": self.session.run,
+                "penstock.version": str(entry.version),
+                "penstock.ledger_offset": str(offset),
+                "penstock.digest": str(entry.digest),
+            }
+
+    def existing(self) -> RegisteredCheckpoints:
+        """Those that exist now; the Hugging Face model of each, where the run exports one."""
+        store = open_store(self.session.config, self.session.run, to_read=True) if self._tags else None
+        if store is None:
+            return RegisteredCheckpoints()
+        steps = sorted(step for step in store.steps() if step in self._tags)
+        folders = {step: store.path(step) / MODEL for step in steps}
+        versions = tuple(
+            ModelVersion(step=step, directory=folder if folder.is_dir() else folder.parent, tags=self._tags[step])
+            for step, folder in folders.items()
+        )
+        best = store.best.steps if store.best is not None and store.best.steps in folders else None
+        return RegisteredCheckpoints(versions=versions, best=best)

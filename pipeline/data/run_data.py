@@ -1,0 +1,316 @@
+"""The prompts of a run: its data sets, opened and compared with its record, their order, and the choice of the next prompt.
+
+The order is a pure function of the index, so that a restarted feeder makes the same prompts: rows are shuffled, mixed by weight, or sorted
+by a column. The next prompt is the retry of an abandoned one, else the next row that is not skipped. It follows from the log and the
+configuration, not from when a record arrived: a row is skipped by the reward of its group in the epoch before, and the choice waits for
+that outcome.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.infra.errors import ConfigError
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.run_config import source_name
+from penstock.pipeline.config.schema import DataSection, EvalSection
+from penstock.pipeline.data.open import check, open_dataset
+from penstock.pipeline.data.references import SOURCE_COLUMN, with_facts
+from penstock.pipeline.data.rows import DataError, Dataset, MissingData, Row
+from penstock.topics.prompts import Prompt
+
+
+class RowId(NamedTuple):
+    """A row and the epoch in which it is used."""
+
+    source: int
+    epoch: int
+    row: int
+
+
+@dataclass(slots=True)
+class PromptOrder:
+    """The order of the rows of several sources.
+
+    Every prefix of the order contains the sources in proportion to their weights, to within one row each. A source starts its next epoch
+    when all its rows have been used. `ranks` has for each source its row numbers sorted by a column, or None.
+    """
+
+    sizes: Sequence[int]
+    weights: Sequence[float]
+    seed: int = 0
+    shuffle: bool = True
+    first: int = 0
+    """Offset added to every index."""
+    ranks: Sequence[NDArray[np.int64] | None] = ()
+    _turns: list[tuple[int, int]] = field(default_factory=list)
+    """Index -> source, and the number of earlier rows of that source."""
+    _taken: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.weights) or not all(weight > 0 for weight in self.weights):
+            raise ValueError(f"{len(self.sizes)} sources need as many weights above 0, not {list(self.weights)}")
+        self._taken = [0] * len(self.sizes)
+
+    def at(self, index: int) -> RowId:
+        """The row at an index of the order, counted from 0.
+
+        Example:
+            PromptOrder(sizes=(2, 2), weights=(2, 1), shuffle=False).at(4)  # -> RowId(source=1, epoch=0, row=1)
+        """
+        index += self.first
+        source, before = (0, index) if len(self.sizes) == 1 else self._turn(index)
+        size = self.sizes[source]
+        epoch, row = order(self.seed, before, size, shuffle=self.shuffle)
+        if self.ranks and (ranks := self.ranks[source]) is not None:
+            row = int(ranks[before % size])
+        return RowId(source, epoch, row)
+
+    def _turn(self, index: int) -> tuple[int, int]:
+        while len(self._turns) <= index:  # the source whose next row is due first, if the rows of each are evenly spaced
+            due = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self.weights, strict=True)]
+            source = due.index(min(due))
+            self._turns.append((source, self._taken[source]))
+            self._taken[source] += 1
+        return self._turns[index]
+
+
+def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
+    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once.
+
+    Example:
+        order(0, 7, 3, shuffle=False)  # -> (2, 1)
+    """
+    if n < 0 or size < 1:
+        raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
+    epoch, index = divmod(n, size)
+    return epoch, int(_permutation(seed, epoch, size)[index]) if shuffle else index
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    # Sorts Philox's raw stream: numpy guarantees the stream of a bit generator over its releases, but not Generator.permutation's.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
+
+
+def ascending(dataset: Dataset, column: str) -> NDArray[np.int64]:
+    """Row numbers in ascending order of a column (stable). Raises `DataError` for a value that is not a number."""
+    values = []
+    for row in dataset:
+        value = row.columns.get(column)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(f"{row.origin}: data.sort_by = {column!r} needs a number there, not {value!r}")
+        values.append(value)
+    ranked: NDArray[np.int64] = np.argsort(np.array(values, np.float64), kind="stable")
+    return ranked
+
+
+class Choice(NamedTuple):
+    """A row for the next group."""
+
+    position: int
+    """Index in the order of prompts."""
+    turn: RowId
+    again: int | None = None
+    """The abandoned group that this retries."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Choices:
+    """The requested prompts, as far as they decide what is next."""
+
+    order: PromptOrder
+    limit: int | None = None
+    """Number of prompts; None for no end: `run.epochs` counts prompts."""
+    solved: float | None = None
+    """Rows whose group had at least this mean reward in the epoch before are skipped."""
+    unsolved: float | None = None
+    """Rows whose group had at most this mean reward in the epoch before are skipped."""
+    next_position: int = 0
+    left_out: int = 0
+    repeated: int = 0
+    awaiting: dict[int, Choice] = field(default_factory=dict)
+    """Abandoned groups whose prompts are to be retried."""
+    _requested: dict[int, Choice] = field(default_factory=dict)
+    """By group, of those that have not ended."""
+    _repeats: set[int] = field(default_factory=set)
+    """Groups that were retried before their outcome was read."""
+    _reward: dict[RowId, float | None] = field(default_factory=dict)
+    """By row and epoch, of this epoch and the one before; None until it has ended."""
+
+    @property
+    def remembers(self) -> bool:
+        """True if outcomes decide the next prompts, so that a restarted feeder has to read all of them."""
+        return self.solved is not None or self.unsolved is not None
+
+    def next(self) -> Choice | None:
+        """The next prompt; None if there is none, yet or for good."""
+        if self.awaiting:
+            group = min(self.awaiting)
+            return self.awaiting[group]._replace(again=group)
+        while self.limit is None or self.next_position < self.limit:
+            turn = self.order.at(self.next_position)
+            before = turn._replace(epoch=turn.epoch - 1)
+            if before not in self._reward:
+                return Choice(self.next_position, turn)
+            reward = self._reward[before]
+            if reward is None:
+                return None
+            if not self._skips(reward):
+                return Choice(self.next_position, turn)
+            del self._reward[before]  # skipped once; then it is tried again
+            self.next_position, self.left_out = self.next_position + 1, self.left_out + 1
+        return None
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no prompt will follow; open groups may still be abandoned."""
+        return self.limit is not None and self.next_position >= self.limit and not self.awaiting
+
+    def requested(self, group: int, choice: Choice) -> None:
+        self._requested[group] = choice
+        if choice.again is not None:
+            self.repeated += 1
+            if self.awaiting.pop(choice.again, None) is None:
+                self._repeats.add(choice.again)
+        elif choice.position >= self.next_position:
+            self.next_position = choice.position + 1
+        if self.remembers:
+            self._reward.pop(choice.turn._replace(epoch=choice.turn.epoch - 1), None)
+            self._reward[choice.turn] = None
+
+    def ended(self, group: int, *, outcome: str | None, reward: float | None) -> None:
+        """Record how a group ended; an abandoned one is retried once."""
+        choice = self._requested.pop(group, None)
+        if choice is None:
+            return
+        if outcome == "abandoned" and choice.again is None:
+            if group in self._repeats:
+                self._repeats.discard(group)
+            else:
+                self.awaiting[group] = choice
+            return
+        if self.remembers and reward is not None:
+            self._reward[choice.turn] = reward
+        elif self.remembers:
+            self._reward.pop(choice.turn, None)
+
+    def _skips(self, reward: float) -> bool:
+        return (self.solved is not None and reward >= self.solved) or (self.unsolved is not None and reward <= self.unsolved)
+
+
+def choice_of(prompt: Prompt, *, rows_before: Mapping[int, int]) -> Choice:
+    """The choice of a recorded prompt; `rows_before` has for each source the rows of those before it."""
+    source = max(number for number, rows in rows_before.items() if rows <= prompt.row)
+    turn = RowId(source, prompt.epoch, prompt.row - rows_before[source])
+    return Choice(prompt.group if prompt.place is None else prompt.place, turn, prompt.again)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The training prompts of a run: one source or a mixture."""
+
+    sources: Mapping[str, Dataset]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources.values()))
+
+    @property
+    def rows_before(self) -> list[int]:
+        """For each source, the first of its row numbers in the log: the number of rows in earlier sources."""
+        return [0, *itertools.accumulate(map(len, self.sources.values()))][:-1]
+
+    def row(self, source: int, index: int) -> Row:
+        """The row `index` of source number `source`; in a mixture it has the name of its source as `data_source`."""
+        name = list(self.sources)[source]
+        return self._named(self.sources[name][index], name)
+
+    def _named(self, row: Row, name: str) -> Row:
+        if len(self.sources) == 1:
+            return row
+        return replace(row, columns=with_facts(row.columns, {SOURCE_COLUMN: name}))
+
+    def order(self, config: Config) -> PromptOrder:
+        data, sizes = config.data, [len(source) for source in self.sources.values()]
+        ranks = [ascending(source, data.sort_by) if data.sort_by else None for source in self.sources.values()]
+        weights = data.weights or [float(size) for size in sizes]
+        return PromptOrder(sizes=sizes, weights=weights, seed=config.run.seed, shuffle=data.shuffle, ranks=ranks, first=data.first_group)
+
+    def check(self, *, also: Callable[[Row], object]) -> None:
+        """Read every row once (only the first few if rows are generated) and pass it to `also`. Raises `DataError`."""
+        for name, source in self.sources.items():
+            check(source, also=lambda row, name=name: also(self._named(row, name)))  # type: ignore[misc]
+
+
+def open_data(config: Config) -> Data:
+    """Open the training prompts. Raises `DataError` with the configuration key."""
+    return Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
+
+
+def open_eval_data(config: Config) -> dict[str, Dataset]:
+    """Open the held-out prompts by source name. Raises `DataError` with the configuration key."""
+    return {source_name(source): _opened(config, source, config.eval, key="eval.source") for source in config.eval_sources}
+
+
+def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key: str) -> Dataset:
+    try:
+        return open_dataset(
+            source,
+            prompt_field=config.data.prompt_field,
+            answer_field=config.data.answer_field,
+            split=rows.split,
+            start=rows.start,
+            limit=rows.limit,
+            size=rows.size,
+            seed=config.run.seed,
+        )
+    except MissingData as error:
+        raise MissingData(f"{key}: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{key}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{key}: cannot read {source[:200]!r}: {error.strerror}") from error
+
+
+def pool_of(row: Row, config: Config) -> str | None:
+    """The pool with the row's tag, else the one without tags; None if the run has no pools. Raises `DataError`."""
+    field, pools = config.data.tag_field, config.rollout.pools
+    if not pools or field is None:
+        return None
+    if field not in row.columns:
+        raise DataError(f"{row.origin}: no field {field!r}, which data.tag_field requires to select a pool")
+    tag = row.columns[field]
+    others = next((name for name, pool in pools.items() if not pool.tags), None)
+    selected = next((name for name, pool in pools.items() if tag in pool.tags), others)
+    if selected is None:
+        raise DataError(
+            f"{row.origin}: {field} = {tag!r} is not a tag of any of rollout.pools ({', '.join(pools)}); one without tags has all others"
+        )
+    return selected
+
+
+def described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:
+    """The description of data sets for the record; `context` is training or evaluation."""
+    return [
+        {"name": name, "source": source, "digest": rows.digest, "rows": len(rows), "context": context}
+        for source, (name, rows) in zip(sources, opened.items(), strict=True)
+    ]
+
+
+def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str, run: str) -> None:
+    """Raise `ConfigError` with the source and both digests if the rows differ from those in the record's `info`."""
+    recorded = {row["source"]: row for row in info.get("data", ()) if row["context"] == context}
+    for row in described(sources, opened, context=context):
+        before = recorded.get(row["source"], row)
+        if before["digest"] != row["digest"]:
+            raise ConfigError(
+                f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run's start: "
+                f"{before['rows']:,} rows with digest {before['digest'][:12]} then, {row['rows']:,} with {row['digest'][:12]} here; "
+                f"restore the old rows, or continue with these: penstock run --resume {run} --set data.on_change=accept"
+            )

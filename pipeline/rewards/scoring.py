@@ -1,0 +1,392 @@
+"""Scores groups in child processes, because a user's function may hang: the pool, the child's side, and the outcome of a group.
+
+A completion on which a function hangs, crashes or raises loses only its own reward. After a failed call, each completion of the group is
+scored alone. Those that fail alone have no reward; the rest is scored by one more call, so that functions which compare completions see
+them together. `timeout_s` is the limit of one completion: the first call for a group has this limit once, later ones have it per
+completion if calls turned out to be slow and not hanging. If a function is async or a service, a child scores several groups concurrently.
+The same failure in more than `SHARE` of the groups is an error in the function and stops the run: training on the others would be biased.
+"""
+
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.rewards.builtin import WARM_UPS
+from penstock.pipeline.rewards.functions import Score, episodes_of, resolve
+from penstock.pipeline.rewards.values import BrokenReward
+from penstock.topics.groups import Group, Outcome, ScoredSample, version_min
+from penstock.topics.prompts import Prompt
+from penstock.topics.samples import Rollout, generated
+
+if TYPE_CHECKING:
+    from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
+
+Key = TypeVar("Key")
+Payload = Mapping[str, Any]
+Members = tuple[int, ...]
+BY_SAMPLE = ("completions", "completion_ids", "episodes")
+"""Items of a payload with one element per completion."""
+
+
+SHARE = 0.05
+FEWEST = 100
+"""Minimum denominator of the share: at the start of a run, six equal failures stop it, one does not."""
+
+
+@dataclass(slots=True)
+class FaultCount:
+    """Counts scored groups, and failed ones by failure; a partly failed group counts as the failed share of its samples."""
+
+    on_error: str
+    """`stop` or `drop`."""
+    groups: int = 0
+    faults: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _broken: str | None = None
+
+    def failed(self, reason: str) -> None:
+        self.groups += 1
+        self._count(reason, 1.0)
+
+    def partly(self, reasons: Collection[str], samples: int) -> None:
+        """Count a group with `samples` samples, of which these failed."""
+        self.groups += 1
+        for reason in reasons:
+            self._count(reason, 1 / samples)
+
+    def _count(self, reason: str, share: float) -> None:
+        fault = fault_of(reason)
+        self.faults[fault] += share
+        count = round(self.faults[fault], 9)
+        if self.on_error == "stop" and count > SHARE * max(self.groups, FEWEST):
+            self._broken = f"{reason}; it failed for {count:g} of {self.groups} groups: fix the function, or set reward.on_error to 'drop'"
+
+    def check(self) -> None:
+        """Raise `BrokenReward` if `on_error` is `stop` and a failure was too frequent."""
+        if self._broken is not None:
+            raise BrokenReward(self._broken)
+
+
+def fault_of(reason: str) -> str:
+    """The key of a failure: function, exception and line, without the exception's text, which may contain the input.
+
+    Example:
+        fault_of("reward f broke: KeyError: 'x7' (f.py line 3)")  # -> "reward f broke: KeyError (f.py line 3)"
+    """
+    match = re.fullmatch(r"(reward .+? broke: \w+)(?:: .*?)?( \([^()]+ line \d+\))?", reason)
+    return f"{match[1]}{match[2] or ''}" if match else re.sub(r"\d+(\.\d+)?", "#", reason)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group in flight."""
+
+    payload: Payload
+    count: int
+    reason: str = ""
+    """Error of the call for the full group; empty if it has not failed."""
+    calls: set[Members] = field(default_factory=set)
+    """Completions of each call in flight."""
+    alone: dict[int, Any] = field(default_factory=dict)
+    """Completion -> result of its own call."""
+    broken: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def all_members(self) -> Members:
+        return tuple(range(self.count))
+
+
+class RewardPool(Generic[Key]):
+    """A `ChildPool` of groups: payloads are those of `payload`, results those of `Score.of`."""
+
+    def __init__(self, children: ChildPool[tuple[Key, Members]], *, timeout_s: float) -> None:
+        self._calls = children
+        self._timeout_s = timeout_s
+        self._groups: dict[Key, _Group] = {}
+        self._slow = False
+        """True once a group exceeded `timeout_s` although no completion hangs."""
+
+    @property
+    def pending(self) -> int:
+        return len(self._groups)
+
+    @property
+    def busy_s(self) -> float:
+        return self._calls.busy_s
+
+    def submit(self, key: Key, payload: Payload) -> None:
+        self._groups[key] = group = _Group(payload, len(payload["completions"]))
+        self._call(key, group, group.all_members, slow=self._slow)
+
+    def cancel(self, keys: set[Key]) -> None:
+        self._calls.cancel({(key, members) for key in keys & self._groups.keys() for members in self._groups.pop(key).calls})
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
+        """Finished groups in the order of their end; waits up to `timeout_s` for the first. Raises `ChildError`."""
+        end = monotonic() + timeout_s
+        while True:
+            calls = self._calls.poll(max(0.0, end - monotonic()))
+            ended = [result for call in calls if (result := self._take(call)) is not None]
+            if ended or not self._groups or monotonic() >= end:
+                return ended
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, key: Key, group: _Group, members: Members, *, slow: bool) -> None:
+        group.calls.add(members)
+        payload = group.payload if len(members) == group.count else _part(group.payload, members)
+        self._calls.submit((key, members), payload, timeout_s=self._timeout_s * (len(members) if slow else 1))
+
+    def _take(self, call: Done[tuple[Key, Members]] | Failed[tuple[Key, Members]]) -> Done[Key] | Failed[Key] | None:
+        """The result of a group, if this was its last call."""
+        key, members = call.key
+        group = self._groups[key]
+        group.calls.remove(members)
+        if isinstance(call, Done):
+            group.seconds += call.seconds
+        if not group.reason:
+            if isinstance(call, Done):
+                return self._done(key, group, call.result, members)
+            group.reason = call.reason
+            for number in group.all_members:
+                self._call(key, group, (number,), slow=False)
+            return None
+        if len(group.alone) + len(group.broken) == group.count:  # this was the call for the rest
+            if isinstance(call, Failed):
+                return self._failed(key, call.reason)
+            self._slow = self._slow or not group.broken
+            return self._done(key, group, call.result, members)
+        (number,) = members
+        if isinstance(call, Done):
+            group.alone[number] = call.result
+        else:
+            group.broken[number] = call.reason
+        if len(group.alone) + len(group.broken) < group.count:
+            return None
+        return self._rest(key, group)
+
+    def _rest(self, key: Key, group: _Group) -> Done[Key] | Failed[Key] | None:
+        """Score the completions that did not fail alone in one call."""
+        if not group.alone:
+            return self._failed(key, group.reason)
+        members = tuple(sorted(group.alone))
+        if len(members) == 1:
+            return self._done(key, group, group.alone[members[0]], members)
+        self._call(key, group, members, slow=True)
+        return None
+
+    def _failed(self, key: Key, reason: str) -> Failed[Key]:
+        del self._groups[key]
+        return Failed(key=key, reason=reason)
+
+    def _done(self, key: Key, group: _Group, result: Mapping[str, Any], members: Members) -> Done[Key]:
+        del self._groups[key]
+        whole = result if len(members) == group.count else _spread(result, members, group)
+        return Done(key=key, result=whole, seconds=group.seconds)
+
+
+def _part(payload: Payload, members: Sequence[int]) -> dict[str, Any]:
+    lists = {name: payload.get(name) for name in BY_SAMPLE}
+    return {**payload, **{name: [values[number] for number in members] for name, values in lists.items() if values}}
+
+
+def _spread(result: Mapping[str, Any], members: Members, group: _Group) -> dict[str, Any]:
+    """The result of a group from the result of some of its completions."""
+    indices, width = {number: index for index, number in enumerate(members)}, len(result["components"][0])
+
+    def whole(values: Sequence[Any], default: Any) -> list[Any]:
+        return [values[indices[number]] if number in indices else default for number in group.all_members]
+
+    return {
+        **result,
+        "rewards": whole(result["rewards"], None),
+        "components": whole(result["components"], [None] * width),
+        "logged": whole(result["logged"], {}) if result["logged"] else [],
+        "broken": dict(group.broken),
+    }
+
+
+CHILD = "penstock.pipeline.rewards.scoring:child"
+"""Target of `ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
+
+
+def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> RewardPool[Any]:
+    """Child processes with a run's reward functions; `settings` as in `spec`."""
+    init = spec(reward.functions, reward.weights, timeout_s=reward.timeout_s, concurrency=reward.concurrency, **settings)
+    children: ChildPool[Any] = ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s, retries=0, rules=reward.rules())
+    return RewardPool(children, timeout_s=reward.timeout_s)
+
+
+def spec(
+    names: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    base_dir: str | Path | None = None,
+    by_source: Mapping[str, Sequence[str]] | None = None,
+    concurrency: int = 1,
+    **settings: float,
+) -> dict[str, Any]:
+    return {
+        "names": list(names),
+        "weights": None if weights is None else list(weights),
+        "base_dir": None if base_dir is None else str(base_dir),
+        "by_source": {source: list(functions) for source, functions in (by_source or {}).items()},
+        "concurrency": concurrency,
+        **settings,
+    }
+
+
+def payload(
+    completions: Sequence[str],
+    *,
+    prompt: str,
+    messages: Sequence[Mapping[str, Any]] | None,
+    columns: Mapping[str, Any],
+    completion_ids: Sequence[Sequence[int]] = (),
+    step: int = 0,
+    episodes: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """A group as JSON with the keywords of `Rewards.start_scoring`; prompt and columns are sent once per group."""
+    return {
+        "completions": list(completions),
+        "prompt": prompt,
+        "messages": messages,
+        "columns": dict(columns),
+        "completion_ids": [list(map(int, ids)) for ids in completion_ids],
+        "step": step,
+        "episodes": episodes,
+    }
+
+
+def payload_of(
+    record: Prompt | Group, samples: Sequence[Rollout], completions: Sequence[str], *, messages: str | None, steps_per_version: int
+) -> dict[str, Any]:
+    """The payload of recorded samples and their texts; `record` has the prompt's text and columns, `messages` its chat as JSON."""
+    return payload(
+        completions,
+        prompt=record.prompt,
+        messages=json.loads(messages) if messages else None,
+        columns=json.loads(record.columns),
+        completion_ids=[generated(sample).tolist() for sample in samples],
+        step=(version_min(samples) or 0) * steps_per_version,
+        episodes=episodes_of(samples),
+    )
+
+
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """The handler of a child process: takes a `payload(...)` and returns its score by the functions of `spec(...)`."""
+    rewards = resolve(**init)
+    for name in rewards.names:
+        if name in WARM_UPS:
+            WARM_UPS[name]()
+    if not any(map(inspect.iscoroutinefunction, rewards.functions)):
+        return lambda group: asdict(rewards.score(**group))
+
+    def score(group: Mapping[str, Any]) -> Any:
+        result = rewards.start_scoring(**group)
+        return asdict(result) if isinstance(result, Score) else _plain(result)
+
+    score.at_once = init["concurrency"]  # type: ignore[attr-defined]
+    return score
+
+
+async def _plain(score: Awaitable[Score]) -> dict[str, Any]:
+    return asdict(await score)
+
+
+UNTRAINED = "no sample has a trained token: each is truncated, aborted, empty or masked"
+"""Reason of a group that is filtered although its rewards may differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """Outcome, samples and metrics of a group that the reward functions scored."""
+
+    outcome: Outcome
+    reason: str | None
+    """Reason for the filter; None if the group is scored."""
+    samples: tuple[ScoredSample, ...]
+    metrics: str | None
+    """JSON object with the metrics that reward functions logged; None if there are none."""
+
+
+def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: "AlgorithmSection") -> GroupOutcome:
+    """The outcome of a group, with the configured penalty for truncated completions and the configured filters."""
+    penalty = algorithm.truncated_penalty if algorithm.truncated == "penalise" else 0.0
+    scored = tuple(
+        ScoredSample(
+            rollout=sample,
+            completion=completions[number],
+            reward=reward if reward is None or sample.finish != "length" else reward + penalty,
+            components=score.components[number],
+            reward_error=score.broken.get(number),
+            logged=json.dumps(score.logged[number]) if score.logged and score.logged[number] else None,
+        )
+        for number, (sample, reward) in enumerate(zip(samples, score.rewards, strict=True))
+    )
+    reason = _filtered(scored, score, algorithm)
+    metrics = json.dumps(dict(score.metrics)) if score.metrics else None
+    return GroupOutcome(outcome="scored" if reason is None else "filtered", reason=reason, samples=scored, metrics=metrics)
+
+
+def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "AlgorithmSection") -> str | None:
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) < min(2, len(samples)):
+        causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"
+        return f"{len(rewards)} of {len(samples)} samples have a reward: {causes}"
+    if algorithm.filter_zero_variance and zero_variance(rewards) and not (algorithm.combine == "advantages" and _differ(score)):
+        return f"every sample {'with a reward ' if len(rewards) < len(samples) else ''}has the reward {rewards[0]:g}"
+    if not any(is_trained(sample.rollout, truncated=algorithm.truncated) for sample in samples if sample.reward is not None):
+        return UNTRAINED
+    return None
+
+
+def is_trained(sample: Rollout, *, truncated: str) -> bool:
+    """True if a sample has tokens to train; `truncated` is `algorithm.truncated`."""
+    cut = truncated == "mask" and sample.finish == "length"
+    return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())
+
+
+def _differ(score: Score) -> bool:
+    """True if any component differs among the samples it applies to."""
+    columns = [[value for value in column if value is not None] for column in zip(*score.components, strict=True)]
+    return any(values and not zero_variance(values) for values in columns)
+
+
+def group_of(
+    prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: "RewardSection", scored_ns: int
+) -> Group:
+    return Group(
+        group=prompt.group,
+        outcome=outcome,
+        reason=reason,
+        slot=prompt.slot,
+        min_version=prompt.min_version,
+        samples_per_prompt=prompt.samples_per_prompt,
+        epoch=prompt.epoch,
+        row=prompt.row,
+        prompt=prompt.prompt,
+        prompt_ids=prompt.token_ids,
+        columns=prompt.columns,
+        reward_names=tuple(reward.functions),
+        reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
+        samples=samples,
+        created_ns=prompt.created_ns,
+        scored_ns=scored_ns,
+    )
