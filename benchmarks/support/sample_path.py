@@ -30,6 +30,7 @@ AS_BYTES = ("topics/", "infra/kafka/")
 """Folders in which a sample is bytes: any bytes in the arguments count."""
 OTHER_RECORDS = (
     "topics/catalogue", "topics/dead_letters", "topics/ledger", "topics/metrics", "topics/runs", "topics/weight",
+    "topics/versions",
     "pipeline/scheduling/resume_point",
 )  # fmt: skip
 """Files of other records; `resume_point` is a part of a ledger entry."""
@@ -94,7 +95,7 @@ def carries(value: Any, *, depth: int = 2) -> bool:
     return False
 
 
-def observe(bootstrap: str, *, steps: int = 3) -> dict[str, str]:
+def observe(bootstrap: str, *, steps: int = 1) -> dict[str, str]:
     """File -> function of its first call with a sample, in the order of those calls, over a run of a few steps."""
     from penstock.infra.kafka.log import KafkaLog
     from penstock.pipeline.data.tiny.model import make_tiny_model
@@ -124,12 +125,14 @@ def observe(bootstrap: str, *, steps: int = 3) -> dict[str, str]:
         create(config, log=log, run_id=run, notify=lambda _: None)
         log.close()
         threading.setprofile(trace)
-        threads = [threading.Thread(target=work, args=(role,), name=role) for role in ROLES]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        threading.setprofile(None)  # type: ignore[arg-type]  # None removes it
+        try:
+            threads = [threading.Thread(target=work, args=(role,), name=role) for role in ROLES]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            threading.setprofile(None)  # type: ignore[arg-type]  # None takes it away
     if failures:
         raise failures[0]
     return trace.files | IN_A_CHILD

@@ -19,7 +19,7 @@ from penstock.pipeline.data.run_data import described, open_data, open_eval_data
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.launch.check.changes import code_digests
 from penstock.pipeline.launch.check.rows import RowReader, endless_warning
-from penstock.pipeline.learner.training_samples import check_user_functions
+from penstock.pipeline.learner.user_functions import check_user_functions
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from penstock.pipeline.algorithms.advantages import RewardScale
 from penstock.pipeline.inspect.report.formats import percent
 from penstock.pipeline.inspect.run_status import config_of, reward_scale
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
-from penstock.pipeline.algorithms.advantages import RewardScale
 
 LEAST_GROUPS = 8
 """Least number of finished groups for which shares are computed."""

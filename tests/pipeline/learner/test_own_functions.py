@@ -11,7 +11,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import Config, ConfigError, from_json, from_table, to_json
 from penstock.pipeline.launch.check import preflight
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner.training_samples import advantage_function, check_user_functions, combined_advantages
+from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages
+from penstock.pipeline.learner.user_functions import check_user_functions
 from penstock.topics.groups import Group
 from tests.support.light_model import light_model
 from tests.support.trainer_alone import group_of
