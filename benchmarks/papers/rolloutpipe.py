@@ -112,7 +112,7 @@ def setting(speeds: Calibrated, *, groups: int) -> Setting:
     return Setting(
         synchronous_s=_mean([run.wall_s for run in runs("synchronous")]),
         pipelined_s=_mean([run.wall_s for run in pipelined]),
-        compute_s=_mean([run.compute_s for run in pipelined]),
+        compute_s=_mean([run.trainer_compute_s for run in pipelined]),
         first_dispatch_s=_mean([run.steps[0].first_group_s for run in pipelined]),
     )
 

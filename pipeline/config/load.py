@@ -201,6 +201,11 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     )
 
 
+def with_values(config: Config, section: str, **values: Any) -> Config:
+    """The configuration with other values in a section; they are not validated."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
 def with_paths(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """A table of sections with relative paths made absolute; they are relative to `base`."""
     copied = {name: dict(values) if isinstance(values, Mapping) else values for name, values in table.items()}

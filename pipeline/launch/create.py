@@ -13,7 +13,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
 from penstock.pipeline.agents.environments.sources import check_source
 from penstock.pipeline.config.hub import pinned
-from penstock.pipeline.config.load import Config, ConfigError, to_json
+from penstock.pipeline.config.load import Config, ConfigError, to_json, with_values
 from penstock.pipeline.data.rows import Row
 from penstock.pipeline.data.run_data import described, open_data, open_eval_data
 from penstock.pipeline.data.tokenization import digests
@@ -45,7 +45,7 @@ def create(
         ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
         PenstockError: data or model cannot be used; one line, for data with file and line.
     """
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})})
+    config = with_values(config, "model", path=pinned(config.model.path))
     info = {**(check_inputs(config, notify=notify)[0] if checked is None else checked), **(about or {})}
     run = usable(run_id or new_id(config))
     for warning in log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies):
@@ -53,13 +53,9 @@ def create(
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
     specs = topics_of(
-        run,
-        partitions=config.partitions,
-        weight_partitions=config.weight_partitions,
-        weight_segment_bytes=config.weight_segment_bytes,
-        sample_segment_bytes=config.sample_segment_bytes,
-        turns=config.turns_by_log,
-    )
+        run, partitions=config.partitions, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
+        sample_segment_bytes=config.sample_segment_bytes, turns=config.turns_by_log,
+    )  # fmt: skip
     log.create_topics(specs, copies=config.kafka.copies)
     make_key(run)
     now = time.time_ns()

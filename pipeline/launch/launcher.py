@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.infra.errors import LogError, PenstockError, RunNotFound
 from penstock.infra.kafka.log import KafkaLog
@@ -108,7 +108,7 @@ def watch(
     Raises:
         PenstockError: a worker or the broker reached the restart limit, the run ended as failed, or another launcher attends it.
     """
-    from penstock.pipeline.inspect.live.view import LiveView
+    from penstock.pipeline.inspect.live.view import LiveView, Terminal
 
     run, directory, placement = record.run, run_directory(record.run), place(config, visible_gpus())
     with (
@@ -129,7 +129,7 @@ def watch(
         if (address := ui_address()) is not None:
             notify(f"in a browser: {address}run?id={run}")
         notify(f"threads: {threads(config)}" if placement.gpus is None else str(placement))
-        view = LiveView(log, run, console=_console(quiet), plain=not live, screen=screen)
+        view = LiveView(log, run, console=Terminal(stderr=quiet), plain=not live, screen=screen)
         tell = view.tell if live else notify
         watching = Watching(
             view,
@@ -148,7 +148,9 @@ def watch(
             watching.stop(status="stopped" if stop.is_set() or failure is not None else None)
         if failure is not None:
             _note(log, record, notify=notify)
-            raise PenstockError(_failure_text(failure, run, notify=notify))
+            if failure.last_words:
+                notify(f"its last output:\n{failure.last_words}")
+            raise PenstockError(f"run {run} failed: {failure.line}. Fix the cause, then resume: penstock run --resume {run}")
         if stop.is_set():
             _note(log, record, notify=notify)
             done, planned = view.view.steps_done, steps_planned(view.view) or "?"
@@ -234,12 +236,6 @@ def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
         print(as_text(report, directory=directory), end="")
 
 
-def _failure_text(failure: Failure, run: str, *, notify: Notify) -> str:
-    if failure.last_words:
-        notify(f"its last output:\n{failure.last_words}")
-    return f"run {run} failed: {failure.line}. Fix the cause, then resume: penstock run --resume {run}"
-
-
 def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
     """Set the registered status to stopped, unless the trainer has set another end."""
     try:
@@ -261,9 +257,3 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
     if status != "finished":
         raise PenstockError(f"run {record.run} is not over, but all its workers have exited. Continue: penstock run --resume {record.run}")
     return 0
-
-
-def _console(quiet: bool) -> Any:
-    from penstock.pipeline.inspect.live.view import Terminal
-
-    return Terminal(stderr=quiet)

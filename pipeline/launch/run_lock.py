@@ -49,19 +49,9 @@ def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]
         yield token, frozenset(before)
 
 
-def note(
-    directory: Path,
-    *,
-    pids: Mapping[str, int],
-    started: Mapping[str, float],
-    starts: Mapping[str, int],
-    tokens: Mapping[str, Sequence[str]],
-) -> None:
-    """Write the list of worker processes atomically."""
-    table = {
-        "launcher": os.getpid(), "workers": dict(pids), "started": dict(started), "starts": dict(starts), "tokens": dict(tokens)
-    }  # fmt: skip
-    write_private(directory / PIDS, json.dumps(table))
+def note(directory: Path, workers: Mapping[str, Mapping[str, object]]) -> None:
+    """Write the list of worker processes atomically: name -> pid, start time, number of starts and tokens, each by name."""
+    write_private(directory / PIDS, json.dumps({"launcher": os.getpid(), **workers}))
 
 
 def forget(directory: Path) -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.inspect import stall
-from penstock.pipeline.inspect.live.frame import waiting_for
+from penstock.pipeline.inspect.live.frame import waiting_for as waits_of_workers
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.stall import Drawn, RunSnapshot, Stuck
+from penstock.pipeline.inspect.stall import Drawn, RunSnapshot, Stuck, find, waiting_for
 from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable
@@ -60,7 +59,7 @@ class Watchdog:
         stuck = examine(self.log, snapshot)
         if stuck is not None and not stuck.same_as(self._notified):
             self._notified = stuck
-            self.notify(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=snapshot.now_s)}")
+            self.notify(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waits_of_workers(view, now_s=snapshot.now_s)}")
 
 
 def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
@@ -78,12 +77,12 @@ def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
 
 def examine(log: Log, snapshot: RunSnapshot) -> Stuck | None:
     """Diagnose what the run waits for; reads the samples of the group that the next step needs."""
-    group = None if snapshot.outage_s else stall.waiting_for(snapshot.view)
+    group = None if snapshot.outage_s else waiting_for(snapshot.view)
     opened = None if group is None else snapshot.view.open.get(group)
     if group is not None and opened is not None:
         with contextlib.suppress(LogError):  # diagnose without the samples, from the workers' reports
             snapshot = replace(snapshot, drawn=_samples(log, snapshot.view.run, group, opened.partition))
-    return stall.find(snapshot)
+    return find(snapshot)
 
 
 def describe(stuck: Stuck, *, still_s: float) -> str:

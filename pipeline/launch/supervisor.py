@@ -204,13 +204,8 @@ class Supervisor:
 
     def _write_pids(self) -> None:
         rows = [worker for worker in self.workers if worker.process is not None]
-        run_lock.note(
-            self.directory,
-            pids={worker.name: worker.process.pid for worker in rows if worker.process is not None},
-            started={worker.name: worker.started_s for worker in rows},
-            starts={worker.name: worker.starts for worker in rows},
-            tokens={worker.name: worker.tokens for worker in rows},
-        )
+        columns = {"workers": "pid", "started": "started_s", "starts": "starts", "tokens": "tokens"}
+        run_lock.note(self.directory, {key: {worker.name: getattr(worker, name) for worker in rows} for key, name in columns.items()})
 
     def _worker(self, role: str, slot: int) -> Worker:
         config = self.config

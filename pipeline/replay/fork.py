@@ -13,12 +13,12 @@ from typing import Any
 from penstock.infra.checkpoints.files import sync_directory
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
-from penstock.pipeline.config.load import Config, ConfigError, override
+from penstock.pipeline.config.load import Config, ConfigError, override, with_values
 from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create, new_id
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
-from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open_policy
 from penstock.pipeline.replay.verify import report_arithmetic
 from penstock.pipeline.runtime.factories import check_engine
@@ -60,8 +60,9 @@ def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, r
     directory = run_directory(run) / "start"
     if directory.exists():
         raise ConfigError(f"{directory} exists already; choose another --run-id, or remove it")
-    config = _with_start(config, directory)
-    check_engine(_with_model_path(config, recording.config.model.path))
+    check_engine(with_model(config, recording.config.model.path))
+    state = str(directory / "backend") if config.trainer.initial_steps else None
+    config = with_model(with_values(config, "trainer", initial_state=state), directory / "model")
     temporary = run_directory(run).with_name(f".fork-{secrets.token_hex(4)}")
     try:
         with open_policy(recording, recording.config, notify=notify) as policy:
@@ -96,28 +97,14 @@ def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config
     if remaining < 1 and not has_steps:
         ways = "--from-step S forks it earlier, --set run.steps=N sets the fork's steps"
         raise ConfigError(f"{recording.run} has no steps left after step {step}; {ways}")
-    counted = parent.model_copy(update={"run": parent.run.model_copy(update={"steps": max(remaining, 1), "epochs": None})})
-    config = override(counted, overrides)
+    config = override(with_values(parent, "run", steps=max(remaining, 1), epochs=None), overrides)
     if step and (config.trainer.weight_decay > 0) != (parent.trainer.weight_decay > 0):
         raise ConfigError("--set trainer.weight_decay: the optimizer's state has other parameter groups with it than without it")
     trained = [planned.group for entry in recording.steps[:step] for planned in entry.plan]
-    data = config.data.model_copy(update={"first_group": parent.data.first_group + max(trained, default=-1) + 1})
-    trainer = config.trainer.model_copy(update={"initial_steps": parent.trainer.initial_steps + step})
-    algorithm = config.algorithm
-    if algorithm.kl_coef > 0 and algorithm.reference is None:  # the KL reference stays the parent's initial model
-        algorithm = algorithm.model_copy(update={"reference": parent.model.path})
-    return config.model_copy(update={"data": data, "trainer": trainer, "algorithm": algorithm})
-
-
-def _with_start(config: Config, directory: Path) -> Config:
-    """The configuration with the paths of the fork's model and optimizer state."""
-    state = str(directory / "backend") if config.trainer.initial_steps else None
-    trainer = config.trainer.model_copy(update={"initial_state": state})
-    return _with_model_path(config.model_copy(update={"trainer": trainer}), str(directory / "model"))
-
-
-def _with_model_path(config: Config, model: str) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    config = with_values(config, "data", first_group=parent.data.first_group + max(trained, default=-1) + 1)
+    if config.algorithm.kl_coef > 0 and config.algorithm.reference is None:  # the KL reference stays the parent's initial model
+        config = with_values(config, "algorithm", reference=parent.model.path)
+    return with_values(config, "trainer", initial_steps=parent.trainer.initial_steps + step)
 
 
 def _origin(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:
@@ -132,12 +119,9 @@ def _origin(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str,
         raise Unrecoverable(f"weights after step {step} have digest {digest[:16]}…, expected {expected} of the ledger of {recording.run}")
     tracked = load(recording.log, recording.run, topics=("metrics",)).mlflow
     return {
-        "run": recording.run,
-        "step": step,
-        "version": published.version if published else None,
-        "digest": digest,
+        "run": recording.run, "step": step, "version": published.version if published else None, "digest": digest,
         "mlflow_run_id": tracked.get("run_id"),
-    }
+    }  # fmt: skip
 
 
 def _write(policy: PolicyTrainer, directory: Path, *, state: bool) -> None:

@@ -1,11 +1,11 @@
-"""Configuration keys that a what-if may change. Keys that affect generation or scoring are refused."""
+"""Configuration keys that a what-if, a resampling and a re-scoring may change; other keys are refused with a reason."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.config.load import Config, ConfigError, override, to_json
+from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
 
 ALLOWED = {
     "algorithm": None,
@@ -18,6 +18,10 @@ ALLOWED = {
 """Section -> keys that a what-if may change; None for all."""
 SELECTING = frozenset({"algorithm.filter_zero_variance", "schedule.prompts_per_step", "schedule.order"})
 """Keys that change the groups of a step."""
+RESAMPLED = ("rollout", "sampling", "run.seed", "model.path")
+"""Sections and keys that affect generation."""
+RESCORED = ("reward", "algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
+"""Section and keys that affect a group's outcome."""
 BY_THE_SCORER = "penstock replay score"
 REASONS = {
     "rollout": "samples are recorded",
@@ -75,3 +79,32 @@ def what_if(config: Config, overrides: Sequence[str]) -> WhatIf:
         if key == "algorithm.truncated_penalty" or (key == "algorithm.truncated" and "penalise" in (before, now)):
             raise ConfigError(f"--set {key}={now}: the recorded rewards contain the penalty of {before}; see `{BY_THE_SCORER}`")
     return WhatIf(config=after, changed=changed)
+
+
+def resampled(config: Config, overrides: Sequence[str]) -> Config:
+    """The run's configuration with these overrides. Raises `ConfigError` for a key that does not affect generation."""
+    for text, key in _others(overrides, than=RESAMPLED):
+        raise ConfigError(f"--set {text}: {key} does not affect generation; keys that do: {', '.join(RESAMPLED)}")
+    return override(config, overrides) if overrides else config
+
+
+def rescored(config: Config, *, functions: Sequence[str] = (), weights: Sequence[float] = (), overrides: Sequence[str] = ()) -> Config:
+    """The run's configuration with another reward. Raises `ConfigError` for a key that does not affect the reward of a recorded sample."""
+    for text, key in _others(overrides, than=RESCORED):
+        raise ConfigError(f"--set {text}: {key} does not affect a reward; keys that do: reward.*, {', '.join(RESCORED[1:])}")
+    table = json.loads(to_json(config))
+    if functions:  # keep the weights if their number matches
+        recorded = table["reward"]["weights"]
+        table["reward"]["weights"] = list(weights) or (recorded if recorded and len(recorded) == len(functions) else None)
+        table["reward"]["functions"] = list(functions)
+    elif weights:
+        table["reward"]["weights"] = list(weights)
+    return override(from_table(table), [f"reward.functions={json.dumps(table['reward']['functions'])}", *overrides])
+
+
+def _others(overrides: Sequence[str], *, than: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The overrides, and their keys, of other keys and sections."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key not in than and key.partition(".")[0] not in than:
+            yield text, key

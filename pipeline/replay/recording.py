@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from penstock.infra.errors import LogError, LogUnreachable, PenstockError, RunNotFound, Unrecoverable
 from penstock.infra.log import Log, Tail
-from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.config.load import Config, from_json, with_values
 from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, LedgerHistory, read_planned, with_later_parts
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
@@ -107,7 +107,7 @@ def prepare(config: Config) -> None:
 
 def with_model(config: Config, directory: str | Path) -> Config:
     """The configuration with another model directory."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})})
+    return with_values(config, "model", path=str(directory))
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -10,9 +10,10 @@ import numpy as np
 from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.errors import LogError, RunNotFound
 from penstock.infra.log import Log
-from penstock.pipeline.config.load import Config, ConfigError, override
+from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.inspect.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.learner.ledger_history import LedgerHistory
+from penstock.pipeline.replay.overrides import resampled
 from penstock.pipeline.replay.rescored_groups import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.registration.run_registry import registration
@@ -67,16 +68,10 @@ def compare(recorded: Rollout, drawn: Completion, *, version: int) -> ResampledC
     alike = common if first is None else first
     gaps = np.abs(recorded.behaviour_logprobs[:alike] - drawn.logprobs[:alike])
     return ResampledCompletion(
-        group=recorded.group,
-        sample=recorded.sample,
-        version=version,
-        recorded_versions=tuple(map(int, recorded.span_versions)),
-        comparable=comparable,
-        recorded=tuple(before.tolist()),
-        drawn=tuple(now.tolist()),
-        first_difference=first,
+        group=recorded.group, sample=recorded.sample, version=version, recorded_versions=tuple(map(int, recorded.span_versions)),
+        comparable=comparable, recorded=tuple(before.tolist()), drawn=tuple(now.tolist()), first_difference=first,
         logprob_difference=float(np.nanmax(gaps)) if len(gaps) and not np.isnan(gaps).all() else 0.0,
-    )
+    )  # fmt: skip
 
 
 def summary(samples: Sequence[ResampledCompletion]) -> dict[str, float | int]:
@@ -91,10 +86,6 @@ def summary(samples: Sequence[ResampledCompletion]) -> dict[str, float | int]:
         "samples_of_several_versions": sum(len(set(sample.recorded_versions)) > 1 for sample in samples),
         "logprob_difference_max": max((sample.logprob_difference for sample in samples), default=0.0),
     }
-
-
-CHANGEABLE = ("rollout", "sampling", "run.seed", "model.path")
-"""Sections and keys that affect generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +111,7 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
     recorded = read_run(log, run)
     if recorded.record is None:
         raise RunNotFound(run)
-    config, past = changed(recorded.config, request.overrides), recorded.past
+    config, past = resampled(recorded.config, request.overrides), recorded.past
     code = user_code(config, sections=("environment", "rollout"), overridden=keys_of(request.overrides))
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     prompts = prompts_of(recorded, groups_of(past, request))
@@ -148,15 +139,6 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
                 yield compare(recorded_samples[completion.group, completion.sample], completion, version=version)
     finally:
         engine.close()
-
-
-def changed(config: Config, overrides: Sequence[str]) -> Config:
-    """The run's configuration with these overrides. Raises `ConfigError` for a key that does not affect generation."""
-    for text in overrides:
-        key = text.partition("=")[0].strip()
-        if key not in CHANGEABLE and key.partition(".")[0] not in CHANGEABLE:
-            raise ConfigError(f"--set {text}: {key} does not affect generation; keys that do: {', '.join(CHANGEABLE)}")
-    return override(config, overrides) if overrides else config
 
 
 def groups_of(past: LedgerHistory, request: ResampleRequest) -> list[int]:

@@ -16,46 +16,16 @@ from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.config.plugins import PluginError, split_options
 from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.recorded_run import read_run
-from penstock.pipeline.replay.rescored_groups import NewRun, ScoredGroup, SkippedGroup, cases, changed, score_groups
+from penstock.pipeline.replay.overrides import rescored
+from penstock.pipeline.replay.rescored_groups import NewRun, ScoredGroup, SkippedGroup, cases, score_groups
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, keys_of, require_trusted, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.groups import Group, ScoredSample
 
-
-@dataclass(slots=True)
-class Pair:
-    """Rewards before and after, of samples that have both, and the number that differ."""
-
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-    changed: int = 0
-
-    def add(self, before: float, after: float) -> None:
-        """Add a sample."""
-        self.before.append(before)
-        self.after.append(after)
-        self.changed += before != after
-
-    def table(self) -> dict[str, Any]:
-        """Counts and means as plain data; means are None without samples."""
-        count = len(self.before)
-        return {
-            "samples": count,
-            "changed": self.changed,
-            "mean_before": fsum(self.before) / count if count else None,
-            "mean_after": fsum(self.after) / count if count else None,
-        }
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One row of the data: its groups and their rewards."""
-
-    prompt: str
-    groups: list[int] = field(default_factory=list)
-    rewards: Pair = field(default_factory=Pair)
+Pairs = list[tuple[float, float]]
+"""Rewards (before, after) of samples that have both."""
 
 
 @dataclass(slots=True)
@@ -63,11 +33,11 @@ class Comparison:
     """The report of a re-scoring so far; a sample flips if its reward crosses `threshold`."""
 
     threshold: float
-    rewards: Pair = field(default_factory=Pair)
-    components: dict[str, Pair] = field(default_factory=dict)
+    rewards: Pairs = field(default_factory=list)
+    components: dict[str, Pairs] = field(default_factory=dict)
     """Function name -> rewards, for functions on both sides; the file or module does not matter."""
-    prompts: dict[int, Prompt] = field(default_factory=dict)
-    """Row of the data -> its groups and rewards."""
+    prompts: dict[int, tuple[str, list[int], Pairs]] = field(default_factory=dict)
+    """Row of the data -> its prompt, groups and rewards."""
     flips: list[dict[str, Any]] = field(default_factory=list)
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     changed: list[dict[str, Any]] = field(default_factory=list)
@@ -92,8 +62,7 @@ class Comparison:
         if after == "failed":
             self.broken.append({"group": number, "before": before, "prompt": result.group.prompt, "reason": result.group.reason})
             return
-        row = self.prompts.setdefault(result.group.row, Prompt(result.group.prompt))
-        row.groups.append(number)
+        self.prompts.setdefault(result.group.row, (result.group.prompt, [], []))[1].append(number)
         recorded = {sample.rollout.sample: sample for sample in result.case.group.samples}
         for sample in result.group.samples:
             old = recorded.get(sample.rollout.sample)
@@ -105,40 +74,31 @@ class Comparison:
                 self._compare(result.case.group, result.group, old, sample, (old.reward, sample.reward))
 
     def _compare(self, was: Group, now: Group, old: ScoredSample, new: ScoredSample, rewards: tuple[float, float]) -> None:
-        before_sum, after_sum = rewards
-        self.rewards.add(before_sum, after_sum)
-        self.prompts[now.row].rewards.add(before_sum, after_sum)
+        self.rewards.append(rewards)
+        self.prompts[now.row][2].append(rewards)
         earlier = dict(zip(_names_of(was.reward_names), old.components, strict=False))
         for name, short, value in zip(now.reward_names, _names_of(now.reward_names), new.components, strict=False):
             before = earlier.get(short)
             if before is not None and value is not None:
-                self.components.setdefault(name, Pair()).add(before, value)
-        if (before_sum >= self.threshold) != (after_sum >= self.threshold):
-            self.flips.append(
-                {
-                    "group": now.group,
-                    "sample": new.rollout.sample,
-                    "prompt": now.prompt,
-                    "completion": new.completion,
-                    "before": before_sum,
-                    "after": after_sum,
-                }
-            )
+                self.components.setdefault(name, []).append((before, value))
+        if (rewards[0] >= self.threshold) != (rewards[1] >= self.threshold):
+            sample = {"group": now.group, "sample": new.rollout.sample, "prompt": now.prompt, "completion": new.completion}
+            self.flips.append({**sample, "before": rewards[0], "after": rewards[1]})
 
     def table(self) -> dict[str, Any]:
         """The report as plain data, by group number."""
         rows = [
-            {"row": row, "prompt": prompt.prompt, "groups": sorted(prompt.groups), **prompt.rewards.table()}
-            for row, prompt in sorted(self.prompts.items())
+            {"row": row, "prompt": prompt, "groups": sorted(numbers), **_counts(rewards)}
+            for row, (prompt, numbers, rewards) in sorted(self.prompts.items())
         ]
         return {
             "threshold": self.threshold,
             "groups": sum(self.outcomes.values()) + len(self.skipped),
             "judged": sum(self.outcomes.values()),
-            **self.rewards.table(),
-            "newly_judged": {"samples": len(self.newly), "mean_after": fsum(self.newly) / len(self.newly) if self.newly else None},
+            **_counts(self.rewards),
+            "newly_judged": {"samples": len(self.newly), "mean_after": _mean(self.newly)},
             "no_reward": self.unscored,
-            "components": {name: pair.table() for name, pair in self.components.items()},
+            "components": {name: _counts(pairs) for name, pairs in self.components.items()},
             "flips": _by_group(self.flips),
             "flips_up": sum(flip["after"] >= self.threshold for flip in self.flips),
             "flips_down": sum(flip["after"] < self.threshold for flip in self.flips),
@@ -148,6 +108,16 @@ class Comparison:
             "left_out": _by_group(self.skipped),
             "prompts": [row for row in rows if row["changed"] or row["samples"] == 0],
         }
+
+
+def _counts(pairs: Pairs) -> dict[str, Any]:
+    changed = sum(before != after for before, after in pairs)
+    means = {name: _mean([pair[side] for pair in pairs]) for side, name in enumerate(("mean_before", "mean_after"))}
+    return {"samples": len(pairs), "changed": changed, **means}
+
+
+def _mean(rewards: Sequence[float]) -> float | None:
+    return fsum(rewards) / len(rewards) if rewards else None
 
 
 def _names_of(names: Sequence[str]) -> Sequence[str]:
@@ -187,7 +157,7 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[
     cannot be loaded, `LogError`.
     """
     source = read_run(log, run)
-    config = changed(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
+    config = rescored(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
     # A new run has the full configuration, which is signed on this machine: all of it has to be trusted.
     keys = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
     code = user_code(config, sections=() if request.write else ("reward",), overridden=keys)
@@ -207,7 +177,7 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[
                 new.add(result)
             if time.monotonic() - shown > PROGRESS_S:
                 shown = time.monotonic()
-                notify(f"{number + 1} groups scored, {comparison.rewards.changed} rewards changed")
+                notify(f"{number + 1} groups scored, {sum(before != after for before, after in comparison.rewards)} rewards changed")
         if new is not None:
             new.finish(notify=notify)
     return {"run": run, "reward": described, **comparison.table(), "gone": missing, "written": request.write}

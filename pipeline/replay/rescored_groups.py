@@ -7,7 +7,7 @@ A new run is registered last, so that an interruption leaves no run.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -17,7 +17,7 @@ from typing import Any, Self
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
 from penstock.infra.sandbox.pool import Done, Failed
-from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
+from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
 from penstock.pipeline.rewards.functions import Score
@@ -85,13 +85,9 @@ def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case |
             continue
         del unscored[number]
         yield Case(
-            group=group,
-            partition=partition,
-            before=group.outcome,
-            messages=prompts[number][0].messages,
-            completions=tuple(sample.completion for sample in group.samples),
-            samples=tuple(sample.rollout for sample in group.samples),
-        )
+            group=group, partition=partition, before=group.outcome, messages=prompts[number][0].messages,
+            completions=tuple(sample.completion for sample in group.samples), samples=tuple(sample.rollout for sample in group.samples),
+        )  # fmt: skip
     yield from _from_tokens(recorded, prompts, unscored, model=model)
 
 
@@ -124,13 +120,9 @@ def _from_tokens(
             yield SkippedGroup(number=number, partition=partition, before=before, reason=decoder, group=group)
         else:
             yield Case(
-                group=group or _blank(prompt, recorded),
-                partition=partition,
-                before=before,
-                messages=prompt.messages,
-                completions=tuple(decoder.decode(generated(sample)) for sample in samples),
-                samples=samples,
-            )
+                group=group or _blank(prompt, recorded), partition=partition, before=before, messages=prompt.messages,
+                completions=tuple(decoder.decode(generated(sample)) for sample in samples), samples=samples,
+            )  # fmt: skip
 
 
 def _problem(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> str | None:
@@ -161,8 +153,6 @@ def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
     return group_of(prompt, "failed", reason="never scored", samples=(), reward=recorded.config.reward, scored_ns=prompt.created_ns)
 
 
-CHANGEABLE = ("algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
-"""Keys besides `reward.…` that affect a group's outcome."""
 WINDOW = 32
 """Groups in flight for each child process; results are yielded in order, so a slow group delays later ones."""
 POLL_S = 0.2
@@ -175,22 +165,6 @@ class ScoredGroup:
     case: Case
     group: Group
     """With the new outcome; without samples if the reward function failed."""
-
-
-def changed(config: Config, *, functions: Sequence[str] = (), weights: Sequence[float] = (), overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration with another reward. Raises `ConfigError` for a key that does not affect the reward of a recorded sample."""
-    for text in overrides:
-        key = text.partition("=")[0].strip()
-        if not key.startswith("reward.") and key not in CHANGEABLE:
-            raise ConfigError(f"--set {text}: {key} does not affect a reward; keys that do: reward.*, {', '.join(CHANGEABLE)}")
-    table = json.loads(to_json(config))
-    if functions:  # keep the weights if their number matches
-        recorded = table["reward"]["weights"]
-        table["reward"]["weights"] = list(weights) or (recorded if recorded and len(recorded) == len(functions) else None)
-        table["reward"]["functions"] = list(functions)
-    elif weights:
-        table["reward"]["weights"] = list(weights)
-    return override(from_table(table), [f"reward.functions={json.dumps(table['reward']['functions'])}", *overrides])
 
 
 def score_groups(
@@ -263,7 +237,6 @@ class NewRun:
     _transactions: Transactions
     _waiting: list[Outgoing] = field(default_factory=list)
     _bytes: int = 0
-    _written: int = 0
     _done: bool = False
 
     @classmethod
@@ -279,22 +252,14 @@ class NewRun:
         if not count or 0 not in source.past.ledger_state.manifests:
             raise LogError(f"{source.run} cannot be copied: it has no topics, or its version 0 was never published")
         specs = topics_of(
-            run,
-            partitions=count,
-            weight_partitions=config.weight_partitions,
-            weight_segment_bytes=config.weight_segment_bytes,
+            run, partitions=count, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
             sample_segment_bytes=config.sample_segment_bytes,
-        )
+        )  # fmt: skip
         log.create_topics(specs, copies=config.kafka.copies)
         return cls(
-            log=log,
-            source=source,
-            run=run,
-            config=config,
-            origin=origin,
-            _producer=log.producer(),
+            log=log, source=source, run=run, config=config, origin=origin, _producer=log.producer(),
             _transactions=log.transactions(f"{run}.{WORKER}"),
-        )
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +278,6 @@ class NewRun:
         partition = result.partition if isinstance(result, SkippedGroup) else result.case.partition
         if group is None:
             return
-        self._written += 1
         for headers, value in groups.encode_parts(_stamped(result, group), run=self.run, worker=WORKER):
             key = str(group.group).encode()
             self._waiting.append(
@@ -358,15 +322,10 @@ class NewRun:
         ledger_state = self.source.past.ledger_state
         tensors = fetch(self.log, ledger_state.manifests, 0, run=self.source.run)
         manifest = send_version(
-            self._producer,
-            tensors,
-            run=self.run,
-            version=0,
-            step=0,
+            self._producer, tensors, run=self.run, version=0, step=0,
             partitions=chunk_partitions(0, count=self.log.partitions(f"{self.run}.weights") or 0),
-            max_bytes=self.config.weights.chunk_mib * 2**20,
-            digest=lambda: ledger_state.manifests[0].digest,
-        )
+            max_bytes=self.config.weights.chunk_mib * 2**20, digest=lambda: ledger_state.manifests[0].digest,
+        )  # fmt: skip
         opened = {
             **json.loads((ledger_state.opened and ledger_state.opened.details) or "{}"),
             "config": json.loads(to_json(self.config)),

@@ -5,7 +5,8 @@ Time spent waiting for a followed run is counted apart. No group is stale in a n
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from typing import Any
 
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.log import Tail
@@ -13,7 +14,7 @@ from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.replay.recording import POLL_S, PlanMember, PlannedGroups, ReadAhead, Recording
-from penstock.pipeline.replay.restore_policy import PROGRESS_S
+from penstock.pipeline.replay.restore_policy import PROGRESS_S, StartPoint
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups
@@ -108,14 +109,9 @@ class Selection:
         trainable = bool(headers.samples) and not groups.lacks_rewards(headers.samples, headers.no_reward)
         admitted = headers.outcome == "filtered" and trainable and not self.config.algorithm.filter_zero_variance
         return Candidate(
-            group=headers.group,
-            outcome="scored" if admitted else headers.outcome,
-            policy_version_min=0,
-            partition=record.partition,
-            offset=record.offset,
-            parts=headers.parts or 1,
-            sha256=headers.sha256 or "",
-        )
+            group=headers.group, outcome="scored" if admitted else headers.outcome, policy_version_min=0, partition=record.partition,
+            offset=record.offset, parts=headers.parts or 1, sha256=headers.sha256 or "",
+        )  # fmt: skip
 
     def _trained(self, planned: Planned) -> bool:
         """True unless the filter drops a group that was recorded without a filter."""
@@ -153,6 +149,32 @@ class Times:
     def busy_s(self) -> float:
         """`replay_s` without the waiting."""
         return self.replay_s - self.waited_s
+
+
+@dataclass(slots=True)
+class Result:
+    """What exact replays and what-ifs both report; filled while steps are trained."""
+
+    run: str
+    _: KW_ONLY
+    fingerprint: list[dict[str, object]] = field(default_factory=list)
+    """Differences from the run in what the last bits depend on."""
+    start: StartPoint | None = None
+    digest: str | None = None
+    times: Times = field(default_factory=Times)
+    whole: bool = False
+    """True if every requested step was trained."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "run": self.run,
+            "whole": self.whole,
+            "digest": self.digest,
+            "fingerprint": self.fingerprint,
+            "start": self.start and asdict(self.start),
+            "times": {"start_s": self.times.start_s, "replay_s": self.times.busy_s, "waited_s": self.times.waited_s},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.repeat_step import Repetition, other_weights, repeat
 from penstock.pipeline.replay.recording import PlanMember, Recording, ranges, require_retained
-from penstock.pipeline.replay.restore_policy import StartPoint, advance_to, apply_rebase, arithmetic, open_policy, weights_of
-from penstock.pipeline.replay.steps import ReplayRequest, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.replay.restore_policy import advance_to, apply_rebase, arithmetic, open_policy, weights_of
+from penstock.pipeline.replay.steps import ReplayRequest, Result, await_weights, check_steps, replay_steps
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
@@ -158,49 +158,30 @@ def _bits(tensor: TensorBytes) -> npt.NDArray[Any]:
 
 
 @dataclass(slots=True)
-class ReplayResult:
-    """Result of a replay so far."""
+class ReplayResult(Result):
+    """Result of an exact replay so far."""
 
-    run: str
-    fingerprint: list[dict[str, object]] = field(default_factory=list)
-    start: StartPoint | None = None
     steps: int = 0
     matching: int = 0
     digests: int = 0
     """Number of compared weights digests."""
     first: dict[str, Any] | None = None
     drift: list[dict[str, float]] = field(default_factory=list)
-    digest: str | None = None
-    times: Times = field(default_factory=Times)
     compute_s: float = 0.0
     recorded_busy_s: float = 0.0
-    whole: bool = False
-    """True if every requested step was trained."""
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data."""
-        start = self.start
-        times = self.times
-        return {
-            "run": self.run,
+        common = Result.as_json(self)
+        ratio = self.times.busy_s / self.recorded_busy_s if self.recorded_busy_s else None
+        return common | {
             "kind": "exact",
             "steps": self.steps,
             "matching_steps": self.matching,
             "first_difference": self.first,
-            "whole": self.whole,
             "digests_compared": self.digests,
-            "digest": self.digest,
-            "fingerprint": self.fingerprint,
-            "start": start and {"step": start.step, "checkpoint": start.checkpoint, "repeated": start.repeated},
             "drift": self.drift,
-            "times": {
-                "start_s": times.start_s,
-                "replay_s": times.busy_s,
-                "waited_s": times.waited_s,
-                "compute_s": self.compute_s,
-                "recorded_busy_s": self.recorded_busy_s,
-                "ratio": times.busy_s / self.recorded_busy_s if self.recorded_busy_s else None,
-            },
+            "times": {**common["times"], "compute_s": self.compute_s, "recorded_busy_s": self.recorded_busy_s, "ratio": ratio},
         }
 
 

@@ -6,11 +6,11 @@ The samples are those of the recorded policies: everything here is off-policy, a
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.infra.checkpoints.rules import State
 from penstock.infra.errors import ConfigError, PenstockError
@@ -22,7 +22,7 @@ from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.replay.overrides import WhatIf
 from penstock.pipeline.replay.recording import Recording, require_retained
 from penstock.pipeline.replay.restore_policy import StartPoint, advance_to, arithmetic, open_policy
-from penstock.pipeline.replay.steps import ReplayRequest, Selection, StepToTrain, Times, await_weights, check_steps, replay_steps
+from penstock.pipeline.replay.steps import ReplayRequest, Result, Selection, StepToTrain, await_weights, check_steps, replay_steps
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 
@@ -31,35 +31,21 @@ CURVES = ("loss", "grad_norm", "reward_trained", "ess", "kl", "kl_behaviour_k1",
 """Curves in the results, next to the recorded ones; MLflow has all."""
 
 
-class Points(Protocol):
-    """Receives the curves while a what-if is trained."""
-
-    def log(self, points: Sequence[Point]) -> None: ...
-
-
 @dataclass(slots=True)
-class WhatIfResult:
+class WhatIfResult(Result):
     """Result of a what-if so far."""
 
-    run: str
     changed: Mapping[str, tuple[Any, Any]]
     plans: str = "recorded"
-    fingerprint: list[dict[str, object]] = field(default_factory=list)
-    start: StartPoint | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     """One row per step: its number, and the curves of the what-if and of the recorded run."""
-    digest: str | None = None
     recorded_digest: str | None = None
     exported: str | None = None
     mlflow_run_id: str | None = None
-    times: Times = field(default_factory=Times)
-    whole: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data."""
-        start = self.start
-        return {
-            "run": self.run,
+        return Result.as_json(self) | {
             "kind": "what-if",
             "off_policy": OFF_POLICY,
             "changed": {key: {"recorded": before, "here": now} for key, (before, now) in self.changed.items()},
@@ -67,15 +53,10 @@ class WhatIfResult:
             "steps": len(self.steps),
             "matching_steps": None,
             "first_difference": None,
-            "whole": self.whole,
             "curves": self.steps,
-            "digest": self.digest,
             "recorded_digest": self.recorded_digest,
             "exported": self.exported,
             "mlflow_run_id": self.mlflow_run_id,
-            "fingerprint": self.fingerprint,
-            "start": start and {"step": start.step, "checkpoint": start.checkpoint, "repeated": start.repeated},
-            "times": {"start_s": self.times.start_s, "replay_s": self.times.busy_s, "waited_s": self.times.waited_s},
         }
 
 
@@ -85,7 +66,7 @@ def train(
     request: ReplayRequest,
     *,
     result: WhatIfResult,
-    curves: AbstractContextManager[Points | None],
+    curves: AbstractContextManager[ChildRun | None],
     export: Path | None,
     notify: Notify,
 ) -> None:
@@ -124,7 +105,7 @@ def _train(
     request: ReplayRequest,
     selection: Selection | None,
     result: WhatIfResult,
-    points: Points | None,
+    points: ChildRun | None,
     notify: Notify,
 ) -> None:
     unsent: list[Point] = []

@@ -33,7 +33,6 @@ from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards import scoring as reward_child
-from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.topics.samples import cause_of, generated
 
@@ -41,6 +40,16 @@ SHOWN_GROUPS = 2
 """Groups of which a sample is shown."""
 SHOWN = 400
 """Characters of a prompt or a completion."""
+ENOUGH = 16
+"""Samples from which equal rewards are no accident: a policy that is right in a fifth of them has no reward in 16 with 3 %."""
+CHILD = "penstock.pipeline.launch.check.preflight:child"
+COPIES = 2
+"""Completions of a call: a reward that returns one number for any number of completions would pass with one."""
+PROMPTS, SAMPLES = 8, 8
+"""Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
+GENERATE_LIMIT_S = 1_800.0
+_ENGINE = ChildRules(section="environment", memory_gb=math.inf, file_gb=math.inf, isolate="none")
+"""Rules for the process that generates: an engine, which starts the run's environments by their own rules."""
 
 Tell = Callable[[str, str], None]
 
@@ -84,10 +93,10 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
     check_disk(config, info, note)
     note("memory", memory_line(config))
-    scores = list[Score]()
+    scores = list[rewards.Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores = score_answers(config, kinds)
-        note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
+        note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(_number(score.rewards[0]) for score in scores)}")
     generated = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
     problem = equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
@@ -129,10 +138,8 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
     generating_s = trained * trial_result["generate_s"] / len(samples) / config.rollout.workers
     took = f"{tokens} tokens in {trial_result['generate_s']:.1f} s, {len(samples)} samples concurrently"
     note("drawing", f"the model loaded in {trial_result['load_s']:.1f} s; {took}")
-    note(
-        "time",
-        f"at most {duration(generating_s)} of generation for {trained:,} samples at that rate; training takes additional time or overlaps",
-    )
+    longest = f"at most {duration(generating_s)} of generation for {trained:,} samples at that rate"
+    note("time", f"{longest}; training takes additional time or overlaps")
     return samples
 
 
@@ -140,16 +147,12 @@ def _shown(sample: Mapping[str, Any]) -> str:
     prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
     answer = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
     cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
-    reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
-    return f"reward {reward}, {len(sample['token_ids'])} tokens{cut_off}\n  prompt      {prompt}{answer}\n  completion  {completion}"
+    earned = f"reward {_number(sample['reward'])}, {len(sample['token_ids'])} tokens{cut_off}"
+    return f"{earned}\n  prompt      {prompt}{answer}\n  completion  {completion}"
 
 
-def _score(score: Score) -> str:
-    return "none" if score.rewards[0] is None else f"{score.rewards[0]:g}"
-
-
-ENOUGH = 16
-"""Samples from which equal rewards are no accident: a policy that is right in a fifth of them has no reward in 16 with 3 %."""
+def _number(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
 
 
 def swapped(rows: Sequence[Row], answers: Sequence[str]) -> list[tuple[int, int]]:
@@ -185,26 +188,15 @@ def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
     Raises `PenstockError` with it for `ENOUGH` samples.
     """
     position = scale.position(rewards[0]) if len(rewards) > 1 and zero_variance(rewards) else None
-    if position is not None and position < LOW:
-        span = f"in a range of {scale.low:g} to {scale.high:g}"
-        problem = (
-            f"all {len(rewards)} sampled completions have the reward {rewards[0]:g}, {span}: nothing is learnt from equal rewards; "
-            f"{scale.advice(rewards[0])}, or a larger sampling.max_new_tokens if they are cut off"
-        )
-        if len(rewards) >= ENOUGH:
-            raise PenstockError(problem)
-        return problem
-    return None
-
-
-CHILD = "penstock.pipeline.launch.check.preflight:child"
-COPIES = 2
-"""Completions of a call: a reward that returns one number for any number of completions would pass with one."""
-PROMPTS, SAMPLES = 8, 8
-"""Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
-GENERATE_LIMIT_S = 1_800.0
-_ENGINE = ChildRules(section="environment", memory_gb=math.inf, file_gb=math.inf, isolate="none")
-"""Rules for the process that generates: an engine, which starts the run's environments by their own rules."""
+    if position is None or position >= LOW:
+        return None
+    problem = (
+        f"all {len(rewards)} sampled completions have the reward {rewards[0]:g}, in a range of {scale.low:g} to {scale.high:g}: nothing is "
+        f"learnt from equal rewards; {scale.advice(rewards[0])}, or a larger sampling.max_new_tokens if they are cut off"
+    )
+    if len(rewards) >= ENOUGH:
+        raise PenstockError(problem)
+    return problem
 
 
 def rows_of(config: Config) -> list[Row]:
@@ -212,10 +204,6 @@ def rows_of(config: Config) -> list[Row]:
     data, groups = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
     each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, groups // len(data.sources))
     return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(each, len(source)))]
-
-
-def _samples_of(config: Config) -> int:
-    return min(SAMPLES, config.schedule.samples_per_prompt) if config.environment.source is None else 1
 
 
 def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -237,28 +225,20 @@ def score(
         max_steps=config.run.steps or 1, max_completion_length=config.max_completion_tokens,
     )  # fmt: skip
     limit_s = max(map(len, [*completions, range(COPIES)])) * reward.timeout_s
+    scores = []
     with _children(reward_child.CHILD, init, timeout_s=limit_s, rules=reward.rules()) as pool:
-        return [
-            rewards.Score.of(
-                _result(
-                    pool,
-                    reward_child.payload(
-                        _copied(texts),
-                        prompt=renderer.render(row)[0],
-                        messages=row.messages if played is None else renderer.messages(row),
-                        columns=row.columns,
-                        completion_ids=_copied(ids),
-                        episodes=played and _copied(played),
-                    ),
-                    what=f"the reward of {row.origin}",
-                )
+        for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True):
+            copies = COPIES if len(texts) == 1 else 1
+            payload = reward_child.payload(
+                list(texts) * copies,
+                prompt=renderer.render(row)[0],
+                messages=row.messages if played is None else renderer.messages(row),
+                columns=row.columns,
+                completion_ids=list(ids) * copies,
+                episodes=played and list(played) * copies,
             )
-            for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True)
-        ]
-
-
-def _copied(values: Sequence[Any]) -> list[Any]:
-    return list(values) * (COPIES if len(values) == 1 else 1)
+            scores.append(rewards.Score.of(_result(pool, payload, what=f"the reward of {row.origin}")))
+    return scores
 
 
 def score_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
@@ -288,8 +268,8 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
     os.environ.update(init["environment"])
     if not os.environ.get("PENSTOCK_DEBUG"):
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
+        for stream in (1, 2):
+            os.dup2(nothing, stream)
     from penstock.pipeline.runtime.factories import make_engine
 
     config, started = from_json(init["config"]), time.monotonic()
@@ -309,12 +289,12 @@ def _generate(config: Config, engine: Any) -> dict[str, Any]:
         temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids,
         stop=tuple(chosen.stop),
     )  # fmt: skip
-    numbers = tuple(range(_samples_of(config)))
-    prompts, started = [renderer.render(row) for row in rows_of(config)], time.monotonic()
-    for group, ((text, ids), row) in enumerate(zip(prompts, rows_of(config), strict=True)):
+    played, rows = config.environment.source is not None, rows_of(config)
+    numbers = tuple(range(1 if played else min(SAMPLES, config.schedule.samples_per_prompt)))
+    prompts, started = [renderer.render(row) for row in rows], time.monotonic()
+    for group, ((text, ids), row) in enumerate(zip(prompts, rows, strict=True)):
         request = GroupRequest(group=group, prompt_ids=ids, samples=numbers, rows=len(numbers), seed=config.run.seed, sampling=how)
         messages = json.dumps(renderer.messages(row)) if renderer.messages(row) else None
-        played = config.environment.source is not None
         engine.submit(episode_request(request, text=text, messages=messages, columns=row.columns) if played else request)
     ended = {}
     while not engine.idle:

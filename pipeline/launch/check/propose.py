@@ -113,20 +113,13 @@ def look(
     gpus, cpu = len(visible_gpus()), this_cpu()
     longest_prompt, longest_answer = _longest(folder, dataset)
     return Inputs(
-        rows=len(dataset),
-        prompt_field=prompt,
-        answer_field=answer,
-        longest_prompt=longest_prompt,
-        longest_answer=longest_answer,
-        context=settings.get("max_position_embeddings"),
-        count=parameters(folder),
+        rows=len(dataset), prompt_field=prompt, answer_field=answer, longest_prompt=longest_prompt, longest_answer=longest_answer,
+        context=settings.get("max_position_embeddings"), count=parameters(folder),
         half=str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float16"),
         template=chat_template_of(folder, "auto") is not None,
-        held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0,
-        gpus=gpus,
-        cores=cpu.cores,
+        held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0, gpus=gpus, cores=cpu.cores,
         bfloat16=gpus > 0 or cpu.bfloat16,
-    )
+    )  # fmt: skip
 
 
 def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[str], source: str) -> str:
@@ -174,13 +167,12 @@ def propose(
         ValueError: the same, from the part that reads them.
     """
     inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, notify=notify)
-    engine = "vllm"
+    text = _text(model, data, functions, inputs, engine="vllm")
     try:
-        check_engine(_loaded(_text(model, data, functions, inputs, engine=engine, steps=100), base))
+        check_engine(_loaded(text, base))
     except ConfigError:
-        engine = "transformers"
-    text = _text(model, data, functions, inputs, engine=engine, steps=100)
-    _loaded(text, base)
+        text = _text(model, data, functions, inputs, engine="transformers")
+        _loaded(text, base)
     return text
 
 
@@ -192,17 +184,15 @@ def _loaded(text: str, base: Path) -> Config:
     return from_table(table)
 
 
-def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str, steps: int) -> str:
-    """The file: every section that a person is likely to change, each line with its reason."""
+def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str) -> str:
+    """The file: every section that a user is likely to change, each line with its reason."""
     sections = (
-        _beginning(model, inputs, steps=steps),
-        _data(data, inputs),
-        _reward(functions),
-        _schedule(inputs, engine=engine),
+        *_inputs(model, data, functions, inputs),
+        _schedule(inputs, vllm=engine == "vllm"),
         _rollout(inputs, engine=engine),
         _trainer(inputs),
         _eval(data, inputs),
-        _launch(inputs),
+        ["[launch]", _line("placement", "colocated", "trainer and engine have the one GPU by turns")] if inputs.gpus == 1 else [],
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -212,54 +202,40 @@ def _line(key: str, value: Any, why: str = "") -> str:
     return f"{text:<36}# {why}" if why else text
 
 
-def _beginning(model: str, inputs: Inputs, *, steps: int) -> list[str]:
-    size = f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"
+def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> list[list[str]]:
+    name = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
+    held_out, template = inputs.held_out, "the model's chat template"
     return [
-        "# Written by `penstock init`. Every key: docs/reference/configuration.md. Paths are relative to this file.",
-        "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
-        "[run]",
-        _line("name", _name(model), "first part of the run's id"),
-        _line("steps", steps, "optimizer steps; or epochs = passes over the data"),
-        _line("seed", 0),
-        "",
-        "[model]",
-        _line("path", model, size),
+        [
+            "# Written by `penstock init`. Every key: docs/reference/configuration.md. Paths are relative to this file.",
+            "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
+            "[run]",
+            _line("name", name, "first part of the run's id"),
+            _line("steps", 100, "optimizer steps; or epochs = passes over the data"),
+            _line("seed", 0),
+            "",
+            "[model]",
+            _line("path", model, f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"),
+        ],
+        [
+            "[data]",
+            _line("source", data, f"{inputs.rows:,} rows"),
+            _line("prompt_field", inputs.prompt_field),
+            _line("answer_field", inputs.answer_field, "reward functions get it as `answer`" if inputs.answer_field else "there is none"),
+            *([_line("limit", inputs.rows - held_out, f"the last {held_out} rows are held out, see [eval]")] if held_out else []),
+            _line("chat_template", "auto", template if inputs.template else "the model has no chat template: prompts go in as they are"),
+            _line("max_prompt_tokens", inputs.prompt_room, f"the longest of the first rows has {inputs.longest_prompt}"),
+        ],
+        [
+            "[reward]",
+            _line("functions", list(functions), "f(completions, **columns) -> a number for each"),
+            '# on_error = "drop"                 # continue if it breaks often, instead of stopping the run',
+        ],
     ]
 
 
-def _name(model: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
-
-
-def _data(data: str, inputs: Inputs) -> list[str]:
-    lines = [
-        "[data]",
-        _line("source", data, f"{inputs.rows:,} rows"),
-        _line("prompt_field", inputs.prompt_field),
-        _line("answer_field", inputs.answer_field, "reward functions get it as `answer`" if inputs.answer_field else "there is none"),
-    ]
-    if inputs.held_out:
-        lines.append(_line("limit", inputs.rows - inputs.held_out, f"the last {inputs.held_out} rows are held out, see [eval]"))
-    template = "the model's chat template" if inputs.template else "the model has no chat template: prompts go in as they are"
-    return [
-        *lines,
-        _line("chat_template", "auto", template),
-        _line("max_prompt_tokens", inputs.prompt_room, f"the longest of the first rows has {inputs.longest_prompt}"),
-    ]
-
-
-def _reward(functions: Sequence[str]) -> list[str]:
-    return [
-        "[reward]",
-        _line("functions", list(functions), "f(completions, **columns) -> a number for each"),
-        '# on_error = "drop"                 # continue if it breaks often, instead of stopping the run',
-    ]
-
-
-def _schedule(inputs: Inputs, *, engine: str) -> list[str]:
-    mode, why = (
-        ("in_flight", "new weights between two decode steps") if engine == "vllm" else ("pipelined", "generates ahead of the trainer")
-    )
+def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
+    mode, why = ("in_flight", "new weights between two decode steps") if vllm else ("pipelined", "generates ahead of the trainer")
     return [
         "[schedule]",
         _line("mode", mode, f"{why}; docs/explanation/schedules.md"),
@@ -276,49 +252,33 @@ def _schedule(inputs: Inputs, *, engine: str) -> list[str]:
 
 
 def _rollout(inputs: Inputs, *, engine: str) -> list[str]:
-    dtype = inputs.dtype if inputs.gpus or engine == "vllm" else "float32"
-    workers = max(1, inputs.gpus - 1)  # all but the trainer's
-    lines = [
+    why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not here, or cannot load this model"
+    return [
         "[rollout]",
-        _line(
-            "engine", engine, "generates all samples concurrently" if engine == "vllm" else "vLLM is not here, or cannot load this model"
-        ),
-        _line("workers", workers),
-        _line("dtype", dtype),
+        _line("engine", engine, why),
+        _line("workers", max(1, inputs.gpus - 1)),  # all GPUs but the trainer's
+        _line("dtype", inputs.dtype if inputs.gpus or engine == "vllm" else "float32"),
+        *([_line("gpus_per_worker", 1)] if inputs.gpus > 1 else []),
+        *([] if inputs.gpus else [_line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores")]),
     ]
-    if inputs.gpus > 1:
-        lines.append(_line("gpus_per_worker", 1))
-    elif not inputs.gpus:
-        lines.append(_line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores"))
-    return lines
 
 
 def _trainer(inputs: Inputs) -> list[str]:
     count = inputs.count or UNKNOWN
-    lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 else 1e-6
-    lines = [
+    return [
         "[trainer]",
-        _line("lr", lr, "by the model's size; halve it if the reward collapses"),
+        _line("lr", 5e-4 if count < 10**7 else 1e-5 if count < 10**9 else 1e-6, "by the model's size; halve it if the reward collapses"),
         _line("warmup_steps", 5),
         _line("dtype", inputs.dtype, "weights; sums and moments are float32"),
         _line("micro_batch_tokens", 16_384 if inputs.gpus else 2_048, "halve it when memory runs out"),
         _line("checkpoint_every", 25, "steps; a resumed run repeats those after the newest"),
+        *([_line("gpus", 1)] if inputs.gpus > 1 else []),
+        *([] if inputs.gpus else [_line("threads", max(1, inputs.cores - inputs.cores // 2))]),
     ]
-    if inputs.gpus > 1:
-        lines.append(_line("gpus", 1))
-    elif not inputs.gpus:
-        lines.append(_line("threads", max(1, inputs.cores - inputs.cores // 2)))
-    return lines
-
-
-def _launch(inputs: Inputs) -> list[str]:
-    return ["[launch]", _line("placement", "colocated", "trainer and engine have the one GPU by turns")] if inputs.gpus == 1 else []
 
 
 def _eval(data: str, inputs: Inputs) -> list[str]:
-    if not inputs.held_out:
-        return []
-    return [
+    lines = [
         "[eval]",
         _line("source", data),
         *([_line("engine", "rollout", "evaluations use a rollout worker's engine and need no GPU")] if inputs.gpus else []),
@@ -328,3 +288,4 @@ def _eval(data: str, inputs: Inputs) -> list[str]:
         _line("samples", 1, "in addition to the greedy one"),
         "# threshold = 1.0                   # reward from which a completion counts as solved",
     ]
+    return lines if inputs.held_out else []

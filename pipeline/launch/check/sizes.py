@@ -14,7 +14,7 @@ import psutil
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import state_path
 from penstock.infra.tensors.parameter_count import parameters
-from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.config.load import Config, ConfigError, with_values
 from penstock.pipeline.inspect.records.runs import size
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.runtime.roles import ROLES
@@ -27,13 +27,10 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
     rules, steps = config.rules, config.steps(rows)
     groups = steps * rules.prompts_per_step
     samples = groups * rules.samples_per_prompt
-    a_step = rules.prompts_per_step * rules.samples_per_prompt
+    a_step, lag_steps = rules.prompts_per_step * rules.samples_per_prompt, rules.max_lag * rules.steps_per_version
     clip = f"-{config.clip_low}/+{config.clip_high}" + (f", dual {config.clip_dual:g}" if config.clip_dual else "")
     return [
-        (
-            "schedule",
-            f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {rules.max_lag * rules.steps_per_version} step(s)",
-        ),
+        ("schedule", f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {lag_steps} step(s)"),
         ("one step", f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {a_step} samples"),
         ("one round", f"{rules.steps_per_version} step(s) = {rules.round_groups} groups between two published weights"),
         ("the run", f"{steps} steps, {versions_of(steps, steps_per_version=rules.steps_per_version)} versions after the initial one"),
@@ -41,10 +38,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
         ("data", f"{rows:,} rows, {groups / rows:.2f} epochs without replacements for dropped groups"),
         ("ahead", f"at most {rules.round_groups * (1 + rules.max_lag)} groups are admitted ahead of the newest weights"),
         ("kafka", f"{config.partitions} partitions, broker {config.kafka.bootstrap}"),
-        (
-            "workers",
-            ", ".join(f"{count} {role.name}" for role in ROLES.values() if (count := role.workers(config))),
-        ),
+        ("workers", ", ".join(f"{count} {role.name}" for role in ROLES.values() if (count := role.workers(config)))),
         ("threads", threads(config)),
         ("engine", f"{config.rollout.engine}; trainer {config.trainer.backend}"),
         ("gpus", _gpus(config)),
@@ -70,9 +64,9 @@ def _gpus(config: Config) -> str:
         return f"not on this machine: {error}"
 
 
+ITEM = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = 12
 """A checkpoint holds a float32 master and two moments of each parameter."""
-BYTES_OF = {"float32": 4, "bfloat16": 2}
 CHANGED_PER_LR = 4_000.0
 """Share of bfloat16 elements that a step of AdamW changes, by its learning rate; measured on SmolLM2-135M at 1e-6: 0.4 %."""
 BYTES_A_CHANGE = 3
@@ -95,11 +89,11 @@ class Growth:
     @property
     def whole(self) -> int:
         """A version that is published whole."""
-        return self.count * BYTES_OF[self.config.trainer.dtype]
+        return self.count * ITEM[self.config.trainer.dtype]
 
     @property
     def delta(self) -> int:
-        """A version that is published as what differs from the one before."""
+        """A version that is published as its difference from the one before."""
         return math.ceil(self.whole * self.share)
 
     @property
@@ -139,7 +133,7 @@ class Growth:
             return 0
         newest = min(math.ceil(steps / trainer.checkpoint_every), trainer.checkpoint_keep_last + 1)
         retained = newest + (steps // trainer.checkpoint_keep_every if trainer.checkpoint_keep_every else 0)
-        return retained * self.count * (OPTIMIZER_BYTES + (BYTES_OF[trainer.dtype] if trainer.export else 0))
+        return retained * self.count * (OPTIMIZER_BYTES + (ITEM[trainer.dtype] if trainer.export else 0))
 
     @property
     def exported(self) -> int:
@@ -168,7 +162,7 @@ def delta_share(dtype: str, lr: float) -> float:
     """
     if dtype != "bfloat16":
         return 1.0
-    return min(1.0, lr * CHANGED_PER_LR * BYTES_A_CHANGE / BYTES_OF[dtype])
+    return min(1.0, lr * CHANGED_PER_LR * BYTES_A_CHANGE / ITEM[dtype])
 
 
 MIB = 2**20
@@ -176,7 +170,6 @@ LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB
 """Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
 LOGITS = 128 * MIB
 """Logits that are alive at once in the trainer, and their gradient."""
-ITEM = {"float32": 4, "bfloat16": 2}
 ON_HOST = ("libraries", "published", "new version")
 """Parts that never lie on a GPU."""
 MOVED = ("weights", "masters", "adapters", "moments", "frozen copies")
@@ -206,12 +199,7 @@ class Shape:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys + (queries + 2 * keys if self.biases else 0)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.embedding * (1 if self.tied else 2) + self.layers * layer + self.hidden
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the embedding."""
-        return self.vocabulary * self.hidden
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
 
     @property
     def linear(self) -> int:
@@ -233,25 +221,23 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
     """The sizes in a model's `config.json`; None of another kind of model, such as a mixture of experts."""
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
+    if any("expert" in name or name == "kv_lora_rank" for name in sizes):
+        return None
     try:
-        layers, hidden, intermediate, heads, vocabulary = (
-            int(sizes[name]) for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        heads, hidden = int(sizes["num_attention_heads"]), int(sizes["hidden_size"])
+        return Shape(
+            layers=int(sizes["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(sizes["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(sizes.get("num_key_value_heads") or heads),
+            head_dim=int(sizes.get("head_dim") or hidden // heads),
+            vocabulary=int(sizes["vocab_size"]),
+            tied=bool(sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+            biases=bool(sizes.get("attention_bias", sizes.get("model_type") == "qwen2")),
         )
     except (KeyError, TypeError, ValueError):
         return None
-    if any("expert" in name or name == "kv_lora_rank" for name in sizes):
-        return None
-    return Shape(
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=int(sizes.get("num_key_value_heads") or heads),
-        head_dim=int(sizes.get("head_dim") or hidden // heads),
-        vocabulary=vocabulary,
-        tied=bool(sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
-        biases=bool(sizes.get("attention_bias", sizes.get("model_type") == "qwen2")),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,13 +255,10 @@ class Estimate:
 
 def estimates(config: Config, shape: Shape) -> list[Estimate]:
     """Trainer (each of its processes), rollout worker and evaluator."""
-    engine = Estimate(role="rollout", parts=engine_parts(config, shape))
-    shown = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
-    return (
-        [*shown, Estimate(role="evaluator", parts=engine.parts)]
-        if config.eval_sources and not config.evaluates_on_rollout_engine
-        else shown
-    )
+    parts = {"trainer": trainer_parts(config, shape), "rollout": (engine := engine_parts(config, shape))}
+    if config.eval_sources and not config.evaluates_on_rollout_engine:
+        parts["evaluator"] = engine
+    return [Estimate(role=role, parts=sizes) for role, sizes in parts.items()]
 
 
 def time_shared(workers: Sequence[Estimate]) -> tuple[int, int]:
@@ -339,7 +322,7 @@ def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
     longest = config.data.max_prompt_tokens + config.max_completion_tokens
     vllm = rollout.engine == "vllm"
     rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
-    embedding = item * shape.embedding
+    embedding = item * shape.vocabulary * shape.hidden
     packed = embedding if vllm and shape.tied and not rollout.device.startswith("cuda") else 0  # a CPU's output layer is a packed copy
     return {
         "libraries": LIBRARIES["vllm" if vllm else "transformers"],
@@ -379,7 +362,7 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Callable[[str, str
         f"{soon}",
     )
     if full is not None:
-        chain = of_model(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), share=share)
+        chain = of_model(config=with_values(config, "weights", keep="chain"), share=share)
         less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
         fewer = "set kafka.keep_steps, " if config.kafka.keep_steps is None and steps * likely.samples > free // 4 else ""
         raise PenstockError(

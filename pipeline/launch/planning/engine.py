@@ -278,9 +278,9 @@ class Outcome:
     """Trained."""
     tokens: int
     """Trained."""
-    wait_s: float
+    trainer_wait_s: float
     """The trainer's waiting for groups."""
-    compute_s: float
+    trainer_compute_s: float
     rollout_to_train_end_s: tuple[float, ...]
     """Per round, from the start of its first sample to the end of its last step (arXiv 2606.26997)."""
     first_dispatch_s: tuple[float, ...]
@@ -311,29 +311,26 @@ class Outcome:
         lags = [lag for step in steps for lag in step.lags]
         busy = sum(worker.busy_s for worker in workers)
         return cls(
-            wall_s=steps[-1].ended_s - min(starts),
-            samples=len(lags) * work.schedule.samples_per_prompt,
-            tokens=tokens,
-            wait_s=sum(step.wait_s for step in steps),
-            compute_s=sum(step.compute_s for step in steps),
+            wall_s=steps[-1].ended_s - min(starts), samples=len(lags) * work.schedule.samples_per_prompt, tokens=tokens,
+            trainer_wait_s=sum(step.wait_s for step in steps), trainer_compute_s=sum(step.compute_s for step in steps),
             rollout_to_train_end_s=tuple(members[-1].ended_s - start for members, start in zip(rounds, starts, strict=True)),
             first_dispatch_s=tuple(members[0].first_group_s - start for members, start in zip(rounds, starts, strict=True)),
-            generate_s=busy / count,
-            load_s=sum(worker.load_s for worker in workers) / count,
+            generate_s=busy / count, load_s=sum(worker.load_s for worker in workers) / count,
             no_prompt_s=sum(worker.no_prompt_s for worker in workers) / count,
             no_weights_s=sum(worker.no_weights_s for worker in workers) / count,
-            batch=sum(worker.row_s for worker in workers) / busy if busy else 0.0,
-            lag_mean=statistics.fmean(lags),
-            lag_max=max(lags),
-            token_lag_mean=sum(step.token_lag for step in steps) / tokens,
-            dropped=dropped,
-            steps=tuple(steps),
-        )
+            batch=sum(worker.row_s for worker in workers) / busy if busy else 0.0, lag_mean=statistics.fmean(lags), lag_max=max(lags),
+            token_lag_mean=sum(step.token_lag for step in steps) / tokens, dropped=dropped, steps=tuple(steps),
+        )  # fmt: skip
 
     @property
-    def waiting_ratio(self) -> float:
+    def trainer_waiting_ratio(self) -> float:
         """Share of waiting in the trainer's waiting and compute time."""
-        return self.wait_s / (self.wait_s + self.compute_s)
+        return self.trainer_wait_s / (self.trainer_wait_s + self.trainer_compute_s)
+
+    @property
+    def rollout_busy_share(self) -> float:
+        """Share of the run in which an engine generates."""
+        return min(1.0, self.generate_s / self.wall_s)
 
     @property
     def samples_per_s(self) -> float:
@@ -348,18 +345,10 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """The figures as plain data."""
         return {
-            "wall_s": self.wall_s,
-            "samples_per_s": self.samples_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "trainer_waiting_ratio": self.waiting_ratio,
-            "trainer_wait_s": self.wait_s,
-            "trainer_compute_s": self.compute_s,
-            "rollout_to_train_end_s": statistics.median(self.rollout_to_train_end_s),
-            "first_dispatch_s": statistics.median(self.first_dispatch_s),
-            "rollout_busy_share": min(1.0, self.generate_s / self.wall_s),
-            "batch": self.batch,
-            "lag_mean": self.lag_mean,
-            "lag_max": self.lag_max,
-            "token_lag_mean": self.token_lag_mean,
+            "wall_s": self.wall_s, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s,
+            "trainer_waiting_ratio": self.trainer_waiting_ratio, "trainer_wait_s": self.trainer_wait_s,
+            "trainer_compute_s": self.trainer_compute_s, "rollout_to_train_end_s": statistics.median(self.rollout_to_train_end_s),
+            "first_dispatch_s": statistics.median(self.first_dispatch_s), "rollout_busy_share": self.rollout_busy_share,
+            "batch": self.batch, "lag_mean": self.lag_mean, "lag_max": self.lag_max, "token_lag_mean": self.token_lag_mean,
             "dropped": self.dropped,
-        }
+        }  # fmt: skip

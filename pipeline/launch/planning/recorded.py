@@ -121,29 +121,15 @@ def workload(record: RunTimes) -> Workload:
     loads = len({(span.worker, span.version) for span in record.sample_spans})
     load_s = sum(record.load_s.values()) / max(1, loads)
     return Workload(
-        schedule=schedule,
-        steps=len(record.steps),
+        schedule=schedule, steps=len(record.steps),
         lengths=recorded(_lengths(record.sample_spans, samples=schedule.samples_per_prompt), name="recorded"),
-        engines=len({span.worker for span in record.sample_spans}),
-        concurrency=concurrency,
-        decode=decode,
-        continuous_batching=continuous_batching,
-        slots=config.slots,
-        prefill_s=prefill_s,
-        load_s=load_s,
-        deliver_s=deliver_s,
-        take_s=take_s,
-        train_group_s=group_s * share,
-        train_token_s=token_s * share,
-        step_s=step_s + update_s,
-        hold_s=hold_s,
-        release_s=release_s,
-        publish_s=_arrival(record, load_s=load_s, prefill_s=prefill_s),
-        filtered=fmean(record.filtered.values()) if record.filtered else 0.0,
-        filtered_groups=record.filtered,
-        group_pace=pace,
+        engines=len({span.worker for span in record.sample_spans}), concurrency=concurrency, decode=decode,
+        continuous_batching=continuous_batching, slots=config.slots, prefill_s=prefill_s, load_s=load_s, deliver_s=deliver_s,
+        take_s=take_s, train_group_s=group_s * share, train_token_s=token_s * share, step_s=step_s + update_s, hold_s=hold_s,
+        release_s=release_s, publish_s=_arrival(record, load_s=load_s, prefill_s=prefill_s),
+        filtered=fmean(record.filtered.values()) if record.filtered else 0.0, filtered_groups=record.filtered, group_pace=pace,
         step_pace=step_pace,
-    )
+    )  # fmt: skip
 
 
 def _lengths(sample_spans: Iterable[SampleSpan], *, samples: int) -> dict[int, npt.NDArray[np.int64]]:
@@ -326,17 +312,8 @@ def _positive(values: Sequence[float]) -> float:
 def as_json(work: Workload) -> Mapping[str, float]:
     """The measured times, in seconds."""
     return {
-        "decode_step_s": work.decode(work.concurrency),
-        "begin_group_s": work.prefill_s,
-        "load_version_s": work.load_s,
-        "deliver_group_s": work.deliver_s,
-        "take_group_s": work.take_s,
-        "train_group_s": work.train_group_s,
-        "train_token_s": work.train_token_s,
-        "step_s": work.step_s,
-        "between_steps_s": work.hold_s,
-        "release_version_s": work.release_s,
-        "publish_version_s": work.publish_s,
-        "mean_length": work.lengths.mean,
-        "filtered_share": work.filtered,
-    }
+        "decode_step_s": work.decode(work.concurrency), "begin_group_s": work.prefill_s, "load_version_s": work.load_s,
+        "deliver_group_s": work.deliver_s, "take_group_s": work.take_s, "train_group_s": work.train_group_s,
+        "train_token_s": work.train_token_s, "step_s": work.step_s, "between_steps_s": work.hold_s, "release_version_s": work.release_s,
+        "publish_version_s": work.publish_s, "mean_length": work.lengths.mean, "filtered_share": work.filtered,
+    }  # fmt: skip

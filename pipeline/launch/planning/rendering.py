@@ -15,7 +15,7 @@ WIDTH = 120
 def reasons(plan: Plan) -> list[str]:
     """Reasons for the best split, one sentence each."""
     best, outcome = plan.best, plan.best.outcome
-    busy, waiting = rollout_busy(best), outcome.waiting_ratio
+    busy, waiting = outcome.rollout_busy_share, outcome.trainer_waiting_ratio
     lines = []
     if waiting < 0.1:
         lines.append(f"Training is the limit: the trainer waits {waiting:.0%} of its time, so more rollout accelerators gain nothing.")
@@ -55,11 +55,6 @@ def neighbours(plan: Plan) -> list[Candidate]:
     return [ordered[other] for other in (index - 1, index + 1) if 0 <= other < len(ordered)]
 
 
-def rollout_busy(candidate: Candidate) -> float:
-    """Share of the run in which an engine generates."""
-    return min(1.0, candidate.outcome.generate_s / candidate.outcome.wall_s)
-
-
 def plan_as_text(plan: Plan) -> str:
     """The recommendation, its reasons, and the table of modes."""
     best, base = plan.best, plan.cluster.base.schedule
@@ -72,17 +67,23 @@ def plan_as_text(plan: Plan) -> str:
         *reasons(plan),
         "",
     ]
-    table = Table(box=None, pad_edge=False)
-    for name in ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines busy", "lag", "at most", "dropped"):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    for candidate in plan.by_mode:
-        table.add_row(*_row(candidate, base=plan.synchronous))
-    table.add_row(*("in turns", *_row(plan.alternating, base=plan.synchronous)[1:]))
-    if len(plan.by_step_size) > 1:
-        table.add_section()
-        for candidate in plan.by_step_size:
-            table.add_row(*_row(candidate, base=plan.synchronous))
-    return "\n".join(head) + "\n" + printed(table, width=WIDTH)
+    columns = ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines busy", "lag", "at most", "dropped")
+    rows = [_row(candidate, base=plan.synchronous) for candidate in plan.by_mode]
+    rows.append(("in turns", *_row(plan.alternating, base=plan.synchronous)[1:]))
+    sizes = [_row(candidate, base=plan.synchronous) for candidate in plan.by_step_size] if len(plan.by_step_size) > 1 else []
+    return "\n".join(head) + "\n" + table(columns, rows, sizes)
+
+
+def table(columns: Sequence[str], *sections: Sequence[Sequence[str]]) -> str:
+    """Sections of rows below these columns, as text."""
+    view = Table(box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        view.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for section in filter(None, sections):
+        for row in section:
+            view.add_row(*row)
+        view.add_section()
+    return printed(view, width=WIDTH)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -122,17 +123,12 @@ def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
         str(candidate.prompts_per_step),
         f"{candidate.tokens_per_s:,.0f}",
         f"{candidate.tokens_per_s / base.tokens_per_s:.2f}",
-        f"{outcome.waiting_ratio:.0%}",
-        f"{rollout_busy(candidate):.0%}",
+        f"{outcome.trainer_waiting_ratio:.0%}",
+        f"{outcome.rollout_busy_share:.0%}",
         f"{outcome.lag_mean:.1f}",
         str(outcome.lag_max),
         str(sum(outcome.dropped.values())),
     )
-
-
-def modes_of(candidates: Sequence[Candidate]) -> list[str]:
-    """The modes in order of appearance."""
-    return list(dict.fromkeys(candidate.mode for candidate in candidates))
 
 
 FORMATS = (".png", ".svg")
@@ -157,7 +153,7 @@ def plot(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     canvas = (FigureCanvasSVG if path.suffix == ".svg" else FigureCanvasAgg)(figure)
     axes = figure.add_subplot()
-    for colour, mode in zip(COLOURS, modes_of(plan.simulated), strict=False):
+    for colour, mode in zip(COLOURS, dict.fromkeys(candidate.mode for candidate in plan.simulated), strict=False):
         points = [candidate for candidate in plan.simulated if candidate.mode == mode]
         axes.plot(
             [point.generating for point in points], [point.tokens_per_s for point in points], marker="o", ms=4, color=colour, label=mode
@@ -165,13 +161,9 @@ def plot(plan: Plan, path: Path) -> None:
     best = plan.best
     axes.plot(best.generating, best.tokens_per_s, marker="o", ms=11, mfc="none", mec="black", ls="none")
     axes.annotate(
-        f"{best.mode}: {best.generating} + {best.training}, {best.tokens_per_s:,.0f} tokens/s",
-        (best.generating, best.tokens_per_s),
-        textcoords="offset points",
-        xytext=(0, 9),
-        ha="center",
-        fontsize=9,
-    )
+        f"{best.mode}: {best.generating} + {best.training}, {best.tokens_per_s:,.0f} tokens/s", (best.generating, best.tokens_per_s),
+        textcoords="offset points", xytext=(0, 9), ha="center", fontsize=9,
+    )  # fmt: skip
     axes.axhline(plan.alternating.tokens_per_s, color="#666666", ls=":", lw=1, label="all accelerators alternately")
     axes.set_xlabel(f"accelerators for rollouts, of {plan.cluster.accelerators}")
     axes.set_ylabel("trained tokens per second")

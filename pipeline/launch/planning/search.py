@@ -98,13 +98,9 @@ def search(cluster: Cluster) -> Plan:
     candidates = _modes(cluster, prompts_per_step=size)
     by_mode = [max((candidate for candidate in candidates if candidate.mode == mode), key=_speed) for mode in _allowed(cluster)]
     return Plan(
-        cluster=cluster,
-        best=max(by_mode, key=_speed),
-        by_mode=tuple(by_mode),
-        by_step_size=tuple(by_size),
-        simulated=tuple(candidates),
+        cluster=cluster, best=max(by_mode, key=_speed), by_mode=tuple(by_mode), by_step_size=tuple(by_size), simulated=tuple(candidates),
         alternating=alternating(cluster, prompts_per_step=size),
-    )
+    )  # fmt: skip
 
 
 def simulated(cluster: Cluster, *, mode: str, generating: int, prompts_per_step: int) -> Candidate:
@@ -121,16 +117,15 @@ def alternating(cluster: Cluster, *, prompts_per_step: int) -> Candidate:
 
 def schedule_of(cluster: Cluster, *, mode: str, prompts_per_step: int) -> Schedule:
     """A mode's schedule with the cluster's sizes, and the largest lag that both allow."""
-    base, preset = cluster.base.schedule, MODES[mode]
+    preset = MODES[mode]
     lag = cluster.max_lag if preset.loads_at == "step" else min(preset.max_lag, cluster.max_lag)
-    return replace(
-        preset,
-        prompts_per_step=prompts_per_step,
-        samples_per_prompt=base.samples_per_prompt,
-        steps_per_version=base.steps_per_version,
-        oversample=base.oversample,
-        max_lag=lag,
-    )
+    return replace(with_sizes(preset, cluster.base.schedule), prompts_per_step=prompts_per_step, max_lag=lag)
+
+
+def with_sizes(preset: Schedule, own: Schedule) -> Schedule:
+    """A mode's schedule with U, K, S and the oversampling of another one."""
+    sizes = {name: getattr(own, name) for name in ("prompts_per_step", "samples_per_prompt", "steps_per_version", "oversample")}
+    return replace(preset, **sizes)
 
 
 def _candidate(cluster: Cluster, schedule: Schedule, *, engines: int, generating: int, training: int) -> Candidate:
@@ -149,14 +144,9 @@ def _candidate(cluster: Cluster, schedule: Schedule, *, engines: int, generating
         )
     )
     return Candidate(
-        mode=schedule.mode,
-        generating=generating,
-        training=training,
-        prompts_per_step=schedule.prompts_per_step,
-        max_lag=schedule.max_lag,
-        tokens_per_s=_steady(outcome, schedule),
-        outcome=outcome,
-    )
+        mode=schedule.mode, generating=generating, training=training, prompts_per_step=schedule.prompts_per_step, max_lag=schedule.max_lag,
+        tokens_per_s=_steady(outcome, schedule), outcome=outcome,
+    )  # fmt: skip
 
 
 def _steady(outcome: Outcome, schedule: Schedule) -> float:

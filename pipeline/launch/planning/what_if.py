@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
-from penstock.pipeline.inspect.report.text import printed
 from penstock.pipeline.launch.planning import recorded
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.recorded import RunTimes
-from penstock.pipeline.launch.planning.rendering import WIDTH
+from penstock.pipeline.launch.planning.rendering import table
+from penstock.pipeline.launch.planning.search import with_sizes
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import Workload
 from penstock.pipeline.scheduling.rules import MODES
@@ -55,23 +53,12 @@ class WhatIf:
 def compare(record: RunTimes, *, run: str) -> WhatIf:
     """Simulate a recorded run and its variants. Raises `ValueError` if its log lacks the times."""
     work = recorded.workload(record)
-    engines, swaps = work.engines, record.config.engine.swaps_in_flight
+    engines, swaps, own = work.engines, record.config.engine.swaps_in_flight, work.schedule
     variants = []
     for mode, preset in MODES.items():
         if preset.loads_at == "step" and not swaps:
             continue
-        own = work.schedule
-        schedule = (
-            own
-            if mode == own.mode
-            else replace(
-                preset,
-                prompts_per_step=own.prompts_per_step,
-                samples_per_prompt=own.samples_per_prompt,
-                steps_per_version=own.steps_per_version,
-                oversample=own.oversample,
-            )
-        )
+        schedule = own if mode == own.mode else with_sizes(preset, own)
         for workers in sorted({max(1, engines // 2), engines, engines + 1, 2 * engines}):
             outcome = simulate(replace(work, schedule=schedule, engines=workers))
             variants.append(Variant(mode=mode, workers=workers, max_lag=schedule.max_lag, outcome=outcome))
@@ -114,22 +101,22 @@ def as_text(comparison: WhatIf) -> str:
         "more workers count as more machines, each as fast as one of this run",
         "",
     ]
-    table = Table(box=None, pad_edge=False)
-    for name in ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines busy", "lag", "at most"):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    for variant in comparison.variants:
-        outcome = variant.outcome
-        table.add_row(
+    columns = ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines busy", "lag", "at most")
+    rows = [
+        (
             variant.mode,
             str(variant.workers),
             f"{outcome.wall_s:,.1f}",
             f"{_speedup(comparison, variant):.2f}",
-            f"{outcome.waiting_ratio:.0%}",
-            f"{min(1.0, outcome.generate_s / outcome.wall_s):.0%}",
+            f"{outcome.trainer_waiting_ratio:.0%}",
+            f"{outcome.rollout_busy_share:.0%}",
             f"{outcome.lag_mean:.1f}",
             str(outcome.lag_max),
         )
-    return "\n".join(lines) + "\n" + printed(table, width=WIDTH)
+        for variant in comparison.variants
+        for outcome in [variant.outcome]
+    ]
+    return "\n".join(lines) + "\n" + table(columns, rows)
 
 
 def _speedup(comparison: WhatIf, variant: Variant) -> float:

@@ -22,7 +22,7 @@ def test_a_missing_package_that_every_role_needs_is_a_failure() -> None:
 
 
 def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "pinned", lambda: {"numpy": "<1.0"})
+    monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": ("<1.0", "")})
     found = doctor._package(Package(module="numpy", name="numpy", purpose="payloads", extra=""), imports=True)
     assert found.level == "fail"
     assert "expected <1.0" in found.found

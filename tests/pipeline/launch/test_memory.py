@@ -107,7 +107,7 @@ def test_a_tied_output_layer_costs_vllm_a_packed_copy_of_the_embedding_on_a_cpu_
         return dict(engine_parts(from_table(table), shape(QWEN | changed)))
 
     tied, untied, on_gpu = parts("cpu"), parts("cpu", tie_word_embeddings=False), parts("cuda:0")
-    assert tied["packed output layer"] == shape(QWEN).embedding * 2  # bfloat16
+    assert tied["packed output layer"] == shape(QWEN).vocabulary * shape(QWEN).hidden * 2  # bfloat16
     assert untied["packed output layer"] == on_gpu["packed output layer"] == 0
     assert tied["layers while they load"] == 2 * untied["layers while they load"]
 

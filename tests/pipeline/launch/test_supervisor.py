@@ -310,7 +310,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path,
             process.stdout.readline()
         os.kill(left.pid, signal.SIGSTOP)
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
-        run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
+        run_lock.note(tmp_path, {"workers": names})
         monkeypatch.setattr(run_lock, "time", time_that_passes_after(lambda: not runs(left.pid)))
         run_lock.end_leftovers(tmp_path, "r", notify=said.append, limit_s=600.0)
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)

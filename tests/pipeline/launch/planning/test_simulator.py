@@ -35,7 +35,7 @@ def test_a_synchronous_round_takes_rollout_and_then_training() -> None:
     outcome = simulate(work)
     assert outcome.rollout_to_train_end_s == pytest.approx((19.0, 19.0, 19.0))
     assert outcome.wall_s == pytest.approx(3 * 19.0)
-    assert outcome.waiting_ratio == pytest.approx(10 / 19)
+    assert outcome.trainer_waiting_ratio == pytest.approx(10 / 19)
 
 
 def test_a_pipelined_round_hides_the_shorter_phase_behind_the_longer_one() -> None:
@@ -81,7 +81,7 @@ def test_what_is_trained_is_complete_fresh_and_within_the_time(
         assert outcome.dropped["stale"] == outcome.dropped["abandoned"] == 0
     spent = outcome.generate_s + outcome.load_s + outcome.no_prompt_s + outcome.no_weights_s
     assert spent <= outcome.steps[-1].ended_s + 1e-6
-    assert outcome.wait_s + outcome.compute_s == pytest.approx(outcome.steps[-1].ended_s)
+    assert outcome.trainer_wait_s + outcome.trainer_compute_s == pytest.approx(outcome.steps[-1].ended_s)
 
 
 def test_equal_workloads_give_equal_outcomes_and_every_schedule_draws_the_same_lengths() -> None:
