@@ -122,9 +122,9 @@ def main(arguments: Sequence[str]) -> None:
     settings = chosen.settings.split() if chosen.settings else search(chosen.trl, model, steps=chosen.search_steps, threads=chosen.threads)
     print(f"TRL runs with {' '.join(settings)}", flush=True)
     ratios = []
-    for place, seed in enumerate(chosen.seeds):
+    for number, seed in enumerate(chosen.seeds):
         sides: dict[str, Side] = {}
-        for name in ("TRL", "Penstock")[:: 1 if place % 2 == 0 else -1]:
+        for name in ("TRL", "Penstock")[:: 1 if number % 2 == 0 else -1]:
             common = {"steps": chosen.steps, "every": chosen.every, "seed": seed}
             sides[name] = of_trl(chosen.trl, model, settings, **common) if name == "TRL" else of_penstock(model, **common)
             show(name, seed, sides[name], goal=chosen.goal)

@@ -29,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def with_random_weights(shape: str, tokenizer: Path, directory: Path) -> Path:
-    """A Qwen2 of these sizes in bfloat16, beside another model's tokenizer."""
+    """A Qwen2 of these sizes in bfloat16, with another model's tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 

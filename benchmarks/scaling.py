@@ -55,6 +55,7 @@ class Watch:
         self.run = run
         self.written: list[float] = []
         self.ready: dict[str, float] = {}
+        self._since_ns = 0
         starts: dict[tuple[str, int], Start] = {(f"{run}.rollouts", p): "earliest" for p in range(log.partitions(f"{run}.rollouts") or 0)}
         self._tail = log.tail({**starts, (f"{run}.metrics", 0): "earliest"})
 
@@ -70,8 +71,13 @@ class Watch:
                     status = metrics.read(record, run=self.run)[1]
                 except Unusable:
                     continue
-                if status.role == "rollout" and "startup_s" in status.values:
+                if status.role == "rollout" and "startup_s" in status.values and status.time_ns >= self._since_ns:
                     self.ready.setdefault(status.worker, status.time_ns / 1e9)
+
+    def expect_restart(self) -> None:
+        """Count only workers that are ready after now."""
+        self._since_ns = time.time_ns()
+        self.ready.clear()
 
     def until_ready(self, workers: int) -> None:
         """Read until `workers` rollout workers have been ready. Raises `SystemExit` after a limit."""
@@ -176,9 +182,9 @@ def measure(home: Path, bootstrap: str, chosen: argparse.Namespace) -> bool:
         steps, started = follower.state.steps, time.monotonic()
         for batch in batches:
             statuses += [stop(joined[slot]) for slot in batch]
-            watch.ready.clear()
+            watch.expect_restart()
             join(batch)
-            watch.until_ready(len(batch))
+            watch.until_ready(chosen.workers)
         follower.catch_up()
         print(f"rolling restart {time.monotonic() - started:.0f} s, {follower.state.steps - steps} steps meanwhile", flush=True)
         statuses += [stop(process) for process in joined.values()]

@@ -33,13 +33,13 @@ class Split:
 
     batch: int
     generating: int
-    draw_rate: float
+    generation_rate: float
     train_rate: float
 
     @property
     def rate(self) -> float:
         """The slower of the two."""
-        return min(self.draw_rate, self.train_rate)
+        return min(self.generation_rate, self.train_rate)
 
 
 def token_lag_bound(*, batch: int, generating: int, longest: float, mean: float, samples_per_step: int) -> int:
@@ -54,8 +54,8 @@ def best_split(decode: DecodeTimes, *, accelerators: int, samples_per_step: int,
         # g_max = ceil(2·H·I / B), as the longest of uniform lengths is twice the mean
         batch = max_lag * samples_per_step // (2 * generating)
         for size in {batch, min(batch, int(decode.samples[-1]))} - {0}:
-            draw, train = decode.tokens_per_s(size) * generating, (accelerators - generating) / train_token
-            splits.append(Split(batch=size, generating=generating, draw_rate=draw, train_rate=train))
+            generation, train = decode.tokens_per_s(size) * generating, (accelerators - generating) / train_token
+            splits.append(Split(batch=size, generating=generating, generation_rate=generation, train_rate=train))
     return max(splits, key=lambda split: (split.rate, -split.generating))
 
 
@@ -65,8 +65,8 @@ def conventional_rates(decode: DecodeTimes, *, accelerators: int, each: int, tra
     r_gen = S·L̄ / Σ_l (h(l)/N) / U(h(l)/N), where h(l) samples have at least l tokens.
     """
     steps = sum(decode(round(each * (1 - token / LONGEST)) or 1) for token in range(LONGEST))
-    draw, train = accelerators * each * (LONGEST + 1) / 2 / steps, accelerators / train_token
-    return draw, train, 1 / (1 / draw + 1 / train)
+    generation, train = accelerators * each * (LONGEST + 1) / 2 / steps, accelerators / train_token
+    return generation, train, 1 / (1 / generation + 1 / train)
 
 
 def through_published_points() -> DecodeTimes:
@@ -119,7 +119,7 @@ def reproduce() -> Comparison:
     limits = {"accelerators": ACCELERATORS, "samples_per_step": SAMPLES_PER_STEP, "max_lag": MAX_LAG}
     split = best_split(decode, **limits, train_token=TRAIN_TOKEN)
     second = best_split(other, **limits, train_token=TRAIN_TOKEN)
-    draw, train, turns = conventional_rates(decode, accelerators=ACCELERATORS, each=MAX_LAG, train_token=TRAIN_TOKEN)
+    generation, train, turns = conventional_rates(decode, accelerators=ACCELERATORS, each=MAX_LAG, train_token=TRAIN_TOKEN)
     _, _, second_turns = conventional_rates(other, accelerators=ACCELERATORS, each=MAX_LAG, train_token=TRAIN_TOKEN)
     rate, token_lag, most = in_flight(split, decode=decode)
     bound = token_lag_bound(
@@ -162,8 +162,13 @@ def reproduce() -> Comparison:
         more={
             "speedup": rate / simulated_turns,
             "speedup_by_formula": split.rate / turns,
-            "split": {"batch": split.batch, "generating": split.generating, "draw_rate": split.draw_rate, "train_rate": split.train_rate},
-            "conventional": {"draw_rate": draw, "train_rate": train, "rate": turns, "simulated_rate": simulated_turns},
+            "split": {
+                "batch": split.batch,
+                "generating": split.generating,
+                "generation_rate": split.generation_rate,
+                "train_rate": split.train_rate,
+            },
+            "conventional": {"generation_rate": generation, "train_rate": train, "rate": turns, "simulated_rate": simulated_turns},
             "token_lag_mean": token_lag,
             "lag_bound": bound,
             "lag_max": most,

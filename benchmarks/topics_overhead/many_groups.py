@@ -103,12 +103,12 @@ def main(arguments: Sequence[str]) -> int:
         rows = measured(home, broker, chosen)
     if chosen.json:
         print(json.dumps(rows))
-    begin, end = rows[1], rows[-1]
-    first, last = sum(begin["ms"].values()), sum(end["ms"].values())
+    early, late = rows[1], rows[-1]
+    first, last = sum(early["ms"].values()), sum(late["ms"].values())
     seconds = sum(row["s"] for row in rows)
     print(f"{chosen.groups:,} groups in {seconds:,.0f} s, {chosen.groups / seconds:,.0f}/s")
     print(f"CPU a group {first:.2f} -> {last:.2f} ms, {last / first:.2f} times")
-    for name in begin["mib"]:
-        memory = f"{begin['mib'][name]:>7,.0f} -> {end['mib'][name]:>7,.0f} MiB"
-        print(f"  {name:<8} {memory}   {begin['ms'][name]:.3f} -> {end['ms'][name]:.3f} ms")
+    for name in early["mib"]:
+        memory = f"{early['mib'][name]:>7,.0f} -> {late['mib'][name]:>7,.0f} MiB"
+        print(f"  {name:<8} {memory}   {early['ms'][name]:.3f} -> {late['ms'][name]:.3f} ms")
     return int(last > LIMIT * first)
