@@ -1,32 +1,21 @@
-"""The reference from the code: `python docs/generate.py` rewrites configuration.md, topics.md and metrics.md in docs/reference/.
-
-`python docs/generate.py cli` prints the page of the commands, which only the site has: `penstock COMMAND --help` prints the same.
-"""
+"""The reference from the code: `python docs/generate.py` rewrites configuration.md and topics.md in docs/reference/."""
 
 import ast
 import inspect
 import json
-import os
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout, suppress
 from functools import cache
-from io import StringIO
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pyarrow as pa
-import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from penstock.pipeline.cli.app import app
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.schema import PoolSection, SourceSampling
-from penstock.pipeline.runtime.main import parsed
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, samples, weights
 from penstock.topics.catalogue import CONTROL, RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.turns import calls, replies
@@ -62,8 +51,6 @@ RECORDS = {
     "ledger": ledger, "metrics": metrics, "dead-letters": dead_letters, CONTROL[0]: owners, "state": state, RUNS_TOPIC: runs,
 }  # fmt: skip
 """Topic -> the module of its records."""
-
-
 COMMON = {
     "group": "group number", "sample": "number of the sample in its group", "turn": "index of the policy's turn",
     "attempt": "as in the call", "samples_per_prompt": "K", "epoch": "number of the epoch, from 0", "row": "index of the row in the data",
@@ -199,52 +186,9 @@ A run has the topics `RUN.NAME`; all runs share `penstock.runs`. `calls` and `re
     return text
 
 
-def cli() -> str:
-    """Every command with its arguments and options, as `--help` has them."""
-    found = list(commands(typer.main.get_command(app), "penstock"))
-    options = {name: {option_of(option) for option in command.params if option.param_type_name == "option"} for name, command in found}
-    counts = Counter(chain.from_iterable(options.values()))
-    common = {option for option, count in counts.items() if count > len(found) / 4}
-    text = "# Commands\n\nRUN is an id, a unique prefix, or `latest`. Options of many commands:\n\n" + table(
-        ("option", "meaning"), *sorted(common)
-    )
-    for name, command in found:
-        arguments = [option.metavar or option.name.upper() for option in command.params if option.param_type_name == "argument"]
-        text += f"## {' '.join([name, *arguments])}\n\n{command.help}\n\n"
-        shown = [option_of(option) for option in command.params if option_of(option) in options[name] - common]
-        text += table(("option", "meaning"), *shown) if shown else ""
-        text += f"```\n{help_of_worker()}\n```\n\n" if name == "penstock worker" else ""
-    return text
-
-
-def help_of_worker() -> str:
-    """What `penstock worker --help` prints: its options are argparse's."""
-    os.environ["COLUMNS"] = "110"
-    with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
-        parsed(["--help"], prog="penstock worker")
-    return shown.getvalue().strip()
-
-
-def option_of(option: Any) -> tuple[str, str]:
-    """An option's spelling and meaning."""
-    names, value = ", ".join(sorted(option.opts, key=len)), f" {option.metavar}" if option.metavar else ""
-    return f"`{names}{value}`", option.help or ""
-
-
-def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Each command with its full name."""
-    if getattr(command, "invoke_without_command", True):
-        yield name, command
-    for part, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, f"{name} {part}")
-
-
 WRITTEN = {"configuration.md": configuration, "topics.md": topics}
 """File in docs/reference/ -> function that makes its text."""
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["cli"]:
-        print(cli())
-    else:
-        for file, made in WRITTEN.items():
-            (PAGES / file).write_text(made(), encoding="utf-8")
+    for file, made in WRITTEN.items():
+        (PAGES / file).write_text(made(), encoding="utf-8")

@@ -1,8 +1,9 @@
-"""MkDocs hooks: a link to a file of the repository leads to a page with its text, and the page of the commands is generated.
+"""MkDocs hooks: a link to a file of the repository leads to a page with its text, and the pages of commands and metrics are generated.
 
 So one link serves readers on GitHub and of the site, and the site needs no other host.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -17,10 +18,11 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown", ".ipynb": "jso
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the page of the commands, and one for each file and folder outside docs/ that a page links to."""
-    made = [ROOT / ".venv" / "bin" / "python", ROOT / "docs" / "generate.py", "cli"]
-    commands = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files.append(File.generated(config, "reference/cli.md", content=commands))
+    """Add the pages that only the site has, and one for each file and folder outside docs/ that a page links to."""
+    command = [ROOT / ".venv" / "bin" / "python", "-m", "docs.site_only"]
+    made = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    for name, text in made.items():
+        files.append(File.generated(config, f"reference/{name}", content=text))
     for page in [file for file in files if file.is_documentation_page()]:
         for target in map(str, LINK.findall(page.content_string)):
             path = _resolve(target, page.src_uri)

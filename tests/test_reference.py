@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from docs.generate import PAGES, WRITTEN, cli
+from docs.generate import PAGES, WRITTEN
+from docs.site_only import cli, metric_names
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.schema import PoolSection, SourceSampling
+from penstock.pipeline.runtime.reporting.reporter import USES
+from penstock.topics.metrics import meaning_of
 
 
 @pytest.mark.parametrize("page", WRITTEN)
@@ -36,3 +39,24 @@ def test_the_page_of_the_commands_has_every_command_and_a_meaning_for_every_opti
     )
     assert "--trust-code" in page.partition("## penstock worker")[2].partition("## ")[0]
     assert [line for line in page.splitlines() if line.endswith("||")] == []
+
+
+@pytest.mark.parametrize(
+    ("point", "meaning"),
+    [
+        ("train/tokens_at_lag_3", "share of trained tokens with that lag"),
+        ("train/queued_lag_p95", "lag of these groups, in versions"),
+        ("system/rollout-0/time_no_prompts_s", "seconds in one use; the uses add up to the time of the worker"),
+        ("eval/pass_at_4", "probability that one of N samples is solved"),
+        ("eval/gsm8k/greedy_accuracy", "the same for one source of several"),
+        ("reward", "mean reward of all scored samples of a version, trained or not"),
+        ("train/invented", None),
+    ],
+)
+def test_a_metric_is_explained_by_its_full_name(point: str, meaning: str | None) -> None:
+    assert meaning_of(point) == meaning
+
+
+def test_every_use_of_time_has_a_meaning() -> None:
+    table = metric_names().partition("## Uses of time")[2]
+    assert [use for use in USES if f"`{use}`" not in table] == []

@@ -83,7 +83,7 @@ class Entry:
     digest: str | None = None
     """Hex digest of the weights; of a `step` only for small models."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures of a step: see metrics."""
+    """Figures of a step by name."""
     details: str | None = None
     """JSON: configuration, arithmetic fingerprint, reason, status; for a rebase, results of the repeated steps and the recorded ones."""
 

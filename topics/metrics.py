@@ -3,6 +3,7 @@
 A measurement carries its time, so that reading it twice gives the same point twice."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,183 @@ CODEC = Codec(
     ),
 )
 _REQUIRED = ("outcome", "worker")
+# In a name, STAT is min, mean, max or p95, USE a use of time, N a number and NAME any name.
+TRAIN: Mapping[str, str] = {
+    "loss": "loss of the step",
+    "grad_norm": "gradient norm before clipping",
+    "lr": "learning rate",
+    "reward_trained": "mean reward of the step's samples",
+    "reward_std": "standard deviation of the rewards over the step's samples",
+    "reward_group_std": "mean of the standard deviations within groups",
+    "reward/NAME": "mean of what reward functions logged as NAME",
+    "no_reward": "samples without a reward",
+    "groups": "groups of the step",
+    "samples": "samples of the step",
+    "trained_samples": "samples with a trained token; 0 for an empty step, which leaves the weights as they were",
+    "tokens": "trained tokens",
+    "truncated_share": "share of truncated samples",
+    "completion_tokens_mean": "mean length of a completion, in tokens",
+    "completion_tokens_p95": "length that 95 % of the completions do not exceed, in tokens",
+    "completion_tokens_max": "longest completion, in tokens",
+    "ess": "effective sample size (sum w)^2 / (N sum w^2) of w = current / behaviour, as a share of the tokens; 1 is on-policy",
+    "weight": "mean of current / behaviour; far from 1, the sample misses the tail",
+    "kl_behaviour_k1": "KL(behaviour || current) by -log w, in nats",
+    "kl_behaviour_k3": "KL(behaviour || current) by w - 1 - log w, in nats; a gap to k1 indicates heavy tails",
+    "ratio": "mean of current / proximal",
+    "kl": "KL(proximal || current) by k3, in nats: how far the steps have moved within the version",
+    "clip_fraction": "share of tokens that the loss clips",
+    "clip_fraction_low": "share of tokens clipped below",
+    "clip_fraction_high": "share of tokens clipped above, the dual clip included",
+    "correction_weight_raw": "mean weight of the correction before it is cut or masked",
+    "correction_weight": "mean weight of the correction",
+    "corrected_fraction": "share of tokens whose weight was cut or masked",
+    "rejected_fraction": "share of tokens in sequences that `algorithm.reject_kl` leaves out",
+    "kl_reference": "KL(current || reference) by k3, in nats, with `algorithm.kl_coef`",
+    "kl_reference_k1": 'KL(behaviour || reference) by k1, in nats, with `algorithm.kl_in = "reward"`',
+    "entropy": "mean entropy of the sampling distributions, in nats; a fall towards 0 means that the policy no longer explores",
+    "lag_STAT": "learner's version minus the group's oldest version, over groups; `max_lag` bounds it",
+    "lag_steps_STAT": "the same in optimizer steps",
+    "token_lag_STAT": "learner's version minus the token's version, over trained tokens",
+    "tokens_at_lag_N": "share of trained tokens with that lag",
+    "spans_mean": "mean number of policy versions in a trained sample",
+    "queued_groups": "scored groups that wait for a later step",
+    "queued_lag_STAT": "lag of these groups, in versions",
+    "dropped": "groups dropped since the previous step",
+    "micro_batches": "micro-batches of the step",
+    "real_tokens": "tokens without padding",
+    "padded_tokens": "tokens with padding",
+    "computed_tokens": "tokens that the forward pass computed",
+    "compute_s": "seconds of forward and backward passes and the update",
+    "wait_s": "seconds of waiting for groups or the device",
+    "digest_s": "seconds of hashing the weights",
+    "train_tokens_per_s": "tokens without padding per second of computing",
+    "model_tflops_per_s": "10^12 model operations (arXiv 2204.02311) per second of computing",
+    "mfu": "these operations as a share of `trainer.peak_tflops`",
+    "update_norm": "norm of AdamW's change of the weights",
+    "peak_rss_bytes": "peak memory of the trainer's process",
+    "peak_gpu_bytes": "peak GPU memory of tensors",
+}
+"""Of an optimizer step: in the ledger, and as `train/NAME` in `metrics.jsonl`, MLflow, TensorBoard and Weights & Biases."""
+EVAL: Mapping[str, str] = {
+    "greedy_accuracy": "share of held-out prompts whose greedy completion is solved",
+    "greedy_low": "lower end of its 95 % interval",
+    "greedy_high": "upper end of its 95 % interval",
+    "greedy_reward": "mean reward of greedy completions",
+    "greedy_reward/NAME": "the same for one reward function",
+    "sampled_accuracy": "share of sampled completions that are solved",
+    "sampled_low": "lower end of its 95 % interval",
+    "sampled_high": "upper end of its 95 % interval",
+    "sampled_reward": "mean reward of sampled completions",
+    "sampled_reward/NAME": "the same for one reward function",
+    "pass_at_N": "probability that one of N samples is solved",
+    "pass_at_k": "the same for `eval.samples`",
+    "n_failed": "completions of prompts without a reward, which count in nothing else",
+    "best_version": "version with the best greedy accuracy so far",
+    "eval_s": "seconds of the evaluation",
+    "NAME/NAME": "the same for one source of several",
+}
+"""Of an evaluation: in `metrics`, and as `eval/NAME`."""
+REWARD: Mapping[str, str] = {
+    "reward": "mean reward of all scored samples of a version, trained or not",
+    "reward_samples": "their number",
+}
+"""By version: of the tracker alone, without a prefix."""
+WORKER: Mapping[str, str] = {
+    "uptime_s": "seconds since the worker started",
+    "startup_s": "seconds from the creation of the process until everything was loaded",
+    "cpu_s": "CPU seconds of the process",
+    "rss_mib": "memory of the process",
+    "peak_rss_mib": "peak memory of the process",
+    "time_USE_s": "seconds in one use; the uses add up to the time of the worker",
+    "cost_encode_s": "CPU seconds of encoding records",
+    "cost_decode_s": "CPU seconds of decoding records",
+    "cost_send_s": "CPU seconds of sending",
+    "cost_poll_s": "CPU seconds of polling",
+    "cost_io_s": "CPU seconds of the Kafka client's network thread",
+    "dead_letters": "records sent to the dead letters",
+    "duplicates": "duplicate records that were ignored",
+    "fenced": "fenced transactions; only on `/metrics`",
+    "rebalances": "rebalances of consumer groups; only on `/metrics`",
+    "transaction_retries": "retried transactions; only on `/metrics`",
+    "lag": "records behind the end of the worker's partitions; only on `/metrics`",
+    "version": "policy version of the worker",
+    "admitted": "feeder: groups admitted",
+    "admissible": "feeder: groups that may be admitted but wait for a free slot",
+    "repeated": "feeder: prompts sampled again because their group was abandoned",
+    "left_out": "feeder: rows left out by `data.skip_solved` and `data.skip_unsolved`",
+    "all_out": "feeder: 1 once no prompt follows and all groups have ended",
+    "dropped": "feeder: groups that were dropped",
+    "slots": "rollout: most groups in flight",
+    "groups": "rollout: finished groups; scorer: scored groups",
+    "samples": "rollout: finished samples",
+    "tokens": "rollout: tokens of finished samples",
+    "spans": "rollout: version spans of finished samples",
+    "calls": "rollout: turns generated",
+    "calls_in_hand": "rollout: turns in flight",
+    "aborted_calls": "rollout: turns aborted because they could no longer be fresh",
+    "aborted_groups": "rollout: groups aborted because they could no longer be fresh",
+    "dropped_groups": "rollout: groups not started because they could no longer be fresh",
+    "in_flight_groups": "rollout: groups in flight",
+    "in_flight_lag_STAT": "rollout: newest version minus the oldest version of a group in flight",
+    "generate_s": "rollout: seconds of generation",
+    "load_s": "rollout: seconds of loading versions",
+    "engine_groups": "engine: finished groups",
+    "engine_tokens": "engine: generated tokens",
+    "engine_aborted_tokens": "engine: tokens of aborted groups",
+    "engine_busy_s": "engine `toy`: seconds of its steps",
+    "engine_prefill_s": "engine: seconds of prefill",
+    "engine_decode_steps": "engine: decode steps",
+    "engine_decode_s": "engine: seconds of decode steps",
+    "engine_traced": "engine: 1 if the decoder is traced",
+    "engine_loads": "engine: versions loaded",
+    "engine_load_s": "engine: seconds of loading them",
+    "engine_swaps": "engine: versions loaded while samples were in flight",
+    "engine_swap_stall_s": "engine: seconds for which samples in flight waited for new weights",
+    "engine_swap_stall_last_s": "engine: the newest such wait",
+    "engine_swap_stall_max_s": "engine: the longest such wait",
+    "engine_occupancy": "engine: mean share of `rollout.concurrency` in use",
+    "engine_prefix_cache_queries": "engine: tokens looked up in the prefix cache",
+    "engine_prefix_cache_hits": "engine: tokens found there",
+    "engine_preemptions": "engine: preempted samples",
+    "engine_kv_cache_usage": "engine: share of the KV cache in use",
+    "engine_trajectories": "environments: finished trajectories",
+    "engine_turns": "environments: turns of the policy",
+    "engine_segments": "environments: trained sequences",
+    "engine_dropped": "environments: aborted trajectories",
+    "engine_dropped_turns": "environments: their turns",
+    "engine_broken": "environments: trajectories that their environment ended",
+    "engine_environment_NAME": "environments: such trajectories by cause",
+    "engine_losses": "environments: lost sessions and processes",
+    "engine_environment_s": "environments: seconds in environments",
+    "engine_waits_s": "environments: seconds without a turn to generate",
+    "engine_results_cut": "environments: tool results and texts that were cut",
+    "engine_replaced": "environments: lone surrogates that were replaced",
+    "engine_waiting_for_environments": "environments: trajectories that wait for their environment",
+    "engine_calls": "environments: turns requested through the log",
+    "engine_replies": "environments: replies received",
+    "engine_replayed": "environments: turns taken from recorded replies",
+    "engine_turns_asked": "environments: turns that wait for a reply",
+    "engine_overhead_ms_pN": "environments: quantile N of a turn's time outside generation",
+    "open_groups": "scorer: groups with missing samples",
+    "oldest_open_s": "scorer: age of the oldest open group",
+    "reward_s": "scorer: seconds of the reward functions",
+    "reward_busy_s": "scorer: seconds of their processes' slots",
+    "no_reward": "scorer: samples without a reward",
+    "surplus_samples": "scorer: samples beyond K",
+    "step": "trainer: committed steps",
+    "compute_s": "trainer: seconds of computing",
+    "checkpoint_step": "trainer: steps of the newest checkpoint",
+    "checkpoint_bytes": "trainer: its size",
+    "checkpoint_s": "trainer: seconds of writing it",
+    "recovered_from_step": "trainer: steps of the checkpoint it started from",
+    "repeated_steps": "trainer: steps recomputed from the log at its start",
+    "recovery_s": "trainer: seconds of its recovery",
+    "points": "tracker: values written",
+}
+"""Of a worker: in `metrics`, as `system/WORKER/NAME`, and as `penstock_NAME` on the worker's `/metrics`; most are cumulative."""
+TABLES = {"train": TRAIN, "eval": EVAL, "reward": REWARD, "system": WORKER}
+"""First part of a point's name -> its table."""
+_PLACEHOLDERS = {"STAT": "(min|mean|max|p95)", "USE": r"\w+", "NAME": ".+", "N": r"\d+"}
 
 
 class Activity(StrEnum):
@@ -53,9 +231,13 @@ class Activity(StrEnum):
     STOP = "stop"
     """Finishes its work after a request to stop."""
     NO_PROMPTS = "no_prompts"
+    """Waits for prompts."""
     NO_CALLS = "no_calls"
+    """Waits for turns to generate."""
     NO_SAMPLES = "no_samples"
+    """Waits for samples."""
     NO_WEIGHTS = "no_weights"
+    """Waits for a policy version, or loads one."""
     LOAD = "load"
     """Loads a policy version."""
     FULL_WINDOW = "full_window"
@@ -69,6 +251,7 @@ class Activity(StrEnum):
     SAVE = "save"
     """Writes results: a checkpoint, the model, the report."""
     START = "start"
+    """Starts and loads."""
     DONE = "done"
     """Nothing is left but to wait for the end of the run."""
 
@@ -163,3 +346,17 @@ def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
     version = measurement.version
     match(checked, outcome=measurement.kind, worker=measurement.worker, policy_version_min=version, policy_version_max=version)
     return checked, measurement
+
+
+def meaning_of(point: str) -> str | None:
+    """The meaning of a metric by its full name; None if it has none.
+
+    Example:
+        meaning_of("train/tokens_at_lag_3")  # -> "share of trained tokens with that lag"
+    """
+    prefix, slash, name = point.partition("/")
+    if prefix == "system":
+        name = name.partition("/")[2]
+    names = TABLES.get(prefix, REWARD) if slash else REWARD
+    patterns = {re.sub("STAT|USE|NAME|N", lambda match: _PLACEHOLDERS[match[0]], key): text for key, text in names.items()}
+    return next((text for pattern, text in patterns.items() if re.fullmatch(pattern, name if slash else point)), None)

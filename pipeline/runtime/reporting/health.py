@@ -14,6 +14,7 @@ import psutil
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.runtime.reporting.reporter import Reporter
+from penstock.topics.metrics import meaning_of
 
 HEALTH = "PENSTOCK_HEALTH"
 """The environment variable with [HOST:]PORT; the host is loopback if absent."""
@@ -85,7 +86,8 @@ class Health:
         labels = {"run": self.reporter.run, "role": self.reporter.role, "worker": self.reporter.worker}
         for name, value in sorted({**self.reporter.numbers(), **self.reporter.log.counts()}.items()):
             plain = re.sub("[^a-zA-Z0-9_]", "_", name)
-            family = GaugeMetricFamily(f"penstock_{plain}", f"{name} of a worker's report", labels=list(labels))
+            meaning = meaning_of(f"system/{self.reporter.worker}/{name}") or name
+            family = GaugeMetricFamily(f"penstock_{plain}", meaning, labels=list(labels))
             family.add_metric(list(labels.values()), value)
             yield family
 
