@@ -42,11 +42,7 @@ def configured(
 
 
 def spec_of(function: Callable[..., Any]) -> str:
-    """A function as `file.py:function`: by its module's file, or, of a notebook or a prompt, by a file with its source.
-
-    Raises:
-        ConfigError: it has no name or no source, or is nested in another function.
-    """
+    """A function as `file.py:function`; a notebook's by a file with its source. Raises `ConfigError` if it is nested, or has no source."""
     name, path = getattr(function, "__qualname__", ""), inspect.getsourcefile(function) if inspect.isfunction(function) else None
     if not name.isidentifier():
         raise ConfigError(f"reward: {name or function!r} is no function at the top of a module or a notebook's cell; define it there")

@@ -99,10 +99,7 @@ SIZE = (4.6, 2.9)
 
 
 def figure(report: Mapping[str, Any], steps: "pa.Table", measures: Sequence[str]) -> "Figure":
-    """Plot curves next to each other: of these columns of the steps, by default reward, evaluation and group statuses.
-
-    Raises `ValueError` for a column that the steps do not have, `PenstockError` without matplotlib.
-    """
+    """Plot these columns of the steps, by default reward, evals and statuses. Raises `ValueError`, `PenstockError` without matplotlib."""
     if unknown := [name for name in measures if name not in steps.column_names]:
         raise ValueError(f"there is no measure {unknown[0]!r}; the steps have {', '.join(sorted(steps.column_names))}")
     try:

@@ -1,7 +1,4 @@
-"""Runs SQL queries, each in its own process with limits of memory and time.
-
-No statement of a query can reach a file, an extension, the network or a setting.
-"""
+"""Runs SQL queries, each in a process with limits of memory and time that can reach no file, extension, network or setting."""
 
 import json
 import os

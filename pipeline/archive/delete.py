@@ -24,7 +24,6 @@ from penstock.topics.wire.errors import Unusable
 
 MOUNTS = Path("/proc/self/mountinfo")
 MODEL = "model"
-"""Folder of the exported model, in a run's folder."""
 WATCHED_S = 10.0
 """A run without a status record of its workers for this long is not active; they send one each second."""
 
@@ -45,10 +44,7 @@ class Deletion:
 
 
 def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
-    """The contents to delete of a run, without the exported model if `keep_model`.
-
-    Raises `ValueError` for an active or unknown run, and for a folder that may not be removed.
-    """
+    """The contents to delete of a run. Raises `ValueError` for an active or unknown run, and for a folder that may not be removed."""
     topics, directory = log.topics(f"{run}."), run_directory(run)
     _require_own(directory)
     record = find(log, run)

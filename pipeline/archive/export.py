@@ -1,7 +1,4 @@
-"""`penstock topics export`: exports a run's topics as Parquet files, incrementally.
-
-Every record is exported once. The note names end offsets below which the archive is complete.
-"""
+"""`penstock topics export`: exports every record of a run once, as Parquet files; the note names the offsets below which it is complete."""
 
 import queue
 import threading
@@ -40,10 +37,8 @@ class Exported:
     run: str
     directory: str
     rows: dict[str, int] = field(default_factory=dict)
-    """New rows by table."""
     files: int = 0
     bytes: int = 0
-    """Of the new files."""
     gone: list[str] = field(default_factory=list)
     """Offsets that were deleted before they were exported, one line for each partition."""
     seconds: float = 0.0

@@ -27,7 +27,6 @@ from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, check_run_id
 FORMAT = 1
 NOTE = "export.json"
 UNFINISHED = ".part"
-"""Suffix of files being written."""
 NEXT = "penstock.next_offset"
 _LAST_OFFSET = 2**63 - 1
 NOTE_BYTES = 64 << 20

@@ -1,7 +1,4 @@
-"""`penstock topics import`: writes an archived run to new topics on a broker.
-
-A record's references are written before it, so that their new offsets are known; the run is registered last.
-"""
+"""`penstock topics import`: writes an archived run to new topics, a record's references before it; the run is registered last."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +27,6 @@ class Imported:
 
     run: str
     records: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOPICS, 0))
-    """By plain topic name."""
     seconds: float = 0.0
 
 

@@ -43,7 +43,6 @@ class Kind:
     """Codec of the records of one table."""
 
     name: str
-    """Name of the folder and of the view."""
     topic: str
     codec: Codec
     facts: tuple[pa.Field, ...]
@@ -93,10 +92,6 @@ def _read_part(record: Record, *, run: str) -> tuple[Headers, Part]:
     return headers, part
 
 
-def _part_headers(part: Part, *, run: str, worker: str | None, value: bytes) -> Headers:
-    return groups.headers(part.group, run=run, worker=worker, sha256=groups.digest([value]))
-
-
 def _run_headers(record: runs.RunRecord, *, run: str, **_: Any) -> Headers:
     return runs.headers(record, run=run)
 
@@ -129,7 +124,15 @@ KINDS: Mapping[str, Kind] = {
         _kind("dead-letters", dead_letters, _plain(dead_letters.headers)),
         _kind("metrics", metrics, _plain(metrics.headers)),
         _kind("ledger", ledger, _with_worker(ledger.headers), WORKER),
-        _kind("groups", groups, _part_headers, WORKER, *VERSIONS, *GROUP_FACTS, **_PARTS),
+        _kind(
+            "groups",
+            groups,
+            lambda part, *, run, worker, value: groups.headers(part.group, run=run, worker=worker, sha256=groups.digest([value])),
+            WORKER,
+            *VERSIONS,
+            *GROUP_FACTS,
+            **_PARTS,
+        ),
         _kind("rollouts", rollouts, lambda samples, *, run, **_: rollouts.headers(*samples, run=run), *VERSIONS, **_SAMPLES),
         _kind("prompts", prompts, _with_worker(prompts.headers), WORKER),
         _kind("weights", weights, _with_worker(weights.headers), WORKER),
@@ -140,11 +143,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def kind_of(topic: str, partition: int) -> Kind:
-    """The table of the records of a topic, by its plain name.
-
-    Example:
-        kind_of("weights", 1).name  # -> "chunks"
-    """
+    """The table of the records of a topic, by its plain name: `kind_of("weights", 1).name` is "chunks"."""
     if topic == RUNS_TOPIC:
         return KINDS["runs"]
     return KINDS["chunks" if topic == "weights" and partition else topic]

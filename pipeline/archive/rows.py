@@ -22,7 +22,6 @@ from penstock.topics.wire.headers import CHECKSUM
 from penstock.topics.wire.record import RawHeaders, Record
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""Ends an Arrow IPC stream."""
 
 
 def read_tables(reader: BulkReader, kind: Kind, partition: int, *, run: str, first: int, end: int) -> Iterator[tuple[pa.Table, int]]:
@@ -174,7 +173,6 @@ _WRITTEN = [field for field in _SCHEMA if not field.nullable]
 """Columns with values; the later ones, of trajectories, are null."""
 _MOST_LAYOUTS = 2048
 _METADATA_BYTES = 4096
-"""Limit above the metadata size of a sample."""
 _FACTS = {
     "group": "group",
     "sample": "sample",
@@ -194,7 +192,6 @@ class _Layout:
 
     size: int
     positions: NDArray[np.intp]
-    """Positions of the bytes with fixed bits."""
     mask: NDArray[np.uint8]
     fixed: bytes
     values: tuple[slice, ...]
@@ -202,7 +199,6 @@ class _Layout:
     tokens: int
     spans: int
     nulls: int
-    """Number of null logprobs."""
 
     def fits(self, value: bytes) -> bool:
         """True if a payload has the fixed bits of this layout."""

@@ -1,7 +1,4 @@
-"""Lets all readers of a run skip an unreadable offset range: a batch that is damaged on the broker's disk or decompresses without limit.
-
-Only for ranges that readers fail on, and only in topics whose lost records are generated or sent again.
-"""
+"""Lets all readers skip a damaged offset range, in topics whose lost records are generated or sent again."""
 
 import time
 
@@ -11,14 +8,12 @@ from penstock.topics import dead_letters
 from penstock.topics.wire.record import Outgoing
 
 PERSON = "person"
-"""Worker name in these dead letters."""
 SKIPPABLE = {
     "rollouts": "a group whose samples are lost is abandoned after scorer.group_deadline_s and replaced by another prompt",
     "calls": "the turns are requested again",
     "replies": "the turns are requested again",
     "metrics": "some seconds of the workers' measurements are lost",
 }
-"""Topic -> consequence of a skip."""
 _WITHOUT = {
     "prompts": "an unreadable prompt leaves a gap in the group numbers",
     "groups": "an unreadable outcome leaves its group open",
@@ -30,10 +25,7 @@ WRITE_LIMIT_S = 30.0
 
 
 def skip(log: KafkaLog, run: str, topic: str, partition: int, offset: int) -> tuple[range, str]:
-    """Write a dead letter that makes readers skip the unreadable range at an offset; return the range and the consequence.
-
-    Raises `ConfigError` if the record is readable, or the run cannot continue without it.
-    """
+    """Write a dead letter that makes readers skip the unreadable range at an offset; return the range and its consequence."""
     if topic not in SKIPPABLE:
         reason = _WITHOUT.get(topic, f"topics are {', '.join(SKIPPABLE)}")
         raise ConfigError(f"{topic} cannot be skipped: {reason}; start a new run from a checkpoint: `penstock fork {run} --from-step N`")

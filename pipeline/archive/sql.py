@@ -1,7 +1,4 @@
-"""SQL over a run's live topics or an archive. A query reads only the topics that it names, and no files and no network.
-
-Views have the figures of `penstock report`.
-"""
+"""SQL over a run's live topics or an archive, with the figures of `penstock report`; a query reads only the topics that it names."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -105,7 +102,6 @@ ALIASES = tuple(name for name in RAW if name not in TABLES)
 _WORD = re.compile(r"[a-z_]+")
 _IN_RAW = re.compile(r"\braw\s*\.\s*([a-z_]+)")
 _COMPUTED_NAMES = {"query", "query_table"}
-"""Functions whose arguments name tables."""
 _OURS = "select view_name as name from duckdb_views() where not internal and schema_name = 'main' and view_name[1] <> '_' order by 1"
 """Result of `show tables`, without the tables behind the views."""
 _SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
@@ -218,10 +214,7 @@ def views() -> dict[str, list[tuple[str, str]]]:
 
 
 def _named(query: str) -> set[str]:
-    """The views and tables whose names are words of a query, those of `raw` as `raw.NAME`; may include unused ones.
-
-    The query is not parsed: DuckDB may take minutes to parse a hostile one.
-    """
+    """Views and tables among a query's words, those of `raw` as `raw.NAME`. Not parsed: DuckDB may take minutes to parse one."""
     text = query.lower().replace('"', "")
     plain = set(_WORD.findall(_IN_RAW.sub(" ", text)))
     if plain & _COMPUTED_NAMES:
@@ -254,7 +247,6 @@ _SETUP = (
     *(f"create view {name} as select * from _{name}" for name in ALIASES),
     *(f"create view {name} as {query}" for name, (query, _) in VIEWS.items()),
 )
-"""The views over the tables."""
 
 
 @contextmanager

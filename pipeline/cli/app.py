@@ -1,7 +1,4 @@
-"""The command-line application: its commands, and the message and exit status of every error.
-
-Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. An error is one line; --debug adds a traceback.
-"""
+"""The command line: its commands, and message and exit status of every error: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
 
 import contextlib
 import gc
@@ -41,7 +38,6 @@ SYNONYMS = {
     "kill": "stop RUN",
     "compare": "ui",
 }
-"""Name of a command elsewhere -> the command here."""
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 GC_OBJECTS = 20_000
@@ -163,11 +159,7 @@ def _invoke(words: list[str]) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """Message and exit status of an error.
-
-    Example:
-        explain(ValueError("--plot needs --accelerators"))  # -> ("--plot needs --accelerators", 1)
-    """
+    """Message and exit status of an error: `explain(ValueError("--plot needs --accelerators"))` is ("--plot needs --accelerators", 1)."""
     from penstock.infra.errors import PenstockError
 
     if isinstance(error, typer.Abort):
@@ -203,7 +195,6 @@ def _line(error: object) -> str:
 ONLY_PRINT = frozenset(
     {"runs", "status", "logs", "report", "explain", "sql", "graph", "plan", "topics list", "topics tail", "topics show", "topics acls"}
 )
-"""Commands whose only effect is output."""
 WRITES = ("--html", "--plot", "-h", "--help")
 """Options with which such a command writes a file or shows its usage."""
 

@@ -130,7 +130,8 @@ def report(
     json: Json = False,
 ) -> None:
     """Report on a run: reward, evaluation, groups, staleness, time and the next step; --full prints all figures, --html writes a page."""
-    from penstock.pipeline.inspect.report.summary import Progress, as_text, collect, render
+    from penstock.pipeline.inspect.report.summary import Progress, collect
+    from penstock.pipeline.inspect.report.text import as_text, render
 
     if html is not None or tokens is not None:
         _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
@@ -287,7 +288,6 @@ def explain(
 
 
 VALUE_WIDTH = 60
-"""Longest value shown in a printed table, in characters."""
 
 
 def sql(

@@ -1,7 +1,4 @@
-"""Options of all commands, and connections to the broker they name.
-
-Results go to stdout and messages to stderr, so that `--json` prints only JSON.
-"""
+"""Options of all commands, and connections to the broker they name. Results go to stdout, messages to stderr."""
 
 import json
 import sys
@@ -65,10 +62,7 @@ def emit(value: object) -> None:
 
 @contextmanager
 def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = False, start: bool = True) -> Iterator["KafkaLog"]:
-    """A log at this broker, closed at the end. `attends`: the run's view reports outages, not the log.
-
-    Without `start`, this machine's own broker is not started.
-    """
+    """A log at this broker; `attends`: the run's view reports outages, not the log. Without `start`, an embedded broker is not started."""
     from penstock.pipeline.launch.broker_keeper import connect
 
     log = connect(bootstrap, security, notify=notify, start=start)
@@ -89,10 +83,7 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 
 @contextmanager
 def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["Log", str]]:
-    """The log a command reads, and the run's id: the archive in a folder, or else a run of the broker.
-
-    `executes`: the command runs code of the run, so that `latest` is a run of this user.
-    """
+    """The log of a run or of an archived folder, and the run's id; if the command `executes` the run's code, `latest` is this user's."""
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if "/" in run or Path(run).is_dir():

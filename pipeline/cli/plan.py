@@ -55,26 +55,30 @@ def plan(
             _from_run(from_run, accelerators=accelerators, max_lag=max_lag, bootstrap=bootstrap, security=security, plot=plot, json=json)
             return
         required = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
-        if missing := [name for name, value in required.items() if value is None]:
-            raise ValueError(f"give {', '.join(missing)} as well, or --from-run RUN")
-        assert accelerators is not None
-        assert speed is not None
-        assert train_speed is not None
-        assert lengths is not None
-        cluster = _cluster(
-            accelerators=accelerators,
-            speed=speed,
-            train_speed=train_speed,
-            lengths=lengths,
-            max_lag=max_lag,
-            prompts_per_step=prompts_per_step,
-            concurrency=concurrency,
-            engine_size=engine_size,
-            samples_per_prompt=samples_per_prompt,
-            steps_per_version=steps_per_version,
+        if accelerators is None or speed is None or train_speed is None or lengths is None:
+            raise ValueError(f"give {', '.join(name for name, value in required.items() if value is None)} as well, or --from-run RUN")
+        from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
+        from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
+        from penstock.pipeline.scheduling.rules import preset
+
+        points = _speeds(speed)
+        if not train_speed > 0:
+            raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
+        sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
+        work = Workload(
+            schedule=preset(
+                "pipelined", prompts_per_step=sizes[0], samples_per_prompt=samples_per_prompt, steps_per_version=steps_per_version
+            ),
+            steps=1,
+            lengths=parse(lengths),
+            engines=1,
+            concurrency=concurrency or max(samples for samples, _ in points),
+            decode=from_speeds(points),
+            train_token_s=1.0 / train_speed,
             load_s=load_s,
             publish_s=publish_s,
         )
+        cluster = Cluster(accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes)
         _show(cluster, plot=plot, json=json)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -99,64 +103,18 @@ def _from_run(
         return
     from penstock.pipeline.launch.planning.search import Cluster
 
-    work, trainers = recorded.workload(record), max(1, record.config.trainer.gpus, record.config.trainer.processes)
-    sizes = (work.schedule.prompts_per_step,)
-    engine_size = max(1, record.config.rollout.gpus_per_worker)
-    in_flight = record.config.engine.swaps_in_flight
+    config, work = record.config, recorded.workload(record)
+    in_flight = config.engine.swaps_in_flight
     cluster = Cluster(
         accelerators=accelerators,
         base=work,
         max_lag=max_lag if in_flight else min(max_lag, 1),
-        engine_size=engine_size,
-        trainer_size=trainers,
-        step_sizes=sizes,
+        engine_size=max(1, config.rollout.gpus_per_worker),
+        trainer_size=max(1, config.trainer.gpus, config.trainer.processes),
+        step_sizes=(work.schedule.prompts_per_step,),
         in_flight=in_flight,
     )
     _show(cluster, plot=plot, json=json)
-
-
-def _cluster(
-    *,
-    accelerators: int,
-    speed: str,
-    train_speed: float,
-    lengths: str,
-    max_lag: int,
-    prompts_per_step: int | None,
-    concurrency: int | None,
-    engine_size: int,
-    samples_per_prompt: int,
-    steps_per_version: int,
-    load_s: float,
-    publish_s: float,
-) -> Any:
-    """The accelerators with the given speeds. Raises `ValueError`."""
-    from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
-    from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
-    from penstock.pipeline.scheduling.rules import preset
-
-    points = _speeds(speed)
-    if not train_speed > 0:
-        raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
-    schedule = preset(
-        "pipelined",
-        prompts_per_step=prompts_per_step or STEP_SIZES[0],
-        samples_per_prompt=samples_per_prompt,
-        steps_per_version=steps_per_version,
-    )
-    base = Workload(
-        schedule=schedule,
-        steps=1,
-        lengths=parse(lengths),
-        engines=1,
-        concurrency=concurrency or max(samples for samples, _ in points),
-        decode=from_speeds(points),
-        train_token_s=1.0 / train_speed,
-        load_s=load_s,
-        publish_s=publish_s,
-    )
-    step_sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
-    return Cluster(accelerators=accelerators, base=base, max_lag=max_lag, engine_size=engine_size, step_sizes=step_sizes)
 
 
 def _speeds(text: str) -> list[tuple[int, float]]:

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Repeat a stage of a run from its log: unchanged, to verify it, or with a change.")
 SHOWN = 20
-"""Number of differing samples listed; `--json` has all of them."""
 CONTEXT = 4
-"""Tokens shown on either side of a difference."""
 
 
 @app.command()

@@ -10,7 +10,6 @@ from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, n
 app = typer.Typer(help="List runs, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
 SHOWN_REASON = 80
-"""Characters of the reason of an early end."""
 COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent", "reason")
 
 
@@ -100,11 +99,7 @@ def rm(
 
 
 def seconds(text: str) -> float:
-    """Seconds of a duration such as 7d. Raises `ConfigError`.
-
-    Example:
-        seconds("7d")  # -> 604800.0
-    """
+    """Seconds of a duration such as 7d. Raises `ConfigError`: `seconds("7d")` is 604800.0."""
     from penstock.infra.errors import ConfigError
 
     number, unit = text[:-1], text[-1:]

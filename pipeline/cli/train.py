@@ -61,17 +61,11 @@ def _report(config: object, *, samples: bool, json: bool) -> None:
     from penstock.pipeline.launch.check import preflight
 
     assert isinstance(config, Config)
-    results = preflight.check(config, tell=_print_nothing if json else _print_result, samples=samples, notify=notify)
+    results = preflight.check(
+        config, tell=lambda name, text: None if json else print(f"{name:<10}  {text}", flush=True), samples=samples, notify=notify
+    )
     if json:
         emit({**results.lines, "samples": list(results.samples)})
-
-
-def _print_result(name: str, text: str) -> None:
-    print(f"{name:<10}  {text}", flush=True)
-
-
-def _print_nothing(_name: str, _text: str) -> None:
-    return
 
 
 RunId = Annotated[

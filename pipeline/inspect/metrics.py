@@ -100,11 +100,7 @@ class Points:
 
 
 def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """A nested table as dotted names and texts, without what has no value.
-
-    Example:
-        flatten({"run": {"seed": 3, "epochs": None}})  # -> {"run.seed": "3"}
-    """
+    """A nested table as dotted names and texts, without None: `flatten({"run": {"seed": 3, "x": None}})` is {"run.seed": "3"}."""
     flat: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -144,11 +140,7 @@ def target_of(
 
 
 def settled(config: Config) -> dict[str, Any]:
-    """A run's keys, those that were left to its loss or its schedule with the values that these have.
-
-    Example:
-        settled(config)["schedule"]["max_lag"]  # -> 4, where only the mode "in_flight" is given
-    """
+    """A run's keys; those that were left to its loss or its schedule have the values of these, as `schedule.max_lag` of a mode."""
     table: dict[str, Any] = json.loads(to_json(config))
     for name, owner in (("algorithm", config), ("schedule", config.rules), ("kafka", config)):
         table[name] = {key: getattr(owner, key, None) if value is None else value for key, value in table[name].items()}

@@ -1,7 +1,4 @@
-"""Small topics of a recorded run: configuration, ledger, versions and dead letters.
-
-They are read once, up to their ends at that time; later reads of the large topics end there as well.
-"""
+"""Small topics of a recorded run, read up to their ends at that time: configuration, ledger, versions and dead letters."""
 
 import json
 from dataclasses import dataclass, replace

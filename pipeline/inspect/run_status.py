@@ -55,11 +55,7 @@ def reward_scale(view: RunView) -> RewardScale:
 
 
 def end_reason(reason: str | None) -> str | None:
-    """The reason of a run that has ended before all its steps were done; None for any other.
-
-    Example:
-        end_reason("all steps done")  # -> None
-    """
+    """The reason of a run that has ended before all its steps were done; None for any other: `end_reason("all steps done")` is None."""
     return None if reason == ALL_DONE else reason
 
 
@@ -79,21 +75,14 @@ def steps_per_version(view: RunView) -> int:
 
 
 def last_reward(view: RunView) -> float | None:
-    """Mean over all scored samples, before any filter, whose oldest version covers one of the last tenth of the steps.
-
-    Where none is so new, as all of a short run may be older under a lag, it is that of the newest version with any.
-    """
+    """Mean reward of all scored samples of the last tenth of the steps, by oldest version; of the newest version if none is so new."""
     versions, steps, per_version = sorted(view.rewards), view.steps_done, steps_per_version(view)
     late = [version for version in versions if (version + 1) * per_version > steps - tenth(steps)] or versions[-1:]
     return together(view.rewards[version] for version in late).mean
 
 
 def tenth(steps: int) -> int:
-    """Number of steps over which the first and the last reward are averaged.
-
-    Example:
-        tenth(41)  # -> 5
-    """
+    """Number of steps over which the first and the last reward are averaged: `tenth(41)` is 5."""
     return math.ceil(steps / 10)
 
 

@@ -34,7 +34,6 @@ KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
 WORK = ("samples", "calls", "groups", "admitted", "step")
 """Cumulative values of workers that rise with progress; `step` rises during a recovery as well."""
 REWARD_ERRORS = 20
-"""Kinds of reward errors that are counted separately."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
 Also = Callable[[Folded | None, Record], None]
@@ -69,9 +68,7 @@ class RunView:
     reward_errors: Counter[str] = field(default_factory=Counter)
     """Reward error -> number of groups."""
     duplicates: Counter[str] = field(default_factory=Counter)
-    """Ignored duplicates by topic."""
     mlflow: dict[str, str] = field(default_factory=dict)
-    """run_id and uri, once the tracker has reported them."""
     rewards: dict[int, Tally] = field(default_factory=dict)
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     no_reward: int = 0
@@ -79,23 +76,17 @@ class RunView:
     moved_ms: int = 0
     """Time of the last progress: registration, start, step, version, group, sample, prompt or evaluation."""
     worked: WorkingTime = field(default_factory=WorkingTime)
-    """Times at which something was written."""
     past: Ended = field(default_factory=Ended)
-    """Counts of what was forgotten."""
     killers: set[RecordId] = field(default_factory=set)
     """Poison records: their readers crashed while decoding them."""
     _made: RunRecord | None = None
     """The run record in the run's own topic; it takes precedence over the shared registry."""
     last_seq: int = -1
-    """Of the ledger's entries."""
     measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
     """Worker and incarnation -> numbers of its measurements."""
 
     def fold(self, record: Record) -> Folded | None:
-        """Apply a record and return its content; None for a duplicate and for records of other runs.
-
-        Raises `Unusable`, and is unchanged then.
-        """
+        """Apply a record and return its content; None for a duplicate and for another run's. Raises `Unusable`, and is unchanged then."""
         if self.killers and record.id in self.killers:
             return None
         if record.topic == RUNS_TOPIC:
@@ -228,7 +219,7 @@ class RunView:
 
     def forget(self) -> None:
         """Drop what has ended, except the newest; cheap if there is little more than that."""
-        if all(len(items) < 2 * KEPT[name] for name, items in self._growing().items()):
+        if all(len(getattr(self, name)) < 2 * most for name, most in KEPT.items()):
             return
         past = self.past
         for number in range(past.counted_steps, max(self.steps, default=-1) + 1):
@@ -253,9 +244,6 @@ class RunView:
             past.groups.add(group)
             past.outcomes[self.groups.pop(group).outcome] += 1
         self.stale = {group for group in self.stale if group in self.groups or group not in past.groups}
-
-    def _growing(self) -> Mapping[str, Collection[int]]:
-        return {"steps": self.steps, "versions": self.versions, "groups": self.groups, "evals": self.evals}
 
     @property
     def progress(self) -> int:
@@ -305,10 +293,7 @@ def read_view(
     view: RunView | None = None,
     since: Mapping[Partition, int] | None = None,
 ) -> RunView:
-    """Fold these topics of a run up to their ends; unusable records are skipped.
-
-    `also` is called with everything that was folded and its record; `since` says what `view` holds already.
-    """
+    """Fold these topics up to their ends, without unusable records; `also` is called with each, `since` is the end of what `view` holds."""
     view = RunView(run=reader.run) if view is None else view
     # The register first: once it says that the run has ended, the other topics are complete. Then what has killed its readers.
     sources = [

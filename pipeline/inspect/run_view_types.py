@@ -16,7 +16,6 @@ PAUSE_S = 60.0
 SILENCE_S = 5.0
 """Signs of life no farther apart than this form one span: a stop that is read later can only be in a longer silence."""
 RATE_WINDOW = 10
-"""Statuses, one a second, over which a worker's rates are taken."""
 
 
 class GroupFacts(NamedTuple):
@@ -40,7 +39,6 @@ class Opened(NamedTuple):
 
     partition: int
     time_s: float
-    """Time of the prompt's record."""
 
 
 class Tally(NamedTuple):
@@ -55,11 +53,7 @@ class Tally(NamedTuple):
 
     @property
     def mean(self) -> float | None:
-        """Mean reward, None without samples; rounded, so that it does not depend on the order in which groups were read.
-
-        Example:
-            Tally(4, 3.0).mean  # -> 0.75
-        """
+        """Mean reward, None without samples; rounded, so that it does not depend on the order in which groups were read."""
         return round(self.total / self.samples, 12) if self.samples else None
 
 
@@ -110,7 +104,6 @@ class WorkerView:
     incarnation: str = ""
     time_ns: int = 0
     values: dict[str, float] = field(default_factory=dict)
-    """Newest values of the newest incarnation."""
     labels: dict[str, str] = field(default_factory=dict)
     since_ns: int = 0
     """First report of the current activity, compared up to the first comma: a step is one activity, its micro-batches are not."""
@@ -118,7 +111,6 @@ class WorkerView:
     incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Last cumulative values of each incarnation."""
     recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    """Moments and cumulative values of the last statuses."""
 
     def add(self, measurement: Measurement) -> None:
         """Fold a measurement; one of an earlier incarnation counts for the totals only.
@@ -168,7 +160,6 @@ class WorkingTime:
     spans: list[tuple[float, float]] = field(default_factory=list)
     """First and last moment of each stretch without a silence of more than `SILENCE_S`, in order."""
     stops: list[float] = field(default_factory=list)
-    """Times at which the run was stopped, in order."""
 
     def add(self, moment_s: float) -> None:
         """Add a sign of life."""
@@ -192,11 +183,7 @@ class WorkingTime:
         self.stop(moment_s - 1e-3)
 
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
-        """Seconds of work from one moment to another; None if a moment is None.
-
-        Example:
-            work.between(0.0, 3600.0)  # -> 90.0, with signs of life at 0, 30, 60, 1000 and 1030
-        """
+        """Seconds of work from one moment to another; None if a moment is None."""
         if first_s is None or last_s is None:
             return None
         return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._stretches())

@@ -37,7 +37,6 @@ class Drawn:
 
     samples: int
     newest_s: float | None
-    """Time of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

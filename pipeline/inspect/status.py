@@ -1,7 +1,4 @@
-"""Progress, speed, silent workers and bottleneck of a run, as plain data for `penstock status --json`.
-
-Pure functions of a run view and the time. A bottleneck is named only if the shares of busy time show one.
-"""
+"""Progress, speed, silent workers and bottleneck of a run, as plain data, from a run view and the time."""
 
 import itertools
 import math
@@ -20,9 +17,7 @@ from penstock.topics.metrics import Activity, activity_of
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics read by `status` and the live view; not the rollouts, which are most of a run's records."""
 SPEED_STEPS = 20
-"""Steps over which speed and time to go are taken."""
 RECENT_STEPS = 10
-"""Steps over which the trainer's waiting is taken."""
 SELDOM, MOSTLY = 0.2, 0.6
 """Share of time below which a role counts as seldom waiting, and share above which it counts as busy."""
 
@@ -140,10 +135,7 @@ def elapsed_s(view: RunView, *, now_s: float) -> float | None:
 
 
 def to_go_s(view: RunView) -> float | None:
-    """Estimated seconds of the remaining steps at the speed of the last ones; None before there is a speed.
-
-    The longest of three or more times between steps does not count: a run that was stopped and resumed has one that was no step.
-    """
+    """Seconds to go at the speed of the last steps, without the longest of three or more, which may hold a pause; None without a speed."""
     recent = [view.steps[number] for number in sorted(view.steps)[-SPEED_STEPS - 1 :]]
     planned = steps_planned(view)
     if planned is None or len(recent) < 2 or has_ended(view):

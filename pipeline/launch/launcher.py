@@ -220,7 +220,8 @@ class Watching:
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker exited before it wrote any."""
     from penstock.pipeline.inspect.live.view import Terminal
-    from penstock.pipeline.inspect.report.summary import Progress, as_text, collect, render
+    from penstock.pipeline.inspect.report.summary import Progress, collect
+    from penstock.pipeline.inspect.report.text import as_text, render
 
     directory = run_directory(run)
     written = directory / REPORTS[1]

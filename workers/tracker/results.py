@@ -8,7 +8,8 @@ from typing import Any
 
 from penstock.infra.mlflow.registry import ModelVersion, RegisteredCheckpoints
 from penstock.pipeline.inspect.html.build import Limits, build, write
-from penstock.pipeline.inspect.report.summary import REPORTS, as_text
+from penstock.pipeline.inspect.report.summary import REPORTS
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.ledger import Entry

@@ -1,11 +1,7 @@
-"""The pages of `penstock ui`, each a function of the runs and of what its address asks for.
-
-A page shows the output of the commands, by the same functions.
-"""
+"""The pages of `penstock ui`, each a function of the runs and of what its address asks for."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from penstock.infra.errors import ConfigError
@@ -44,7 +40,6 @@ QUESTIONS: Mapping[str, str] = {
     "reward by prompt": "select prompt, avg(reward_mean) as reward, count(*) as groups from groups group by 1 order by 2 limit 30",
     "slowest groups": "select group_id, epoch_ms(scored) - epoch_ms(admitted) as ms, fate from groups order by 2 desc nulls last limit 20",
 }
-"""Name -> a question that is often asked."""
 
 Query = Mapping[str, Sequence[str]]
 
@@ -108,7 +103,11 @@ def run(runs: Watching, query: Query) -> bytes:
         Html("<h2>Workers</h2>"),
         table(("worker", "now"), _workers(view)),
         Html("<h2>Groups</h2>"),
-        Html("<p>" + " · ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in _newest_fates(view)) + "</p>"),
+        Html(
+            "<p>"
+            + " · ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in sorted(fates(view).items())[-24:])
+            + "</p>"
+        ),
     ]
     return page(name, body, refresh_s=None if has_ended(view) else REFRESH_S)
 
@@ -117,10 +116,6 @@ def _workers(view: RunView) -> list[tuple[str, str]]:
     """What each worker does, in the order of the pipeline; of a run that did not end well, who was killed."""
     over = {"stopped": "killed", "failed": "killed", "finished": "ended"}.get(status_of(view))
     return [(worker.worker, "ended" if worker.ended else over or doing(worker, now_s=time.time())) for worker in ordered(view)]
-
-
-def _newest_fates(view: Any) -> list[tuple[int, str]]:
-    return sorted(fates(view).items())[-24:]
 
 
 def _card(picked: Any) -> Html:
@@ -189,13 +184,12 @@ def logs(runs: Watching, query: Query) -> bytes:
         files = log_files(runs.folder(name), one(query, "worker") or None)
     except ConfigError as error:
         return page("logs", [navigation(name), Html(f"<p>{text(error)}</p>")])
-    parts = [Html(f"<h2>{text(file.stem)}</h2><pre>{text(_end_of(file))}</pre>") for file in files]
+    parts = [
+        Html(f"<h2>{text(file.stem)}</h2><pre>{text(chr(10).join(file.read_text('utf-8', 'replace').splitlines()[-LOG_LINES:]))}</pre>")
+        for file in files
+    ]
     again = None if has_ended(runs.view(name)) else REFRESH_S
     return page("logs", [navigation(name), Html(f"<h1>Logs of {text(name)}</h1>"), *parts], refresh_s=again)
-
-
-def _end_of(file: Path) -> str:
-    return "\n".join(file.read_text("utf-8", "replace").splitlines()[-LOG_LINES:])
 
 
 def letters(runs: Watching, query: Query) -> bytes:

@@ -1,7 +1,4 @@
-"""The runs that a browser looks at: each is read once from the beginning, and then only what is new.
-
-One thread reads at a time, the one that has `reading`; nothing is written.
-"""
+"""The runs that a browser looks at: each is read once from the beginning, then only what is new, by one thread at a time."""
 
 import contextlib
 import threading
@@ -18,9 +15,7 @@ from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.errors import Unusable
 
 KEPT = 8
-"""Runs that are kept in memory."""
 AT_ONCE = 2
-"""Questions in SQL that are computed at a time."""
 
 
 @dataclass(slots=True)
@@ -30,7 +25,6 @@ class Watching:
     log: Log
     reading: threading.Lock = field(default_factory=threading.Lock)
     questions: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(AT_ONCE))
-    """Questions in SQL that may start."""
     _views: "OrderedDict[str, tuple[RunView, Tail]]" = field(default_factory=OrderedDict)
 
     def view(self, run: str) -> RunView:

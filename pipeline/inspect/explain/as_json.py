@@ -1,7 +1,4 @@
-"""Trace of one prompt group as plain data: prompt, samples, rewards, outcome, training, and the time of each stage.
-
-Every figure is in a record or follows from records by the run's own functions; an unknown one is None.
-"""
+"""Trace of one prompt group as plain data, from records and by the run's own functions; an unknown figure is None."""
 
 import contextlib
 import json
@@ -44,7 +41,6 @@ class SampleShare:
     sample: int
     advantage: float
     tokens: int
-    """Number of trained tokens."""
     micro_batch: int | None
     """None if the ledger's boundaries end before it."""
     token_weight: float
@@ -72,10 +68,7 @@ class StepShares:
 
 
 def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """Read everything in the log about one group, as plain data for JSON.
-
-    Raises `ValueError` for a run or group that does not exist, `LogError` for a group whose prompt the broker has deleted.
-    """
+    """All that the log has about one group, for JSON. Raises `ValueError` for an unknown run or group, `LogError` for a deleted prompt."""
     return life(read_group(read_run(log, run), group, notify=notify), notify=notify, trust_code=trust_code)
 
 
@@ -376,7 +369,6 @@ class TurnTime:
     turn: int
     attempt: int
     worker: str
-    """The rollout worker that generated it."""
     asked_s: float
     started_s: float
     ended_s: float
@@ -406,10 +398,7 @@ def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int
 
 
 def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
-    """Seconds of a trajectory: waiting for an engine, generation, and the rest, which is the environment's.
-
-    A restarted trajectory reuses turns generated before its start: the environment's time is then unknown and left out.
-    """
+    """Seconds of waiting, generation and environment; the last is unknown if the trajectory reuses turns generated before its start."""
     waited = sum(time.started_s - time.asked_s for time in times)
     generated = sum(time.ended_s - time.started_s for time in times)
     whole = (rollout.ended_ns - rollout.started_ns) / NS

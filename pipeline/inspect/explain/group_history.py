@@ -24,12 +24,10 @@ class GroupTimestamps:
 
     admitted: float | None = None
     begun: float | None = None
-    """Start of the first sample."""
     first_ended: float | None = None
     last_ended: float | None = None
     """None until the group is complete."""
     judged: float | None = None
-    """Call of its reward functions."""
     scored: float | None = None
     taken: float | None = None
     """First backward pass of its step, or the time when the group was scored if that is later."""
@@ -49,10 +47,7 @@ STAGES: Sequence[tuple[str, str, str]] = (
     ("training", "taken", "committed"),
     ("publishing", "committed", "published"),
 )
-"""Name of a stage, and the timestamps at its start and end. The wait for the slowest sample starts at the first sample's end.
-
-`scoring` is used for records without the duration of the reward functions.
-"""
+"""Name of a stage, and the timestamps at its start and end; `scoring` is for records without the duration of the reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +90,10 @@ class GroupProgress:
     samples_requested: int
     scored: bool
     readable: bool
-    """True if its prompt can be decoded."""
     min_version: int
     policy_version_min: int | None
     newest_version: int
     steps: int
-    """Number of committed steps."""
 
 
 def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
@@ -350,9 +343,5 @@ def _progress(history: GroupHistory) -> GroupProgress:
 
 
 def shown_place(record: Record | DeadLetter) -> str:
-    """Topic, partition and offset of a record as text.
-
-    Example:
-        shown_place(record)  # -> "rollouts/3/17"
-    """
+    """Topic, partition and offset of a record as text: `shown_place(record)` is "rollouts/3/17"."""
     return f"{record.topic.rpartition('.')[2]}/{record.partition}/{record.offset}"

@@ -210,10 +210,6 @@ def _after(moment: float | None, zero: float | None) -> str:
     return "-" if moment is None or zero is None else f"{moment - zero:+.3f}"
 
 
-def _clock(moment: float) -> str:
-    return clock("%Y-%m-%d %H:%M:%S", moment) + f".{int(moment % 1 * 1000):03d}"
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
@@ -223,3 +219,7 @@ def _short(text: str, shown: int = SHOWN_TEXT) -> str:
     if len(text) <= shown:
         return text
     return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"
+
+
+def _clock(moment: float) -> str:
+    return clock("%Y-%m-%d %H:%M:%S", moment) + f".{int(moment % 1 * 1000):03d}"

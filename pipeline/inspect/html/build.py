@@ -129,7 +129,8 @@ def build(
     report = summarise(view, gone=gone_from(log, run)) | dict(mlflow or {})
     facts, columns = index.index(groups, history, report=report)
     ids = sorted(groups.chunks.ids)
-    vocabulary = _vocabulary(ids, groups.texts.one_by_one(ids))
+    words = json.dumps([ids, groups.texts.one_by_one(ids)], separators=(",", ":"), ensure_ascii=False)
+    vocabulary = deflated(words.encode("utf-8", "replace"))
     packed = pack(facts, columns)
     available_bytes = limits.max_bytes - len(packed) - len(vocabulary) - index.MARGIN_BYTES
     groups.chunks.shrink(available_bytes)
@@ -148,10 +149,6 @@ def write(page: Page, path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _vocabulary(ids: list[int], texts: list[str]) -> str:
-    return deflated(json.dumps([ids, texts], separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _timed(alive: Callable[[], None], seconds: float | None) -> Callable[[], None]:

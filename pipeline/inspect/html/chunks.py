@@ -35,11 +35,7 @@ def deflated(raw: bytes) -> str:
 
 
 def logprobs(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
-    """Logprobs [N] in steps of `LOGPROB_STEP` below zero; `NO_LOGPROB` for NaN.
-
-    Example:
-        logprobs(np.array([0.0, -0.6931, np.nan]))  # -> [0, 693, 65535]
-    """
+    """Logprobs [N] in steps of `LOGPROB_STEP` below zero, `NO_LOGPROB` for NaN: 0.0, -0.6931 and NaN are 0, 693 and 65535."""
     missing = np.isnan(values)
     steps = np.clip(np.rint(np.where(missing, 0.0, -values) / LOGPROB_STEP), 0, NO_LOGPROB - 1)
     return np.where(missing, NO_LOGPROB, steps).astype(np.uint16)
@@ -74,7 +70,6 @@ class Chunks:
     texts: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, str] = field(default_factory=dict)
     ids: set[int] = field(default_factory=set)
-    """Token ids in the chunks."""
     _number: int = 0
     _rows: list[object] = field(default_factory=list)
     _rollouts: list[Sequence[Rollout]] = field(default_factory=list)

@@ -1,7 +1,4 @@
-"""Groups of a run as columns for the page: numbers of the newest ones, texts and tokens of the newest of those.
-
-Headers alone decide which groups are listed. At most one chunk of details is in memory uncompressed.
-"""
+"""Groups of a run as columns for the page: numbers of the newest ones, texts and tokens of the newest of those."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -68,7 +65,6 @@ class Row:
 
     group: int
     prompt: str
-    """Its first characters."""
     reason: str | None
     scorer: str
     created_ns: int
@@ -95,7 +91,6 @@ class GroupPages:
     reward_names: tuple[str, ...] = ()
     reward_weights: tuple[float, ...] = ()
     common: str | None = None
-    """Common prefix of all prompts."""
 
     def read(self) -> None:
         """Read groups with samples from `groups`, the others from `prompts` and `rollouts`."""
@@ -182,10 +177,7 @@ class GroupPages:
 
 
 def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Selection:
-    """Select the newest groups with at most `samples` samples, `text_tokens` tokens with texts and `tokens` detailed tokens.
-
-    Only groups that the report counts are listed.
-    """
+    """Select the newest groups that the report counts, within these numbers of samples, of tokens, and of tokens with texts."""
     listed: set[int] = set()
     texts: set[int] = set()
     detailed: set[int] = set()

@@ -40,7 +40,6 @@ MARGIN_BYTES = 150_000
 TRIMMED_FROM = 24
 """Shortest common prefix of all prompts that the list leaves out, in characters."""
 SHOWN = 160
-"""Characters of a prompt in the list."""
 
 
 def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Column]]:
@@ -253,7 +252,6 @@ def _version() -> str:
 
 
 LEAST_GROUPS = 16
-"""Smallest number of groups in a point."""
 MOST_POINTS = 60
 
 

@@ -26,7 +26,6 @@ MAX_STATUSES = 200_000
 TIMED = ("startup_s", "load_s", "version", "eval_s")
 LABELS = ("doing", "activity")
 MAX_TEXT = 500
-"""Characters of a reason."""
 
 _NUMBERS = re.compile(r"\d+")
 
@@ -101,11 +100,7 @@ class RunHistory:
 
 
 def generic(doing: str) -> str:
-    """A worker's activity with every number as N, so that its repetitions have one text.
-
-    Example:
-        generic("step 12: 3 of 8 groups are here")  # -> "step N: N of N groups are here"
-    """
+    """A worker's activity with every number as N, so that its repetitions have one text: "step N: N of N groups are here"."""
     return _NUMBERS.sub("N", doing) or "starting"
 
 
@@ -124,11 +119,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, *, zero_ns: int, last_ns: int) -> "Clock":
-        """The finest tick in which the whole run fits into 31 bits.
-
-        Example:
-            Clock.of(zero_ns=0, last_ns=3600 * 10**9).tick_ms  # -> 0.1
-        """
+        """The finest tick in which the whole run fits into 31 bits: `Clock.of(zero_ns=0, last_ns=3600 * 10**9).tick_ms` is 0.1."""
         span_ms = (last_ns - zero_ns) / 1e6
         return cls(zero_ns, next((tick for tick in TICKS_MS if span_ms / tick < 1 << 30), TICKS_MS[-1]))
 

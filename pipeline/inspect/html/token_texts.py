@@ -13,10 +13,7 @@ from penstock.pipeline.runtime.registration.run_registry import find
 
 
 class TokenTexts:
-    """Decodes with the tokenizer in a model's directory; `why_not` is the reason if there is none.
-
-    `digest` is the SHA-256 (hex) of the tokenizer that the run was created with, None if it is unknown.
-    """
+    """Decodes with the tokenizer in a model's directory, if its SHA-256 (hex) is `digest`; otherwise `why_not` is the reason."""
 
     def __init__(self, model: str | None, digest: str | None) -> None:
         self._tokenizer: Any = None

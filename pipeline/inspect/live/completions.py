@@ -10,11 +10,9 @@ from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
 RECENT = 16
-"""Groups among which the best one is looked for."""
 KNOWN = 32
 """Prompts whose common beginning and end, which a chat template makes, are left out."""
 LEAST_COMMON = 12
-"""Characters that are worth leaving out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +26,7 @@ class Completion:
     text: str
 
     def line(self, width: int) -> str:
-        """The sample in a line of at most so many characters.
-
-        Example:
-            Completion("best", 1.0, "2+2=", "4").line(60)  # -> "best 1.000  '2+2=' → '4'"
-        """
+        """The sample in a line of at most `width` characters: "best 1.000  '2+2=' → '4'"."""
         head = f"{self.which} {'no reward' if self.reward is None else f'{self.reward:.3f}'}  "
         room = max(8, (width - len(head) - 7) // 2)
         return f"{head}'{_cut(self.prompt, room)}' → '{_cut(self.text, room)}'"
@@ -63,7 +57,15 @@ class Completions:
             self._stale = False
             best = self._read(max(self._records, key=lambda entry: entry[0])[1])
             newest = self._read(self._records[-1][1])
-            top = [self._completion("best", best, max(best.samples, key=_reward))] if best else []
+            top = (
+                [
+                    self._completion(
+                        "best", best, max(best.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
+                    )
+                ]
+                if best
+                else []
+            )
             self._shown = top + ([self._completion("newest", newest, newest.samples[0])] if newest else [])
         return self._shown
 
@@ -86,16 +88,8 @@ class Completions:
         return Completion(which, sample.reward, without_template(group.prompt, list(self._prompts)), sample.completion)
 
 
-def _reward(sample: groups.ScoredSample) -> float:
-    return -math.inf if sample.reward is None else sample.reward
-
-
 def without_template(prompt: str, prompts: list[str]) -> str:
-    """A prompt without the common prefix and suffix of all prompts.
-
-    Example:
-        without_template("Answer briefly: 1+1?", ["Answer briefly: 1+1?", "Answer briefly: 2+3?"])  # -> "1+1?"
-    """
+    """A prompt without the common prefix and suffix of all prompts, which are those of a chat template."""
     if len(prompts) < 2:
         return prompt
     first, last = len(shared(*prompts)), len(shared(*(text[::-1] for text in prompts)))
@@ -105,11 +99,7 @@ def without_template(prompt: str, prompts: list[str]) -> str:
 
 
 def shared(*texts: str) -> str:
-    """Common prefix of the texts.
-
-    Example:
-        shared("ask: 1+1", "ask: 2+2")  # -> "ask: "
-    """
+    """Common prefix of the texts: `shared("ask: 1+1", "ask: 2+2")` is "ask: "."""
     low, high = min(texts), max(texts)
     length = min(len(low), len(high))
     return low[: next((index for index in range(length) if low[index] != high[index]), length)]

@@ -35,11 +35,8 @@ SILENT_S = 5.0
 GONE_S, PATIENCE_S = 60.0, 20.0
 """A worker without a report for `GONE_S` has left; one may start up to `PATIENCE_S` later than the others."""
 HEADER_LINES = 12
-"""Lines in addition to those of the workers, one of them folded."""
 FAILURES = 2
-"""Failed workers whose errors are shown in whole."""
 BORDER = 4
-"""Columns that the panel takes."""
 WIDE, NARROW = 96, 72
 """Columns of a terminal with room for every number of a worker, or for some."""
 COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
@@ -56,10 +53,7 @@ def frame(
     completions: Sequence[Completion] = (),
     status: str | None = None,
 ) -> RenderableType:
-    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report.
-
-    `status`: set by a launcher that stops the run, before the log has it.
-    """
+    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report; `status` is the launcher's."""
     status = status or status_of(view)
     ended = end_reason(closing(view).get("reason"))
     parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
@@ -96,7 +90,8 @@ def line(view: RunView, *, now_s: float) -> str:
     if step is not None and "lag_mean" in step.metrics:
         parts.append(f"lag {step.metrics['lag_mean']:.1f}")
     for name in ("samples", "tokens"):
-        if rate := sum(_sum_of_rates(view, role, name) for role in (generating_roles() if name == "samples" else ["rollout"])):
+        roles = generating_roles() if name == "samples" else ["rollout"]
+        if rate := sum(worker.rate(name) or 0.0 for worker in view.workers.values() if worker.role in roles):
             parts.append(f"{rate:.1f} {name}/s" if rate < 100 else f"{rate:,.0f} {name}/s")
     if (elapsed := elapsed_s(view, now_s=now_s)) is not None:
         to_go = to_go_s(view)
@@ -128,21 +123,14 @@ def waiting_for(view: RunView, *, now_s: float) -> str:
 
 
 def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
-    """Activity text of a worker, with the elapsed time if it does not report meanwhile.
-
-    Example:
-        doing(worker, now_s=131.0)  # -> "training step 3, micro-batch 2 of 5, 31 s"
-    """
+    """Activity text of a worker, with the elapsed time if it does not report meanwhile: "training step 3, micro-batch 2 of 5, 31 s"."""
     text = worker.labels.get("doing", "starting")
     lasts_s = max(silent_s, now_s - worker.since_ns / 1e9 if worker.since_ns else 0.0)
     return f"{text}, {lasts_s:.0f} s" if not activity_of(worker.labels).reports and lasts_s > SILENT_S else text
 
 
 def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
-    """Required roles without a worker, once other workers have reported for `PATIENCE_S`.
-
-    Roles whose workers have finished are not missing; while workers are stopping, no role is.
-    """
+    """Required roles without a worker once others have reported for `PATIENCE_S`; none while workers are stopping."""
     workers = list(view.workers.values())
     there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
     stopping = any(worker.ended and now_s - worker.time_ns / 1e9 < GONE_S for worker in workers)
@@ -305,10 +293,6 @@ def _dead_letters(view: RunView) -> str:
 
 def _named(slowest: Bottleneck) -> str:
     return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
-
-
-def _sum_of_rates(view: RunView, role: str, name: str) -> float:
-    return sum(worker.rate(name) or 0.0 for worker in view.workers.values() if worker.role == role)
 
 
 def _last(view: RunView) -> StepFacts | None:

@@ -1,27 +1,26 @@
-"""The run view as a record of the topic `state`: written by the tracker, the starting point of readers.
+"""The run view as a record of the topic `state`, from which readers start; without a usable one they read all records."""
 
-A saved view plus the later records equals a view of all records that forgets. Without a usable saved view, all records are read.
-"""
-
+import functools
 import json
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
 
 from penstock.infra.log import Log, Partition, Pending, Producer
 from penstock.pipeline.inspect.run_status import steps_per_version
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.run_view_types import RATE_WINDOW, Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
+from penstock.pipeline.inspect.run_view_types import RATE_WINDOW, Tally, WorkerView
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics.catalogue import RUNS_TOPIC, STATE, topic_name
 from penstock.topics.ledger import Entry
-from penstock.topics.metrics import Measurement
 from penstock.topics.upkeep import state
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing, RecordId
+from penstock.topics.wire.record import Outgoing
 
 FORMAT = 1
 EVERY_S = 15.0
@@ -82,70 +81,59 @@ def newest(log: Log, run: str) -> Saved:
 
 def to_json(view: RunView) -> str:
     """A view as JSON, without its registry records, which are few and read each time."""
-    document = {
-        "format": FORMAT,
-        "opened": _entry(view.opened),
-        "closed": _entry(view.closed),
-        "steps": [list(step) for step in view.steps.values()],
-        "versions": [_entry(entry) for entry in view.versions.values()],
-        "rebased": [_entry(entry) for entry in view.rebased],
-        "stale": sorted(view.stale),
-        "admitted": view.admitted.as_json(),
-        "repeated": view.repeated,
-        "open": [[group, *opened] for group, opened in view.open.items()],
-        "groups": [[group, *facts] for group, facts in view.groups.items()],
-        "workers": [_worker(worker) for worker in view.workers.values()],
-        "evals": [asdict(evaluation) for evaluation in view.evals.values()],
-        "dead_letters": [[*record_id, kind] for record_id, kind in view.dead_letters.items()],
-        "reward_errors": dict(view.reward_errors),
-        "mlflow": view.mlflow,
-        "rewards": [[version, *tally] for version, tally in _stretches(view).items()],
-        "no_reward": view.no_reward,
-        "moved_ms": view.moved_ms,
-        "worked": view.worked.spans,
-        "stops": view.worked.stops,
-        "killers": sorted(view.killers),
-        "last_seq": view.last_seq,
-        "measured": [[*source, numbers.as_json()] for source, numbers in view.measured.items()],
-        "past": {field.name: _plain(getattr(view.past, field.name)) for field in fields(Ended)},
-    }
-    return json.dumps(document, separators=(",", ":"))
+    plain: dict[str, Any] = {name: getattr(view, name) for name in _SAVED} | {"format": FORMAT, "rewards": _stretches(view)}
+    for name in _KEY:
+        plain[name] = list(plain[name].values())
+    for name, count in _PAIRS.items():
+        plain[name] = [
+            [*(key if count > 1 else (key,)), *(item if isinstance(item, tuple) else (item,))] for key, item in plain[name].items()
+        ]
+    plain |= {"worked": view.worked.spans, "stops": view.worked.stops}
+    return json.dumps(plain, separators=(",", ":"), default=_plain)
 
 
 def from_json(run: str, text: str) -> RunView:
     """The view in `text`. Raises `ValueError`, `KeyError`, `TypeError` for text that `to_json` of this release did not write."""
-    document = json.loads(text)
-    if document["format"] != FORMAT:
-        raise ValueError(f"a view of format {document['format']}, this release reads {FORMAT}")
-    steps = [StepFacts(number, version, time_s, tuple(groups), values) for number, version, time_s, groups, values in document["steps"]]
-    versions = [_as_entry(entry) for entry in document["versions"]]
-    past = document["past"]
-    return RunView(
-        run=run,
-        opened=None if document["opened"] is None else _as_entry(document["opened"]),
-        closed=None if document["closed"] is None else _as_entry(document["closed"]),
-        steps={step.step: step for step in steps},
-        versions={entry.version: entry for entry in versions if entry.version is not None},
-        rebased=[_as_entry(entry) for entry in document["rebased"]],
-        stale=set(document["stale"]),
-        admitted=IdSet.from_json(document["admitted"]),
-        repeated=document["repeated"],
-        open={group: Opened(*opened) for group, *opened in document["open"]},
-        groups={group: GroupFacts(*facts) for group, *facts in document["groups"]},
-        workers={plain["worker"]: _as_worker(plain) for plain in document["workers"]},
-        evals={values["version"]: Measurement(**values) for values in document["evals"]},
-        dead_letters={(topic, partition, offset): kind for topic, partition, offset, kind in document["dead_letters"]},
-        reward_errors=Counter(document["reward_errors"]),
-        mlflow=document["mlflow"],
-        rewards={version: Tally(*tally) for version, *tally in document["rewards"]},
-        no_reward=document["no_reward"],
-        moved_ms=document["moved_ms"],
-        worked=WorkingTime([(low, high) for low, high in document["worked"]], document["stops"]),
-        killers={RecordId(*record_id) for record_id in document["killers"]},
-        last_seq=document["last_seq"],
-        measured={(worker, incarnation): IdSet.from_json(numbers) for worker, incarnation, numbers in document["measured"]},
-        past=Ended(**{name: _as_sets(past[name]) for name in past} | {name: Counter(past[name]) for name in ("outcomes", "fates")}),
-    )
+    plain = json.loads(text, object_hook=lambda item: IdSet.from_json(item) if "pages" in item else item)
+    if plain["format"] != FORMAT:
+        raise ValueError(f"a view of format {plain['format']}, this release reads {FORMAT}")
+    for worker in plain["workers"]:
+        worker["values"] = {}
+    for name, key in _KEY.items():
+        plain[name] = {item[key]: item for item in plain[name]}
+    for name, count in _PAIRS.items():
+        is_tuple = name in _TUPLES
+        plain[name] = {tuple(row[:count]) if count > 1 else row[0]: row[count:] if is_tuple else row[count] for row in plain[name]}
+    plain["worked"] = {"spans": plain["worked"], "stops": plain["stops"]}
+    (view,) = _adapter().validate_python([{"run": run, **{name: plain[name] for name in _SAVED}}])
+    for known in view.workers.values():
+        known.recent, known.values = deque(known.recent, RATE_WINDOW), known.incarnations.get(known.incarnation, {})
+    return view
+
+
+_KEY: Mapping[str, Any] = {"steps": 0, "versions": "version", "workers": "worker", "evals": "version"}
+"""Field that is saved as a list of its values -> the part of a value that is its key."""
+_PAIRS = {"open": 1, "groups": 1, "rewards": 1, "dead_letters": 3, "measured": 2}
+"""Field that is saved as a list of [*key, *value] -> length of the key."""
+_TUPLES = frozenset({"open", "groups", "rewards"})
+_NOT_SAVED = frozenset({"run", "record", "samples", "duplicates", "_made"})
+_SAVED = tuple(field.name for field in fields(RunView) if field.name not in _NOT_SAVED)
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[list[RunView]]:
+    return TypeAdapter(list[RunView], config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def _plain(item: Any) -> Any:
+    """An object that `json` does not know as plain data."""
+    if isinstance(item, IdSet):
+        return item.as_json()
+    if isinstance(item, set | deque):
+        return sorted(item) if isinstance(item, set) else list(item)
+    plain = {field.name: getattr(item, field.name) for field in fields(item)}
+    left_out = {"plan": (), "boundaries": ()} if isinstance(item, Entry) else {"values": None} if isinstance(item, WorkerView) else {}
+    return plain | left_out
 
 
 def _stretches(view: RunView) -> dict[int, Tally]:
@@ -159,33 +147,6 @@ def _stretches(view: RunView) -> dict[int, Tally]:
         first = version if version > single else version // width * width
         tallies[first] = tallies.get(first, Tally()).plus(view.rewards[version])
     return tallies
-
-
-def _entry(entry: Entry | None) -> dict[str, Any] | None:
-    return None if entry is None else asdict(replace(entry, plan=(), boundaries=()))
-
-
-def _as_entry(plain: Mapping[str, Any]) -> Entry:
-    return Entry(**{**plain, "plan": (), "boundaries": (), "groups": tuple(plain["groups"])})
-
-
-def _worker(worker: WorkerView) -> dict[str, Any]:
-    plain = {field.name: getattr(worker, field.name) for field in fields(WorkerView)}
-    return {**plain, "values": None, "recent": list(worker.recent)}
-
-
-def _as_worker(plain: dict[str, Any]) -> WorkerView:
-    values = plain["incarnations"].get(plain["incarnation"], {})
-    recent = deque(((time_ns, totals) for time_ns, totals in plain["recent"]), maxlen=RATE_WINDOW)
-    return WorkerView(**{**plain, "values": values, "recent": recent})
-
-
-def _plain(value: Any) -> Any:
-    return value.as_json() if isinstance(value, IdSet) else value
-
-
-def _as_sets(plain: Any) -> Any:
-    return IdSet.from_json(plain) if isinstance(plain, dict) and "pages" in plain else plain
 
 
 def _partition(run: str, name: str) -> Partition:

@@ -79,10 +79,8 @@ class Terminal(Console):
 REFRESH_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
-"""Plain lines while no step is finished."""
 PLAIN_WIDTH = 110
 DEAD_LETTERS_SHOWN = 3
-"""Dead letters of a kind that have a line each."""
 
 
 class LiveView:

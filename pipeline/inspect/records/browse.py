@@ -120,10 +120,7 @@ def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) ->
 
 
 def view(record: Record, *, run: str) -> dict[str, Any]:
-    """A record as plain data: partition, offset, headers, payload, and the reason if it cannot be used.
-
-    For a dead letter also `refused`, the view of the record in it, and `claims_group`, the group that this record names.
-    """
+    """A record as plain data, with the reason if it is unusable; of a dead letter also the `refused` record and its `claims_group`."""
     payload, problem = _payload(record, run)
     dead_letter_fields = _refused(record, run) if record.topic == topic_name(run, "dead-letters") and problem is None else {}
     return {
@@ -238,7 +235,10 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
         case "replies":
             gist = f"turn {payload['turn']}: {payload['finish']} after {len(payload['token_ids'])} tokens"
         case "groups":
-            scored = " ".join(f"{_number(sample['reward'])} {_quoted(sample['completion'])}" for sample in payload["samples"])
+            scored = " ".join(
+                f"{'none' if sample['reward'] is None else format(sample['reward'], 'g')} {_quoted(sample['completion'])}"
+                for sample in payload["samples"]
+            )
             gist = " · ".join(filter(None, (payload["reason"], scored)))
         case "ledger" | "metrics":
             numbers = payload.get("metrics") or payload.get("values") or {}
@@ -258,10 +258,6 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
         case _:
             gist = f"{payload['run']} {payload['status']}"
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
-
-
-def _number(reward: float | None) -> str:
-    return "none" if reward is None else f"{reward:g}"
 
 
 def _text_of(sample: Mapping[str, Any], texts: TokenTexts | None) -> str:
@@ -309,10 +305,6 @@ def _short(item: Any) -> str:
 
 
 def first_of(items: Sequence[Any], *, most: int) -> str:
-    """The items, or the first of them and how many there are.
-
-    Example:
-        first_of([3, 4, 5], most=2)  # -> "3, 4, … 3 in all"
-    """
+    """The items, or the first of them and how many there are: `first_of([3, 4, 5], most=2)` is "3, 4, … 3 in all"."""
     shown = ", ".join(map(str, items[:most]))
     return shown if len(items) <= most else f"{shown}, … {len(items)} in all"

@@ -10,7 +10,6 @@ from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 
 NEWEST = 16
-"""Number of newest group records that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,6 @@ class Picked:
     which: str
     group: int
     prompt: str
-    """Without the common prefix and suffix of all prompts."""
     answer: str | None
     completion: str
     reward: float

@@ -20,10 +20,7 @@ from penstock.topics.wire.record import Record
 
 
 def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Every run, oldest first: status, reason, steps, age, model, reward, parent, bytes; None for a value that is not on this machine.
-
-    Only a run that ended before its last step has a reason. `refused` receives the error of each unusable registry record.
-    """
+    """Every run, oldest first; None for a value that is not on this machine. `refused` receives the error of each unusable record."""
     records = all_runs(log, refused=refused)
     own_records = _own_records(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
@@ -115,11 +112,7 @@ def _end_reason(record: Record, run: str) -> str | None:
 
 
 def age(seconds: float) -> str:
-    """A duration in its largest fitting unit.
-
-    Example:
-        age(7300)  # -> "2 h"
-    """
+    """A duration in its largest fitting unit: `age(7300)` is "2 h"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
@@ -127,11 +120,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in their largest fitting unit.
-
-    Example:
-        size(2_500_000_000)  # -> "2.5 GB"
-    """
+    """Bytes in their largest fitting unit: `size(2_500_000_000)` is "2.5 GB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if count >= unit:
             return f"{count / unit:,.1f} {name}"

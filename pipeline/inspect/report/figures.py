@@ -1,7 +1,4 @@
-"""Staleness of trained samples, effective sample size, and figures of the engines.
-
-Means over steps are weighted by samples or tokens; a figure that no worker reported is None.
-"""
+"""Figures of a report: episodes, evaluations, time by use, lag, effective sample size, engines; None for a figure without a report."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,33 +49,16 @@ def episodes(view: RunView) -> dict[str, Any] | None:
     }
 
 
-def episodes_line(figures: dict[str, Any]) -> str:
-    """The figures of `episodes` as one line of text."""
-    parts = [
-        f"{figures['trajectories']:,} of {figures['turns_mean']:.1f} turns",
-        f"environments {figures['environment_s']:,.1f} s, engines idle for them {figures['engine_idle_s']:,.1f} s",
-    ]
-    if figures["segments_mean"] > 1.0:
-        parts.append(f"{figures['segments_mean']:.2f} sequences each")
-    if figures["results_cut"]:
-        parts.append(f"{figures['results_cut']:,} results cut at environment.max_result_tokens")
-    if figures["dropped"]:
-        parts.append(f"{figures['dropped']:,} dropped after {figures['dropped_turns_mean']:.1f} turns")
-    if figures["losses"]:
-        parts.append(f"{figures['losses']} losses made good")
-    if figures["broken"]:
-        kinds = ", ".join(f"{number} {name}" for name, number in figures["causes"].items())
-        parts.append(f"{figures['broken']} broken ({kinds})")
-    return " · ".join(parts)
-
-
 SAME = 0.0005
 """A mean reward this close to the share of solved prompts is the same number: every reward was 0 or 1."""
 
 
 def evaluations(view: RunView) -> list[dict[str, Any]]:
     """The measures of every evaluated version, in order."""
-    return [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())]
+    return [
+        {"version": version, **measured.values, **({"source": measured.labels["source"]} if "source" in measured.labels else {})}
+        for version, measured in sorted(view.evals.items())
+    ]
 
 
 def examples(view: RunView) -> list[dict[str, Any]]:
@@ -99,11 +79,7 @@ def examples(view: RunView) -> list[dict[str, Any]]:
 
 
 def held_out(values: Mapping[str, float], how: str) -> str | None:
-    """The mean reward of an evaluation's greedy or sampled completions, and how many were solved where that is another number.
-
-    Example:
-        held_out({"greedy_reward": 0.38, "greedy_accuracy": 0.03}, "greedy")  # -> "greedy 0.380 (3% solved)"
-    """
+    """Mean reward of an evaluation's greedy or sampled completions, and the share solved if that differs: "greedy 0.380 (3% solved)"."""
     reward, solved = values.get(f"{how}_reward"), values.get(f"{how}_accuracy")
     if reward is None or solved is None:  # an evaluator of an earlier release measured no reward
         return None if solved is None else f"{how} {solved:.3f}"
@@ -111,11 +87,7 @@ def held_out(values: Mapping[str, float], how: str) -> str | None:
 
 
 def one_line(text: str, limit: int) -> str:
-    """A text on one line; of a long one start and end, since the question is at the end of a prompt.
-
-    Example:
-        one_line("abcdefghij", 6)  # -> "ab … ij"
-    """
+    """A text on one line; of a long one start and end, as a prompt ends with the question: `one_line("abcdefghij", 6)` is "ab … ij"."""
     line = " ".join(text.split())
     half = (limit - 1) // 2
     return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
@@ -130,19 +102,12 @@ def _completions(measured: Measurement) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _source(labels: Mapping[str, str]) -> dict[str, str]:
-    return {"source": labels["source"]} if "source" in labels else {}
-
-
 SHOWN = 0.005
 """Shares below this are left out of the text."""
 
 
 def by_role(view: RunView) -> dict[str, dict[str, float]]:
-    """Role -> seconds by use, over all its workers and their incarnations; `total_s` is their time, `workers` their number.
-
-    The uses add up to the total.
-    """
+    """Role -> seconds by use, which add up to `total_s`, over all its workers and their incarnations; `workers` is their number."""
     spent: dict[str, dict[str, float]] = {}
     for worker in view.workers.values():
         uses = {use: worker.total(f"time_{use}_s") for use in USES}
@@ -157,11 +122,7 @@ def by_role(view: RunView) -> dict[str, dict[str, float]]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Use -> its share of a role's time between start and end of the work, the largest first.
-
-    Example:
-        shares({"total_s": 12.0, "start_s": 2.0, "busy_s": 4.0, "no_prompts_s": 6.0})  # -> {"no_prompts": 0.6, "busy": 0.4}
-    """
+    """Use -> its share of a role's time between start and end of the work, the largest first."""
     at_work = {use: seconds.get(f"{use}_s", 0.0) for use in USES if use not in OUTSIDE}
     total = sum(at_work.values())
     ordered = sorted(at_work.items(), key=lambda pair: -pair[1])
@@ -306,10 +267,7 @@ def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
 
 
 def engines(view: RunView) -> dict[str, float | None]:
-    """The rollout workers' engines: weights loaded while samples were in flight, how long those waited, how full the batch was.
-
-    `occupancy`: samples in a decode step by those that fit. `prefix_cache_hits`: the share of prompt tokens that were not computed.
-    """
+    """The engines: weights loaded in flight and the stall, `occupancy` of the batch, share of prompt tokens from the prefix cache."""
     workers = [worker for worker in view.workers.values() if worker.role == "rollout"]
 
     def total(name: str) -> float:

@@ -3,38 +3,18 @@
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from rich.text import Text
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from penstock.topics.ledger import Entry
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 32
 
-Report = Mapping[str, Any]
 
-
-class Row(NamedTuple):
-    """One row of the text."""
-
-    label: str
-    lines: Callable[[Report], Iterable[str | Text]]
-    style: str = ""
-
-
-class Figure(NamedTuple):
-    """One figure of a row: its key in a part of the report, and its format."""
-
-    key: str
-    form: str
-    factor: float = 1.0
-
-
-def figures(values: Mapping[str, Any], figures: Iterable[Figure]) -> list[str]:
-    """The figures that are not None, formatted."""
-    return [figure.form.format(values[figure.key] * figure.factor) for figure in figures if values.get(figure.key) is not None]
+def figures(values: Mapping[str, Any], *shown: tuple[str, str] | tuple[str, str, float]) -> list[str]:
+    """The figures that are not None, each by its key, format and factor."""
+    return [form.format(values[key] * (factor[0] if factor else 1)) for key, form, *factor in shown if values.get(key) is not None]
 
 
 def joined(parts: Sequence[str], separator: str = " · ") -> list[str]:
@@ -43,38 +23,22 @@ def joined(parts: Sequence[str], separator: str = " · ") -> list[str]:
 
 
 def change(first: float | None, last: float | None, form: Callable[[float], str] = "{:.2f}".format) -> str:
-    """Two figures as a change.
-
-    Example:
-        change(0.37, 0.9)  # -> "0.37 -> 0.90"
-    """
+    """Two figures as a change: `change(0.37, 0.9)` is "0.37 -> 0.90"."""
     return f"{'-' if first is None else form(first)} -> {'-' if last is None else form(last)}"
 
 
 def use_text(use: str) -> str:
-    """Name of a use of time.
-
-    Example:
-        use_text("no_group")  # -> "no groups"
-    """
+    """Name of a use of time: `use_text("no_group")` is "no groups"."""
     return "no groups" if use == "no_group" else use.replace("_", " ")
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent.
-
-    Example:
-        percent(0.031)  # -> "3 %"
-    """
+    """A share of 1 in percent: `percent(0.031)` is "3 %"."""
     return f"{100 * share:.0f} %"
 
 
 def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> str:
-    """A curve in one line of at most `width` characters, from the smallest to the largest value.
-
-    Example:
-        sparkline([0.0, 0.5, 1.0])  # -> "▁▅█"
-    """
+    """A curve in one line of at most `width` characters, from the smallest to the largest value: `sparkline([0.0, 0.5, 1.0])` is "▁▅█"."""
     points = [value for value in values if value is not None]
     if not points:
         return ""
@@ -86,11 +50,7 @@ def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> st
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a clock shows them.
-
-    Example:
-        duration(3725)  # -> "1:02:05"
-    """
+    """Seconds as a clock shows them: `duration(3725)` is "1:02:05"."""
     rounded = round(seconds)
     hours, minutes = rounded // 3600, rounded // 60 % 60
     return f"{hours}:{minutes:02d}:{rounded % 60:02d}" if hours else f"{minutes}:{rounded % 60:02d}"

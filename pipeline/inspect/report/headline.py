@@ -15,16 +15,12 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
 
 LEAST_GROUPS = 8
-"""Least number of finished groups for which shares are computed."""
 RECENT_GROUPS = 1_000
 """Newest outcomes used by the live view and `status`."""
 
 
 class Waste(NamedTuple):
-    """One cause: the group status, its share of the finished groups, the explanation, and what to change.
-
-    Groups that are filtered because they are truncated have the status `truncated`.
-    """
+    """One cause: group status, or `truncated` for such filtered groups; share of the finished groups, explanation, and what to change."""
 
     fate: str
     share: float
@@ -112,7 +108,6 @@ EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts], RewardScale], tuple[s
 NOISE = 2.5
 """Standard errors that the change between the curve's ends must exceed: rewards that only fluctuate do so in less than 5 % of runs."""
 LEAST_POINTS = 8
-"""Smallest number of points for an estimate of the curve's noise."""
 LEAST_CHANGE = 0.01
 STAGES = {
     "trainer": "training is the bottleneck",
@@ -121,7 +116,6 @@ STAGES = {
     "feeder": "the feeder is the bottleneck",
     "turns": "the stages alternate",
 }
-"""Meaning of each bottleneck of `penstock.pipeline.inspect.status`."""
 
 
 def headline(report: Mapping[str, Any]) -> list[str]:
@@ -175,11 +169,7 @@ def standard_error(curve: list[float]) -> float:
 
 
 def noise(curve: list[float]) -> float:
-    """Standard deviation of the noise around a smooth curve, from the differences of neighbouring points.
-
-    Example:
-        noise([0.0, 1.0, 2.0, 3.0])  # -> 0.0
-    """
+    """Standard deviation of the noise around a smooth curve, from the differences of neighbouring points."""
     steps = [later - earlier for earlier, later in itertools.pairwise(curve)]
     return statistics.pstdev(steps) / 2**0.5 if len(steps) > 1 else 0.0
 

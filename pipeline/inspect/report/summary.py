@@ -13,7 +13,6 @@ from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report import figures, headline
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, examples, practice, weighted
 from penstock.pipeline.inspect.report.formats import rebased_fields
-from penstock.pipeline.inspect.report.text import as_text, render
 from penstock.pipeline.inspect.run_status import (
     closing,
     config_of,
@@ -36,22 +35,13 @@ from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
 from penstock.pipeline.scheduling.rules import MODES
 
-__all__ = ["as_text", "collect", "render", "summarise"]
-
 COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
-"""Topics from which the figures are."""
 COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
 
 
 def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Read a run's topics and report on it, finished or not; plain data, ready for JSON.
-
-    It takes some minutes for a million groups. `alive` is called before every batch of records; an exception from it ends the reading.
-
-    Raises:
-        RunNotFound: no such run on this broker.
-    """
+    """Read a run's topics and report on it, for JSON; `alive` is called before every batch and may raise. Raises `RunNotFound`."""
     view = read_view(RunReader(log, run, alive=alive))
     if view.record is None and view.opened is None:
         raise RunNotFound(run)
@@ -335,7 +325,6 @@ def finite(value: Any) -> Any:
 
 
 REPORTS = ("report.txt", "report.json")
-"""For people, and for machines."""
 
 
 def remove_reports(directory: Path) -> None:

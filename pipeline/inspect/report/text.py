@@ -1,237 +1,37 @@
-"""Text of a report: one table of rows, of which `penstock report` prints the first ones and `--full` prints all.
-
-A row without lines is left out, and so is a figure that is unknown. Rows compute nothing: their figures are those of `report --json`.
-"""
+"""Text of a report: a table of rows over the figures of `report --json`; unknown figures and rows without lines are left out."""
 
 import contextlib
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.inspect.report.figures import SAME, SHOWN, episodes_line, one_line, shares
-from penstock.pipeline.inspect.report.formats import (
-    Figure,
-    Report,
-    Row,
-    change,
-    duration,
-    figures,
-    joined,
-    percent,
-    rebased_line,
-    sparkline,
-    use_text,
-)
+from penstock.pipeline.inspect.report.figures import SAME, SHOWN, one_line, shares
+from penstock.pipeline.inspect.report.formats import change, duration, figures, joined, percent, rebased_line, sparkline, use_text
 from penstock.pipeline.inspect.report.headline import learned, next_steps, warnings
 from penstock.pipeline.inspect.run_status import end_reason
 
-EXAMPLE_WIDTH = 72
-
-
-def _schedule(report: Report) -> list[str]:
-    return [f"{report['schedule']['mode']}, order {report['schedule']['order']}, {report['versions']:,} versions"]
-
-
-def _trained(report: Report) -> list[str]:
-    trained = report["reward_trained"]
-    return [] if trained["first"] is None else [f"{change(trained['first'], trained['last'])} of the samples that were trained"]
-
-
-def _examples(report: Report) -> list[str]:
-    """Held-out prompts, each with the completion before training and the newest one."""
-    lines = []
-    for example in report.get("examples", ()):
-        lines.append(one_line(example["prompt"], EXAMPLE_WIDTH))
-        for when in ("before", "after"):
-            reward = example[when]["reward"]
-            score = "-" if reward is None else f"{reward:.3f}"
-            lines.append(f"  {when:<7}{one_line(example[when]['completion'], EXAMPLE_WIDTH)}   reward {score}")
-    return lines
-
-
-def _filtered(report: Report) -> list[str]:
-    causes = {"solved_all": "solved by every sample", "solved_none": "by none", "between": "rewarded alike between"}
-    return joined([f"{report['filtered'][name]:,} {text}" for name, text in causes.items() if report["filtered"][name]], ", ")
-
-
-def _repeated(report: Report) -> list[str]:
-    count, admitted = report["repeated"], report["groups"]["admitted"]
-    return [f"{count:,} prompts sent again after their groups were abandoned ({percent(count / admitted)})"] if count else []
-
-
-def _tokens(report: Report) -> list[str]:
-    trained = report["trainer_tokens"]
-    mean = figures(report["length"], [Figure("admitted", ", {:.1f} a sample")])
-    lines = [f"{report['tokens']:,} generated{''.join(mean)}"]
-    if trained["computed"]:
-        lines.append(f"trainer: {trained['real']:,} real tokens, {trained['padded']:,} with padding, {trained['computed']:,} computed")
-    return lines
-
-
-def _scoring(report: Report) -> list[str]:
-    parts = (
-        Figure("groups", "{:,.0f} groups"),
-        Figure("wait_s_mean", "{:.2f} s each"),
-        Figure("utilisation", "slots for them taken {:.0f} % of the time", 100),
-    )
-    return joined(figures(report.get("scoring") or {}, parts), ", ")
-
-
-def _phases(report: Report) -> list[str]:
-    paused = report["time"].get("paused_s") or 0.0
-    parts = figures(report["time"], [Figure(f"{name}_s", name + " {:.1f} s") for name in ("install", "start", "train", "end", "wall")])
-    return joined([*parts, *([f"paused for {duration(paused)} besides"] if paused >= 1.0 else [])])
-
-
-def _trainer(report: Report) -> list[str]:
-    time = report["time"]
-    if time["trainer_waiting_ratio"] is None:
-        return []
-    parts = figures(time, (Figure("trainer_compute_s", "computed {:.1f} s"), Figure("trainer_other_s", "other work {:.1f} s")))
-    return joined([*parts, f"waited {time['trainer_wait_s']:.1f} s ({percent(time['trainer_waiting_ratio'])})"], ", ")
-
-
-def _time_of(report: Report) -> list[str]:
-    return [
-        f"{role}: {', '.join(f'{percent(share)} {use_text(use)}' for use, share in shares(seconds).items() if share >= SHOWN)}"
-        for role, seconds in report["time_spent"].items()
-    ]
-
-
-def _bottleneck(report: Report) -> list[str]:
-    slowest = report["bottleneck"]
-    return [] if slowest is None else [f"{slowest['who']}: {slowest['why']}; {slowest['advice']}"]
-
-
-def _rounds(report: Report) -> list[str]:
-    spans = [seconds for seconds in report["time"]["rollout_to_train_end_s"] if seconds is not None]
-    if not spans:
-        return []
-    share = report["overlap"]["share"]
-    overlap = "" if share is None else f"; training started before the last sample ended in {percent(share)}"
-    return [f"{statistics.median(spans):.2f} s from first sample to last step (median of {len(spans)}){overlap}"]
-
-
-def _topics(report: Report) -> list[str]:
-    per_sample = Figure("topics_overhead_ms_per_sample", "{:.3f} ms a sample")
-    return joined(figures(report["time"], (per_sample, Figure("topics_overhead_ratio", "{:.1f} % of the workers' CPU time", 100))), ", ")
-
-
-def _lag(report: Report) -> list[str]:
-    lag, ess = report["lag"], report["ess"]
-    lines = joined(figures(ess, [Figure("min", "effective sample size at least {:.3f}")]))
-    if lag["steps"]["mean"] is not None and lag["steps"]["max"] != lag["max"]:
-        lines.append(f"in optimizer steps mean {lag['steps']['mean']:.2f}, at most {lag['steps']['max']:.0f}")
-    if len(by_lag := lag["tokens"]["shares"]) > 1:
-        parts = " · ".join(f"{percent(share)} at {number}" for number, share in by_lag.items())
-        lines.append(f"trained tokens by lag: {parts}; {lag['spans']:.2f} versions in a sample")
-    return lines
-
-
-ENGINES = (
-    Figure("occupancy", "batch {:.0f} % full", 100),
-    Figure("prefix_cache_hits", "{:.0f} % of prompt tokens from the prefix cache", 100),
-)
-
-
-def _engines(report: Report) -> list[str]:
-    engines = report["engines"]
-    if not engines["swaps"]:
-        return []
-    stall = f"{engines['swap_stall_ms_mean']:.0f} ms each, {engines['swap_stall_ms_max']:.0f} at most"
-    swaps = [f"{engines['swaps']:,.0f} times new weights in flight ({stall})"] if engines["swap_stall_ms_max"] else []
-    aborted = [f"{engines['aborted_groups']:.0f} groups aborted"] if engines["aborted_groups"] else []
-    return joined([*swaps, *figures(engines, ENGINES), *aborted])
-
-
-PRACTICE = (
-    Figure("reward_std", "reward std {:.3f}"),
-    Figure("reward_group_std", "within a group {:.3f}"),
-    Figure("update_norm", "update norm {:.2g}"),
-    Figure("train_tokens_per_s", "{:,.0f} tokens/s trained"),
-    Figure("peak_rss_bytes", "trainer memory at most {:.1f} GiB", 2**-30),
-    Figure("peak_gpu_bytes", "GPU memory at most {:.1f} GiB", 2**-30),
-)
-
-
-def _practice(report: Report) -> list[str]:
-    practice = report["practice"]
-    first, last = practice["entropy_first"], practice["entropy_last"]
-    entropy = [] if first is None or last is None else [f"entropy {change(first, last, '{:.3f}'.format)} nats a token"]
-    return joined([*entropy, *figures(practice, PRACTICE)])
-
-
-def _weights(report: Report) -> list[str]:
-    weights = report["weights"]
-    sizes = {"a delta": weights["delta_bytes_median"], "adapters": weights["adapter_bytes_median"]}
-    parts = [f" ({what} {100 * size / weights['full_bytes']:.1f} % of a full version)" for what, size in sizes.items() if size is not None]
-    digest = str(weights["digest"] or "none")[:16]
-    return [f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB{''.join(parts)}; digest {digest}"]
-
-
-DETAILS = (
-    Row("schedule", _schedule),
-    Row("trained", _trained),
-    Row("examples", _examples),
-    Row("filtered", _filtered),
-    Row("repeated", _repeated),
-    Row("tokens", _tokens),
-    Row("episodes", lambda report: [episodes_line(report["episodes"])] if report.get("episodes") else []),
-    Row("rewards", _scoring),
-    Row("duplicates", lambda report: [f"{report['duplicates']} ignored"]),
-    Row("phases", _phases),
-    Row("trainer", _trainer),
-    Row("time of", _time_of),
-    Row("bottleneck", _bottleneck),
-    Row("rounds", _rounds),
-    Row("topics", _topics),
-    Row("lag", _lag),
-    Row("engines", _engines),
-    Row("practice", _practice),
-    Row("weights", _weights),
-)
-"""Rows of the full form only."""
-
-
-def mlflow_commands(report: Report) -> list[Text]:
-    """Commands that show the run in MLflow."""
-    uri, number = report.get("mlflow_uri"), report.get("mlflow_run_id")
-    if not uri or not number:
-        return []
-    if str(uri).startswith(("http:", "https:", "databricks")):
-        return [Text(f"MLflow: {uri}, run {number}", style="cyan")]
-    experiment = experiment_of(str(uri), str(number))
-    page = f"then http://127.0.0.1:5000/#/experiments/{experiment}?workflowType=machine_learning" if experiment else ""
-    return [Text(line, style="cyan") for line in (f"mlflow ui --backend-store-uri {uri}", page) if line]
-
-
-def experiment_of(uri: str, run: str) -> str | None:
-    """The experiment of an MLflow run in a local database; None if the database does not have it."""
-    path = Path(uri.removeprefix("sqlite:///"))
-    if not uri.startswith("sqlite:///") or not path.is_file():
-        return None
-    import sqlite3
-
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-            row = database.execute("select experiment_id from runs where run_uuid = ?", (run,)).fetchone()
-    except sqlite3.Error:
-        return None
-    return None if row is None else str(row[0])
-
-
 STATUS_STYLES = {"finished": "green", "stopping": "yellow", "stopped": "yellow", "failed": "red", "running": "cyan"}
-TEXT_WIDTH = 110
+TEXT_WIDTH, EXAMPLE_WIDTH = 110, 72
 SHOWN_LINES, SHOWN_GONE = 2, 3
 """Lines of a row in the short form, and partitions with deleted records that the full form names."""
 FILES = ("report.html", "model", "metrics.jsonl", "logs")
+
+Report = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """One row of the text."""
+
+    label: str
+    lines: Callable[[Report], Iterable[str | Text]]
+    style: str = ""
 
 
 def render(report: Report, *, directory: Path | None = None, full: bool = False) -> RenderableType:
@@ -247,8 +47,8 @@ def render(report: Report, *, directory: Path | None = None, full: bool = False)
     parts += [Text(line, style="yellow") for line in warnings(report)]
     parts += ["", _table(report, SHORT, limit=None if full else SHOWN_LINES), ""]
     if full:
-        parts += [_table(report, DETAILS, limit=None), "", *mlflow_commands(report)]
-    return Group(*parts, *_links(report, directory, full=full))
+        parts += [_table(report, DETAILS, limit=None), "", *(Text(line, style="cyan") for line in mlflow_commands(report))]
+    return Group(*parts, *(Text(line, style="cyan") for line in _links(report, directory, full=full)))
 
 
 def as_text(report: Report, *, directory: Path | None = None, full: bool = False) -> str:
@@ -262,15 +62,6 @@ def printed(view: RenderableType, *, width: int) -> str:
     console.print(view)
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
-
-
-def change_line(change: Mapping[str, Any]) -> str:
-    """One change of data or code while the run was stopped.
-
-    Example:
-        change_line({"what": "reward a.py:f", "steps": 3, "before": "1f…", "after": "9c…"})  # -> "reward a.py:f after 3 steps: 1f… -> 9c…"
-    """
-    return f"{change['what']} after {change['steps']:,} steps: {change['before'][:12]} -> {change['after'][:12]}"
 
 
 def some_of(gone: Sequence[str]) -> list[str]:
@@ -291,15 +82,12 @@ def _table(report: Report, rows: Iterable[Row], *, limit: int | None) -> Table:
     return table
 
 
-SIZES = (Figure("prompts_per_step", "U {}", 1), Figure("samples_per_prompt", "K {}", 1), Figure("max_lag", "max lag {}", 1))
-
-
 def _reward(report: Report) -> list[Text]:
     reward, schedule, planned = report["reward"], report["schedule"], report["steps_planned"]
     text = Text("no sample has a reward" if reward["first"] is None else change(reward["first"], reward["last"]), style="bold")
     curve = Text(sparkline(reward["curve"]), style="green")
     steps = f"{report['steps']:,} steps" if planned in (None, report["steps"]) else f"{report['steps']:,} of {planned:,} steps"
-    sizes = figures(schedule, SIZES)
+    sizes = figures(schedule, ("prompts_per_step", "U {}"), ("samples_per_prompt", "K {}"), ("max_lag", "max lag {}"))
     return [Text("  ").join([text, *([curve] if curve else []), Text(", ".join([steps, str(schedule["mode"]), *sizes]), style="dim")])]
 
 
@@ -328,9 +116,9 @@ def _score(name: str, evals: Sequence[Mapping[str, Any]]) -> str | None:
 def _samples(report: Report) -> list[str]:
     speed, without = report["throughput"], report.get("no_reward")
     rate = f" ({speed['samples_per_s']:,.0f}/s)" if speed["samples_per_s"] else ""
-    parts = [f"{report['samples']:,} generated{rate}", *figures(speed, [Figure("tokens_per_s", "{:,.0f} tokens/s")])]
-    parts += figures(report["practice"], [Figure("truncated_share", "{:.0f} % truncated", 100)])
-    return [", ".join([*parts, *([f"{without:,} without a reward"] if without else [])])]
+    parts = [f"{report['samples']:,} generated{rate}", *figures(speed, ("tokens_per_s", "{:,.0f} tokens/s"))]
+    parts += figures(report["practice"], ("truncated_share", "{:.0f} % truncated", 100))
+    return joined([*parts, *([f"{without:,} without a reward"] if without else [])], ", ")
 
 
 def _groups(report: Report) -> list[str]:
@@ -344,11 +132,8 @@ def _groups(report: Report) -> list[str]:
 
 
 def _staleness(report: Report) -> list[str]:
-    if report["lag"]["mean"] is None:
-        return []
-    ess = report["ess"]["mean"]
-    size = "" if ess is None else f"; effective sample size {ess:.2f}"
-    return [f"mean {report['lag']['mean']:.1f} versions, at most {report['lag']['max']:.0f}{size}"]
+    lag, size = report["lag"], "".join(figures(report["ess"], ("mean", "; effective sample size {:.2f}")))
+    return [] if lag["mean"] is None else [f"mean {lag['mean']:.1f} versions, at most {lag['max']:.0f}{size}"]
 
 
 def _time(report: Report) -> list[str]:
@@ -356,20 +141,18 @@ def _time(report: Report) -> list[str]:
     bottleneck = (report["bottleneck"] or {}).get("who")
     parts = []
     for role, seconds in report["time_spent"].items():
-        if role not in ("rollout", "environment", "trainer", bottleneck):
-            continue
-        spent = shares(seconds)
-        others = [f"{percent(share)} {use_text(use)}" for use, share in spent.items() if use != "busy" and share >= SHOWN][:1]
-        parts.append(f"{role} {percent(spent.get('busy', 0.0))} busy" + (f" ({others[0]})" if others else ""))
+        if role in ("rollout", "environment", "trainer", bottleneck):
+            spent = shares(seconds)
+            others = [f" ({percent(share)} {use_text(use)})" for use, share in spent.items() if use != "busy" and share >= SHOWN][:1]
+            parts.append(f"{role} {percent(spent.get('busy', 0.0))} busy{''.join(others)}")
     return joined(parts)
 
 
 def _dead_letters(report: Report) -> list[str]:
     letters = report["dead_letters"]
-    if not letters["total"]:
-        return []
     kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
-    return [f"{letters['total']} ({kinds})", *(f"{count:,} x {error}" for error, count in letters.get("reward_errors", {}).items())]
+    errors = [f"{count:,} x {error}" for error, count in letters.get("reward_errors", {}).items()]
+    return [f"{letters['total']} ({kinds})", *errors] if letters["total"] else []
 
 
 def _restarts(report: Report) -> list[str]:
@@ -382,14 +165,21 @@ def _deleted(report: Report) -> list[str]:
     return ["the figures are of what is kept; groups that seem open or unused may have ended", *some_of(gone)] if gone else []
 
 
+def _changed(report: Report) -> list[str]:
+    """Changes of data or code while the run was stopped: `reward a.py:f after 3 steps: 1f… -> 9c…`."""
+    return [
+        f"{change['what']} after {change['steps']:,} steps: {change['before'][:12]} -> {change['after'][:12]}"
+        for change in report.get("changed") or ()
+    ]
+
+
 def _empty(report: Report) -> list[str]:
     empty = report["empty_steps"]
     return [f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"] if empty else []
 
 
 def _next_steps(report: Report) -> list[str]:
-    resume = [f"penstock run --resume {report['run']}"] if report["status"] == "stopped" else []
-    return [*resume, *next_steps(report)]
+    return [*([f"penstock run --resume {report['run']}"] if report["status"] == "stopped" else []), *next_steps(report)]
 
 
 SHORT = (
@@ -402,19 +192,205 @@ SHORT = (
     Row("dead letters", _dead_letters, "yellow"),
     Row("restarts", _restarts, "yellow"),
     Row("deleted", _deleted, "yellow"),
-    Row("changed", lambda report: map(change_line, report.get("changed") or ()), "yellow"),
+    Row("changed", _changed, "yellow"),
     Row("rebased", lambda report: map(rebased_line, report["rebased"]), "yellow"),
     Row("empty", _empty, "yellow"),
     Row("next step", _next_steps),
 )
-"""Rows of both forms."""
 
 
-def _links(report: Report, directory: Path | None, *, full: bool) -> list[Text]:
-    run = report["run"]
-    commands = [f"penstock explain {run} 0", *([] if full else [f"penstock report {run} --full"]), "penstock ui"]
-    lines = ["    ".join(commands)]
-    if directory is not None:
-        names = [f"{name}/" if (directory / name).is_dir() else name for name in FILES if (directory / name).exists()]
-        lines += [f"{directory}: {'  '.join(names)}"] if names else []
-    return [Text(line, style="cyan") for line in lines]
+def _examples(report: Report) -> list[str]:
+    """Held-out prompts, each with the completion before training and the newest one."""
+    lines = []
+    for example in report.get("examples", ()):
+        lines.append(one_line(example["prompt"], EXAMPLE_WIDTH))
+        for when in ("before", "after"):
+            reward = "".join(figures(example[when], ("reward", "{:.3f}"))) or "-"
+            lines.append(f"  {when:<7}{one_line(example[when]['completion'], EXAMPLE_WIDTH)}   reward {reward}")
+    return lines
+
+
+def _filtered(report: Report) -> list[str]:
+    causes = {"solved_all": "solved by every sample", "solved_none": "by none", "between": "rewarded alike between"}
+    return joined([f"{report['filtered'][name]:,} {text}" for name, text in causes.items() if report["filtered"][name]], ", ")
+
+
+def _repeated(report: Report) -> list[str]:
+    count, admitted = report["repeated"], report["groups"]["admitted"]
+    return [f"{count:,} prompts sent again after their groups were abandoned ({percent(count / admitted)})"] if count else []
+
+
+def _tokens(report: Report) -> list[str]:
+    mean = "".join(figures(report["length"], ("admitted", ", {:.1f} a sample")))
+    trained = "trainer: {real:,} real tokens, {padded:,} with padding, {computed:,} computed"
+    return [
+        f"{report['tokens']:,} generated{mean}",
+        *([trained.format(**report["trainer_tokens"])] if report["trainer_tokens"]["computed"] else []),
+    ]
+
+
+def episodes_lines(report: Report) -> list[str]:
+    values = report.get("episodes")
+    if not values:
+        return []
+    parts = [
+        "{trajectories:,} of {turns_mean:.1f} turns",
+        "environments {environment_s:,.1f} s, engines idle for them {engine_idle_s:,.1f} s",
+        *(["{segments_mean:.2f} sequences each"] if values["segments_mean"] > 1.0 else []),
+        *(["{results_cut:,} results cut at environment.max_result_tokens"] if values["results_cut"] else []),
+        *(["{dropped:,} dropped after {dropped_turns_mean:.1f} turns"] if values["dropped"] else []),
+        *(["{losses} losses made good"] if values["losses"] else []),
+        *(["{broken} broken ({kinds})"] if values["broken"] else []),
+    ]
+    kinds = ", ".join(f"{number} {name}" for name, number in values["causes"].items())
+    return [" · ".join(parts).format(**values, kinds=kinds)]
+
+
+def _scoring(report: Report) -> list[str]:
+    slots = ("utilisation", "slots for them taken {:.0f} % of the time", 100)
+    return joined(figures(report.get("scoring") or {}, ("groups", "{:,.0f} groups"), ("wait_s_mean", "{:.2f} s each"), slots), ", ")
+
+
+def _phases(report: Report) -> list[str]:
+    paused = report["time"].get("paused_s") or 0.0
+    parts = figures(report["time"], *((f"{name}_s", name + " {:.1f} s") for name in ("install", "start", "train", "end", "wall")))
+    return joined([*parts, *([f"paused for {duration(paused)} besides"] if paused >= 1.0 else [])])
+
+
+def _trainer(report: Report) -> list[str]:
+    parts = (
+        ("trainer_compute_s", "computed {:.1f} s"),
+        ("trainer_other_s", "other work {:.1f} s"),
+        ("trainer_wait_s", "waited {:.1f} s"),
+    )
+    ratio = figures(report["time"], ("trainer_waiting_ratio", " ({:.0f} %)", 100))
+    return [", ".join(figures(report["time"], *parts)) + ratio[0]] if ratio else []
+
+
+def _time_of(report: Report) -> list[str]:
+    return [
+        f"{role}: {', '.join(f'{percent(share)} {use_text(use)}' for use, share in shares(seconds).items() if share >= SHOWN)}"
+        for role, seconds in report["time_spent"].items()
+    ]
+
+
+def _rounds(report: Report) -> list[str]:
+    spans = [seconds for seconds in report["time"]["rollout_to_train_end_s"] if seconds is not None]
+    overlap = "".join(figures(report["overlap"], ("share", "; training started before the last sample ended in {:.0f} %", 100)))
+    return [f"{statistics.median(spans):.2f} s from first sample to last step (median of {len(spans)}){overlap}"] if spans else []
+
+
+def _topics(report: Report) -> list[str]:
+    share = ("topics_overhead_ratio", "{:.1f} % of the workers' CPU time", 100)
+    return joined(figures(report["time"], ("topics_overhead_ms_per_sample", "{:.3f} ms a sample"), share), ", ")
+
+
+def _lag(report: Report) -> list[str]:
+    lag = report["lag"]
+    lines = figures(report["ess"], ("min", "effective sample size at least {:.3f}"))
+    if lag["steps"]["mean"] is not None and lag["steps"]["max"] != lag["max"]:
+        lines.append(f"in optimizer steps mean {lag['steps']['mean']:.2f}, at most {lag['steps']['max']:.0f}")
+    if len(by_lag := lag["tokens"]["shares"]) > 1:
+        parts = " · ".join(f"{percent(share)} at {number}" for number, share in by_lag.items())
+        lines.append(f"trained tokens by lag: {parts}; {lag['spans']:.2f} versions in a sample")
+    return lines
+
+
+def _engines(report: Report) -> list[str]:
+    engines = report["engines"]
+    if not engines["swaps"]:
+        return []
+    swaps = "{swaps:,.0f} times new weights in flight ({swap_stall_ms_mean:.0f} ms each, {swap_stall_ms_max:.0f} at most)"
+    parts = [swaps.format(**engines)] if engines["swap_stall_ms_max"] else []
+    cached = ("prefix_cache_hits", "{:.0f} % of prompt tokens from the prefix cache", 100)
+    aborted = ("aborted_groups", "{:.0f} groups aborted") if engines["aborted_groups"] else ("", "")
+    return joined([*parts, *figures(engines, ("occupancy", "batch {:.0f} % full", 100), cached, aborted)])
+
+
+PRACTICE = (
+    ("reward_std", "reward std {:.3f}"),
+    ("reward_group_std", "within a group {:.3f}"),
+    ("update_norm", "update norm {:.2g}"),
+    ("train_tokens_per_s", "{:,.0f} tokens/s trained"),
+    ("peak_rss_bytes", "trainer memory at most {:.1f} GiB", 2**-30),
+    ("peak_gpu_bytes", "GPU memory at most {:.1f} GiB", 2**-30),
+)
+
+
+def _practice(report: Report) -> list[str]:
+    practice = report["practice"]
+    first, last = practice["entropy_first"], practice["entropy_last"]
+    entropy = [] if first is None or last is None else [f"entropy {change(first, last, '{:.3f}'.format)} nats a token"]
+    return joined([*entropy, *figures(practice, *PRACTICE)])
+
+
+def _weights(report: Report) -> list[str]:
+    weights = report["weights"]
+    sizes = {"a delta": weights["delta_bytes_median"], "adapters": weights["adapter_bytes_median"]}
+    parts = [f" ({what} {100 * size / weights['full_bytes']:.1f} % of a full version)" for what, size in sizes.items() if size is not None]
+    digest = str(weights["digest"] or "none")[:16]
+    return [f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB{''.join(parts)}; digest {digest}"]
+
+
+DETAILS = (
+    Row(
+        "schedule",
+        lambda report: ["{mode}, order {order}, {versions:,} versions".format(**report["schedule"], versions=report["versions"])],
+    ),
+    Row(
+        "trained",
+        lambda report: (
+            [] if (trained := report["reward_trained"])["first"] is None else [f"{change(**trained)} of the samples that were trained"]
+        ),
+    ),
+    Row("examples", _examples),
+    Row("filtered", _filtered),
+    Row("repeated", _repeated),
+    Row("tokens", _tokens),
+    Row("episodes", episodes_lines),
+    Row("rewards", _scoring),
+    Row("duplicates", lambda report: [f"{report['duplicates']} ignored"]),
+    Row("phases", _phases),
+    Row("trainer", _trainer),
+    Row("time of", _time_of),
+    Row("bottleneck", lambda report: ["{who}: {why}; {advice}".format(**report["bottleneck"])] if report["bottleneck"] else []),
+    Row("rounds", _rounds),
+    Row("topics", _topics),
+    Row("lag", _lag),
+    Row("engines", _engines),
+    Row("practice", _practice),
+    Row("weights", _weights),
+)
+
+
+def mlflow_commands(report: Report) -> list[str]:
+    """Commands that show the run in MLflow."""
+    uri, number = str(report.get("mlflow_uri") or ""), report.get("mlflow_run_id")
+    if not uri or not number:
+        return []
+    if uri.startswith(("http:", "https:", "databricks")):
+        return [f"MLflow: {uri}, run {number}"]
+    experiment = experiment_of(uri, str(number))
+    page = [f"then http://127.0.0.1:5000/#/experiments/{experiment}?workflowType=machine_learning"] if experiment else []
+    return [f"mlflow ui --backend-store-uri {uri}", *page]
+
+
+def experiment_of(uri: str, run: str) -> str | None:
+    """The experiment of an MLflow run in a local database; None if the database does not have it."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or not path.is_file():
+        return None
+    import sqlite3
+
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            row = database.execute("select experiment_id from runs where run_uuid = ?", (run,)).fetchone()
+    except sqlite3.Error:
+        return None
+    return None if row is None else str(row[0])
+
+
+def _links(report: Report, directory: Path | None, *, full: bool) -> list[str]:
+    commands = [f"penstock explain {report['run']} 0", *([] if full else [f"penstock report {report['run']} --full"]), "penstock ui"]
+    names = [f"{name}/" if (directory / name).is_dir() else name for name in FILES if (directory / name).exists()] if directory else []
+    return ["    ".join(commands), *([f"{directory}: {'  '.join(names)}"] if names else [])]

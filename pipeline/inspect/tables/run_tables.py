@@ -11,6 +11,7 @@ from penstock.pipeline.inspect.html.advantages import Advantages
 from penstock.pipeline.inspect.run_status import fates
 from penstock.pipeline.inspect.run_view import read_view
 from penstock.pipeline.inspect.status import WATCHED
+from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader
 from penstock.pipeline.scheduling.fates import OPEN
@@ -20,67 +21,22 @@ from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
 
-_TIME = pa.timestamp("ns", tz="UTC")
-SAMPLES = pa.schema(
-    [
-        ("group", pa.int64()),
-        ("sample", pa.int64()),
-        ("policy_version_min", pa.int64()),
-        ("policy_version_max", pa.int64()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("behaviour_logprobs", pa.list_(pa.float32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("span_versions", pa.list_(pa.int32())),
-        ("span_starts", pa.list_(pa.int32())),
-        ("finish", pa.string()),
-        ("temperature", pa.float64()),
-        ("started", _TIME),
-        ("ended", _TIME),
-        ("worker", pa.string()),
-        ("completion", pa.string()),
-        ("reward", pa.float64()),
-        ("components", pa.list_(pa.float64())),
-        ("reward_error", pa.string()),
-        ("logged", pa.string()),
-        ("advantage", pa.float64()),
-        ("tokens", pa.int64()),
-    ]
+SAMPLES = schema(
+    """
+    group int, sample int, policy_version_min int, policy_version_max int, token_ids int32s, behaviour_logprobs float32s,
+    loss_mask bools, span_versions int32s, span_starts int32s, finish text, temperature float, started time, ended time,
+    worker text, completion text, reward float, components floats, reward_error text, logged text, advantage float,
+    tokens int
+    """
 )
-GROUPS = pa.schema(
-    [
-        ("group", pa.int64()),
-        ("epoch", pa.int64()),
-        ("row", pa.int64()),
-        ("prompt", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("columns", pa.string()),
-        ("min_version", pa.int64()),
-        ("samples_per_prompt", pa.int64()),
-        ("fate", pa.string()),
-        ("reason", pa.string()),
-        ("samples", pa.int64()),
-        ("no_reward", pa.int64()),
-        ("reward_mean", pa.float64()),
-        ("policy_version_min", pa.int64()),
-        ("policy_version_max", pa.int64()),
-        ("admitted", _TIME),
-        ("scored", _TIME),
-        ("outcome", pa.string()),
-        ("sha256", pa.string()),
-        ("partition", pa.int64()),
-        ("offset", pa.int64()),
-    ]
+GROUPS = schema(
+    """
+    group int, epoch int, row int, prompt text, prompt_ids int32s, columns text, min_version int, samples_per_prompt int,
+    fate text, reason text, samples int, no_reward int, reward_mean float, policy_version_min int, policy_version_max int,
+    admitted time, scored time, outcome text, sha256 text, partition int, offset int
+    """
 )
-STEPS = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("version", pa.int64()),
-        ("committed", _TIME),
-        ("groups", pa.list_(pa.int64())),
-        ("boundaries", pa.list_(pa.int64())),
-        ("digest", pa.string()),
-    ]
-)
+STEPS = schema("step int, version int, committed time, groups ints, boundaries ints, digest text")
 """Columns of every step; its metrics follow as float64 columns, by name."""
 
 
@@ -93,10 +49,7 @@ class RunTables:
         self._outcomes: dict[int, dict[str, Any]] | None = None
 
     def samples(self) -> pa.Table:
-        """`SAMPLES`: every finished sample; completion, reward, its components and its advantage are null until its group is scored.
-
-        The advantage is the trainer's; null if a user's own function computes it, which is not run here, or if it leaves the sample out.
-        """
+        """`SAMPLES`: every finished sample; what scoring adds is null before, the advantage also if a user's function computes it."""
         outcomes, scored_columns = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
         record = find(self.log, self.run)
         advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
@@ -198,23 +151,11 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-TURNS = pa.schema(
-    [
-        ("group", pa.int64()),
-        ("sample", pa.int64()),
-        ("turn", pa.int64()),
-        ("source", pa.string()),
-        ("start", pa.int64()),
-        ("end", pa.int64()),
-        ("tokens", pa.int64()),
-        ("finish", pa.string()),
-        ("reward", pa.float64()),
-        ("policy_version_min", pa.int64()),
-        ("policy_version_max", pa.int64()),
-        ("environment", pa.string()),
-        ("environment_seed", pa.int64()),
-        ("worker", pa.string()),
-    ]
+TURNS = schema(
+    """
+    group int, sample int, turn int, source text, start int, end int, tokens int, finish text, reward float,
+    policy_version_min int, policy_version_max int, environment text, environment_seed int, worker text
+    """
 )
 
 

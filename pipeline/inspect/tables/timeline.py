@@ -1,8 +1,4 @@
-"""Timeline of the workers as a table: one row per interval of work or waiting, from the log alone.
-
-Workers report only how long a load took: it ends at the first sample of the version, or at the status that reports it. A rollout
-worker or scorer waits whenever none of its work is in progress.
-"""
+"""Timeline of the workers as a table: one row per interval of work or waiting, from the log alone."""
 
 import contextlib
 from bisect import bisect_right
@@ -20,21 +16,25 @@ from penstock.topics.metrics import Activity, Measurement, activity_of
 from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.errors import Unusable
 
-_TIME = pa.timestamp("ns", tz="UTC")
-TIMELINE = pa.schema(
-    [
-        ("role", pa.string()),
-        ("worker", pa.string()),
-        ("what", pa.string()),
-        ("started", _TIME),
-        ("ended", _TIME),
-        ("group", pa.int64()),
-        ("sample", pa.int64()),
-        ("step", pa.int64()),
-        ("version", pa.int64()),
-        ("cause", pa.string()),
-    ]
-)
+TYPES = {
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "text": pa.string(),
+    "time": pa.timestamp("ns", tz="UTC"),
+    "ints": pa.list_(pa.int64()),
+    "int32s": pa.list_(pa.int32()),
+    "floats": pa.list_(pa.float64()),
+    "float32s": pa.list_(pa.float32()),
+    "bools": pa.list_(pa.bool_()),
+}
+
+
+def schema(columns: str) -> pa.Schema:
+    """Columns written as in SQL: `schema("step int, committed time")` has an int64 and a timestamp in nanoseconds."""
+    return pa.schema([(name, TYPES[kind]) for name, kind in (column.split() for column in columns.split(","))])
+
+
+TIMELINE = schema("role text, worker text, what text, started time, ended time, group int, sample int, step int, version int, cause text")
 SHORTEST_WAIT_NS = 1_000_000
 CAUSES = {
     Activity.NO_PROMPTS: "prompts",

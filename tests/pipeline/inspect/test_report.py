@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.inspect.report.figures import episodes_line
 from penstock.pipeline.inspect.report.formats import BARS, duration, sparkline
-from penstock.pipeline.inspect.report.summary import as_text, summarise
+from penstock.pipeline.inspect.report.summary import summarise
+from penstock.pipeline.inspect.report.text import as_text, episodes_lines
 from penstock.pipeline.inspect.run_status import tenth
 from penstock.pipeline.inspect.run_view import REWARD_ERRORS, RunView
 from penstock.topics.wire.record import Outgoing
@@ -307,5 +307,5 @@ def test_durations_read_as_clocks_do(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("cut", "shown"), [(0, False), (1_234, True)])
 def test_results_of_tools_that_were_cut_are_counted_with_the_setting_that_cuts_them(cut: int, shown: bool) -> None:
     counts = {"trajectories": 4, "turns_mean": 2.0, "segments_mean": 1.0, "environment_s": 1.0, "engine_idle_s": 0.5}
-    line = episodes_line({**counts, "results_cut": cut, "dropped": 0, "losses": 0, "broken": 0, "causes": {}})
+    (line,) = episodes_lines({"episodes": {**counts, "results_cut": cut, "dropped": 0, "losses": 0, "broken": 0, "causes": {}}})
     assert ("1,234 results cut at environment.max_result_tokens" in line) == shown

@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.pipeline.inspect.report import figures
-from penstock.pipeline.inspect.report.summary import as_text, summarise
+from penstock.pipeline.inspect.report.summary import summarise
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
 from tests.support.a_run import RUN, Teller, as_records

@@ -14,7 +14,8 @@ from penstock.pipeline.config.resume import changed
 from penstock.pipeline.data.run_data import described, open_data, open_eval_data, refuse_changed
 from penstock.pipeline.inspect.audit import report as audit_report
 from penstock.pipeline.inspect.audit.facts import Facts
-from penstock.pipeline.inspect.report.summary import as_text, summarise
+from penstock.pipeline.inspect.report.summary import summarise
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch.check.changes import code_digests, with_changes
 from penstock.pipeline.rewards import functions as rewards

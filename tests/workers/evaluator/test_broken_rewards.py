@@ -9,7 +9,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import Done
-from penstock.pipeline.inspect.report.summary import as_text
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.rewards.scoring import FaultCount
 from penstock.pipeline.rewards.values import BrokenReward

@@ -12,7 +12,7 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit import report as audit_report
 from penstock.pipeline.inspect.explain import as_json, text
-from penstock.pipeline.inspect.report.summary import as_text
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_ledger_history
