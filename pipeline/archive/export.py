@@ -54,12 +54,7 @@ class Exported:
 
 
 def follow(
-    log: KafkaLog,
-    run: str,
-    directory: Path,
-    *,
-    topics: Collection[str] | None = None,
-    notify: Callable[[str], None] = lambda _: None,
+    log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, notify: Callable[[str], None] = lambda _: None
 ) -> Iterator[Exported]:
     """Export repeatedly until the run is closed and nothing is new; yields each round's result. Raises as `export`."""
     start, closed = time.monotonic(), False
@@ -94,12 +89,7 @@ def _closes(record: Record, run: str) -> bool:
 
 
 def export(
-    log: KafkaLog,
-    run: str,
-    directory: Path,
-    *,
-    topics: Collection[str] | None = None,
-    notify: Callable[[str], None] = lambda _: None,
+    log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, notify: Callable[[str], None] = lambda _: None
 ) -> Exported:
     """Export new records of all topics, or of `topics`, to DIR/RUN. Raises `ValueError`, `LogError`."""
     selected = _selected(topics)

@@ -105,10 +105,7 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
             view.close()
 
 
-def graph(
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False,
-    json: Json = False,
-) -> None:
+def graph(mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False, json: Json = False) -> None:
     """Print the DAG: roles and the topics each reads and writes."""
     from penstock.pipeline.runtime import roles as table
 

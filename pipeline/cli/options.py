@@ -22,8 +22,7 @@ RunOrFolder = Annotated[
     str, typer.Argument(metavar="RUN|DIR", help="A run id, a unique prefix of one, `latest`, or a folder that `topics export` wrote.")
 ]
 Bootstrap = Annotated[
-    str,
-    typer.Option(metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="A Kafka broker; `embedded` is this machine's own."),
+    str, typer.Option(metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="A Kafka broker; `embedded` is this machine's own.")
 ]
 Security = Annotated[
     list[str] | None,
@@ -34,17 +33,13 @@ Security = Annotated[
     ),
 ]
 TrustCode = Annotated[
-    bool,
-    typer.Option("--trust-code", help="Load the run's own advantage function, code that the log names and anybody may have written."),
+    bool, typer.Option("--trust-code", help="Load the run's own advantage function, code that the log names and anybody may have written.")
 ]
 TrustRun = Annotated[
     bool, typer.Option("--trust-code", help="Run the code that the run names although no key on this machine has signed it.")
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/reference/configuration.md.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable."),
-]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable.")]
 OUTAGE_TIMEOUT_S = 60.0
 """How long a command waits for an unreachable broker; workers wait `kafka.give_up_s`."""
 

@@ -35,8 +35,7 @@ def plan(
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
     from_run: Annotated[
-        str | None,
-        typer.Option(metavar="RUN|DIR", help="Take all times from a run; compare other worker numbers and schedules."),
+        str | None, typer.Option(metavar="RUN|DIR", help="Take all times from a run; compare other worker numbers and schedules.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot speed by split to a .png or .svg file.")] = None,
     bootstrap: Bootstrap = "embedded",

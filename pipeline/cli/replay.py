@@ -27,8 +27,7 @@ def rollout(
     step: Annotated[int | None, typer.Option("--step", min=0, help="All groups of this step's plan.")] = None,
     group: Annotated[int | None, typer.Option("--group", min=0, help="This one group.")] = None,
     version: Annotated[
-        int | None,
-        typer.Option("--policy-version", min=0, help="Policy version to generate with; each sample's first one if absent."),
+        int | None, typer.Option("--policy-version", min=0, help="Policy version to generate with; each sample's first one if absent.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change rollout.*, sampling.* or run.seed; repeatable.")
@@ -93,8 +92,7 @@ def score(
     threshold: Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")] = 0.5,
     new_run: Annotated[str | None, typer.Option("--write", metavar="NEWRUN", help="Write a new run with the new groups.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="DIR", help="Directory of the run's tokenizer, if it is not model.path."),
+        str | None, typer.Option("--model", metavar="DIR", help="Directory of the run's tokenizer, if it is not model.path.")
     ] = None,
     processes: Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")] = None,
     trust_code: TrustRun = False,
@@ -150,8 +148,7 @@ def train(
     model: Annotated[Path | None, typer.Option(metavar="DIR", help=MODEL)] = None,
     export: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the final model of a replay with --set.")] = None,
     mlflow: Annotated[
-        bool | None,
-        typer.Option("--mlflow/--no-mlflow", help="Log a replay with --set as a child run in MLflow; as the run if absent."),
+        bool | None, typer.Option("--mlflow/--no-mlflow", help="Log a replay with --set as a child run in MLflow; as the run if absent.")
     ] = None,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",

@@ -36,6 +36,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
 def _table(rows: list[dict[str, Any]]) -> str:
     from penstock.pipeline.inspect.records.runs import size
     from penstock.pipeline.inspect.report.figures import one_line
+    from penstock.pipeline.inspect.report.formats import columns
 
     cells = [
         (
@@ -52,8 +53,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     shown = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
-    widths = {number: max(len(COLUMNS[number]), *(len(row[number]) for row in cells)) for number in shown}
-    return "\n".join("  ".join(f"{row[number]:<{widths[number]}}" for number in shown).rstrip() for row in (COLUMNS, *cells))
+    return "\n".join(columns([[row[number] for number in shown] for row in (COLUMNS, *cells)]))
 
 
 @app.command()

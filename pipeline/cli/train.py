@@ -173,9 +173,7 @@ def fork(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
     ] = None,
-    run_id: Annotated[
-        str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64, no '-' first. Made up if absent.")
-    ] = None,
+    run_id: RunId = None,
     start: Annotated[bool, typer.Option("--start", help="Start it at once, as `penstock run --resume` does.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,
     model: Annotated[

@@ -114,12 +114,7 @@ FORKED_TAG = "penstock.forked_from"
 
 
 def target_of(
-    record: RunRecord,
-    config: Config,
-    *,
-    tags: Mapping[str, str],
-    changed: Config | None = None,
-    data: Sequence[Mapping[str, Any]] = (),
+    record: RunRecord, config: Config, *, tags: Mapping[str, str], changed: Config | None = None, data: Sequence[Mapping[str, Any]] = ()
 ) -> Target:
     """The run's MLflow target; its configuration, or a `changed` one, as parameters, and `data` as its data sets."""
     state = state_directory()

@@ -120,11 +120,6 @@ def _named(who: str, why: str) -> Bottleneck:
     return Bottleneck(who, why, ADVICE[who])
 
 
-def bottleneck_as_json(slowest: Bottleneck | None) -> dict[str, str] | None:
-    """A bottleneck as plain data."""
-    return None if slowest is None else slowest._asdict()
-
-
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:
     """Seconds of work since the creation of the run, up to its end; pauses between a stop and its resumption excluded."""
     if view.record is None:
@@ -176,8 +171,8 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "to_go_s": to_go_s(view),
         "groups": dict(sorted(counted.items())),
         "dead_letters": len(view.dead_letters),
-        "bottleneck": bottleneck_as_json(slowest),
-        "waste": headline.as_json(headline.wastes(view, last=headline.RECENT_GROUPS)),
+        "bottleneck": slowest and slowest._asdict(),
+        "waste": [waste._asdict() for waste in headline.wastes(view, last=headline.RECENT_GROUPS)],
         "workers": [
             {
                 "worker": worker.worker,

@@ -1,30 +1,126 @@
 """The pages of `penstock ui`, each a function of the runs and of what its address asks for."""
 
+import contextlib
+import json
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Log, Tail
+from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.database import Limits
 from penstock.pipeline.archive.sql import LiveTables, question
 from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
-from penstock.pipeline.cli.ui.watched import Watching
 from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.html.build import build
+from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.live.frame import doing, ordered
 from penstock.pipeline.inspect.records import browse
-from penstock.pipeline.inspect.records.picked import newest_samples
 from penstock.pipeline.inspect.records.runs import list_runs, size
 from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.status import elapsed_s
+from penstock.pipeline.inspect.status import WATCHED, elapsed_s
 from penstock.pipeline.launch.run_lock import log_files
 from penstock.pipeline.runtime.registration.run_registry import resolve
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
+from penstock.topics import groups
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.wire.errors import Unusable
+
+KEPT = 8
+AT_ONCE = 2
+
+
+@dataclass(slots=True)
+class Watching:
+    """Views of runs, brought up to date when they are asked for."""
+
+    log: Log
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    questions: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(AT_ONCE))
+    _views: "OrderedDict[str, tuple[RunView, Tail]]" = field(default_factory=OrderedDict)
+
+    def view(self, run: str) -> RunView:
+        """The run as it is at this moment. Raises `LogError`."""
+        if run not in self._views:
+            self._views[run] = RunView(run=run), self._tail(run)
+            while len(self._views) > KEPT:
+                self._views.popitem(last=False)[1][1].close()
+        self._views.move_to_end(run)
+        view, tail = self._views[run]
+        for record in read_to_current_end(self.log, tail):
+            with contextlib.suppress(Unusable):  # its owner sets it aside
+                view.fold(record)
+        return view
+
+    def folder(self, run: str) -> Path:
+        """The run's folder on this machine, which may not exist."""
+        return run_directory(run)
+
+    def close(self) -> None:
+        """Stop reading."""
+        for _, tail in self._views.values():
+            tail.close()
+        self._views.clear()
+
+    def _tail(self, run: str) -> Tail:
+        names = [RUNS_TOPIC, f"{run}.run", *(f"{run}.{topic}" for topic in WATCHED)]
+        return self.log.tail({(name, number): "earliest" for name in names for number in range(self.log.partitions(name) or 0)})
+
+
+NEWEST_RECORDS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picked:
+    """One sample with the reference answer of its prompt's row."""
+
+    which: str
+    group: int
+    prompt: str
+    answer: str | None
+    completion: str
+    reward: float
+
+
+def newest_samples(log: Log, run: str) -> list[Picked]:
+    """Best, median and worst sample by reward of the newest groups with rewards; [] if there are none."""
+    scored = []
+    for record in browse.tail(log, run, "groups", count=NEWEST_RECORDS, follow=False):
+        try:
+            group = groups.read(record, run=run)[1]
+        except Unusable:
+            continue  # the trainer sends it to the dead-letter topic
+        scored += [(sample.reward, group, sample.completion) for sample in group.samples if sample.reward is not None]
+    if not scored:
+        return []
+    ordered = sorted(scored, key=lambda candidate: -candidate[0])
+    index_of = {"best": 0, "median": len(ordered) // 2, "worst": len(ordered) - 1}
+    prompts = sorted({group.prompt for _, group, _ in scored})
+    return [_picked(which, *ordered[index], prompts) for which, index in index_of.items()]
+
+
+def _picked(which: str, reward: float, group: groups.Group, completion: str, prompts: list[str]) -> Picked:
+    answer = json.loads(group.columns).get("answer")
+    return Picked(
+        which=which,
+        group=group.group,
+        prompt=without_template(group.prompt, prompts),
+        answer=None if answer is None else str(answer),
+        completion=completion,
+        reward=reward,
+    )
+
 
 REFRESH_S = 5
 ROWS = 200

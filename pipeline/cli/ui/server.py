@@ -16,7 +16,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
 from penstock.pipeline.cli.ui import pages
 from penstock.pipeline.cli.ui.markup import POLICY
-from penstock.pipeline.cli.ui.watched import Watching
+from penstock.pipeline.cli.ui.pages import Watching
 
 HOST = "127.0.0.1"
 IDLE_S = 10.0

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.pipeline.inspect.records.browse import clock, first_of
-from penstock.pipeline.inspect.report.formats import rebased_line
+from penstock.pipeline.inspect.report.formats import columns, rebased_line
 
 SHOWN_TEXT = 100
 SHOWN_COMPLETION = 60
@@ -23,7 +23,11 @@ def as_page(life: Plain) -> str:
     lines += _section("rewards", _rewards(life))
     lines += _section("outcome", _outcome(life, zero))
     lines += _section("training", _step(life["step"]))
-    lines += _section("weights", _version(life["version"], zero))
+    if version := life["version"]:
+        published = f"published at {_after(version['published_s'], zero)} s"
+        lines += _section(
+            "weights", [f"version {version['version']} after {version['steps']} steps, {published}", f"digest {version['digest']}"]
+        )
     lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in life["times"]])
     lines += _section("records", _records(life["records"], zero))
     lines += _section("deleted", life["gone"])
@@ -59,11 +63,10 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
     head = ["sample", "by", "versions", "begun", "ended", "tokens", "finish", "place"]
     rows = [
         [
-            str(sample["sample"]) + ("" if sample["counts"] else " (surplus)"),
+            f"{sample['sample']}{'' if sample['counts'] else ' (surplus)'}",
             sample["worker"],
             _versions(sample["versions"]),
-            _after(sample["started_s"], zero),
-            _after(sample["ended_s"], zero),
+            *(_after(sample[name], zero) for name in ("started_s", "ended_s")),
             str(sample["tokens"]),
             sample["finish"],
             sample["place"] or "-",
@@ -74,7 +77,11 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
     texts = [
         (sample["sample"], sample["completion"]) for sample in samples if sample["components"] is None and sample["completion"] is not None
     ]
-    return [*_table(head, rows), *trajectories, *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
+    return [
+        *columns([head, *rows]),
+        *trajectories,
+        *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts),
+    ]
 
 
 def _trajectory(sample: Plain) -> str:
@@ -117,7 +124,7 @@ def _rewards(life: Plain) -> list[str]:
             row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
         rows.append([*row, _short(json.dumps(sample["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
-    return [*_table(head, rows), mean, *_logged(life)]
+    return [*columns([head, *rows]), mean, *_logged(life)]
 
 
 def _logged(life: Plain) -> list[str]:
@@ -141,8 +148,8 @@ def _outcome(life: Plain, zero: float | None) -> list[str]:
         lines.append(f"drawn under version {oldest}" if oldest == newest else f"drawn under versions {oldest} to {newest}")
     if stale is not None:
         lines.append(
-            f"stale at {_after(stale['at_s'], zero)} s, when step {stale['before_step']} took its groups: learner version "
-            f"{stale['learner_version']}, lag {stale['lag']}, max_lag {stale['max_lag']}; ledger entry {stale['entry']}"
+            "stale at {at} s, when step {before_step} took its groups: learner version {learner_version}, lag {lag}, max_lag {max_lag}; "
+            "ledger entry {entry}".format(**stale, at=_after(stale["at_s"], zero))
         )
     return lines
 
@@ -183,27 +190,13 @@ def _rebased(rebased: Plain, step: int) -> str:
     return f"{rebased_line(rebased)}; this step was {'among those repeated' if is_repeated else 'not among those that differ'}"
 
 
-def _version(version: Plain | None, zero: float | None) -> list[str]:
-    if version is None:
-        return []
-    return [
-        f"version {version['version']} after {version['steps']} steps, published at {_after(version['published_s'], zero)} s",
-        f"digest {version['digest']}",
-    ]
-
-
 def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
     rows = [
         [_after(record["time_s"], zero), record["place"], record["is"], "counts" if record["counts"] else "does not count"]
         for record in records[:SHOWN_RECORDS]
     ]
     more = [f"… and {len(records) - SHOWN_RECORDS} more; --json has all"] if len(records) > SHOWN_RECORDS else []
-    return _table(["written", "place", "is", ""], rows) + more
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    return columns([["written", "place", "is", ""], *rows]) + more
 
 
 def _after(moment: float | None, zero: float | None) -> str:

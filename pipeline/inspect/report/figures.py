@@ -68,11 +68,7 @@ def examples(view: RunView) -> list[dict[str, Any]]:
         return []
     before, after = (_completions(view.evals[version]) for version in (versions[0], versions[-1]))
     return [
-        {
-            "prompt": prompt,
-            "before": {"version": versions[0], **before[prompt]},
-            "after": {"version": versions[-1], **after[prompt]},
-        }
+        {"prompt": prompt, "before": {"version": versions[0], **before[prompt]}, "after": {"version": versions[-1], **after[prompt]}}
         for prompt in before
         if prompt in after
     ]
@@ -181,15 +177,6 @@ def length_order_correlation(view: RunView) -> float | None:
     if not later.any() or np.ptp(lengths) == 0:
         return 0.0
     return float(np.corrcoef(_ranks(later), _ranks(lengths))[0, 1])
-
-
-def time_as_json(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
-    """`time_spent` by role, `rounds`, and the rank correlation, as the report has them."""
-    return {
-        "time_spent": {role: {**seconds, "shares": shares(seconds)} for role, seconds in by_role(view).items()},
-        "rounds": rounds(steps, per_version=per_version),
-        "length_order_correlation": length_order_correlation(view),
-    }
 
 
 def _moments(steps: Sequence[StepFacts], name: str) -> list[float]:

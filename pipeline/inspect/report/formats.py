@@ -78,3 +78,9 @@ def rebased_line(rebased: Mapping[str, Any]) -> str:
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         parts.append(f"{which} repeated with other bits, first {first['name']} {first['found']} where the ledger says {first['recorded']}")
     return f"rebased after {rebased['steps']} steps (ledger entry {rebased['entry']}): {'; '.join(parts)}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

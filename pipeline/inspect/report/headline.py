@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -42,15 +42,12 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
     ended = sum(map(len, by_fate.values()))
     if ended < LEAST_GROUPS:
         return []
-    shares = {fate: len(by_fate.get(fate, ())) / ended for fate in LIMITS}
-    scale = reward_scale(view)
-    causes = [Waste(fate, share, *EXPLAINED[fate](share, by_fate[fate], scale)) for fate, share in shares.items() if share >= LIMITS[fate]]
+    causes = []
+    for fate, (limit, text, advice) in CAUSES.items():
+        if (share := len(by_fate.get(fate, ())) / ended) >= limit:
+            cause, own_advice = _filtered(by_fate[fate], reward_scale(view)) if fate == "filtered" else ("", advice)
+            causes.append(Waste(fate, share, f"{share:.0%} of the groups {text}{cause and ', '}{cause}", own_advice))
     return sorted(causes, key=lambda waste: -waste.share)
-
-
-def as_json(causes: list[Waste]) -> list[dict[str, Any]]:
-    """The same as plain data."""
-    return [waste._asdict() for waste in causes]
 
 
 def _longest_masked(view: RunView) -> int | None:
@@ -61,48 +58,34 @@ def _longest_masked(view: RunView) -> int | None:
     return longest
 
 
-def _truncated(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
-    why = "as every sample ran out of tokens, which algorithm.truncated = 'mask' does not train"
-    return f"{share:.0%} of the groups are filtered, {why}", "raise sampling.max_new_tokens, or train them"
-
-
-def _filtered(share: float, groups: list[GroupFacts], scale: RewardScale) -> tuple[str, str]:
+def _filtered(groups: list[GroupFacts], scale: RewardScale) -> tuple[str, str]:
+    """The cause of filtered groups, and what to change."""
     if 2 * sum(facts.lacks_rewards for facts in groups) > len(groups):
-        why = "as fewer than two of their samples have a reward"
-        return f"{share:.0%} of the groups are filtered, {why}", "the reward functions return None or fail: see `penstock explain`"
+        return "as fewer than two of their samples have a reward", "the reward functions return None or fail: see `penstock explain`"
     rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None and not facts.lacks_rewards]
-    means = Counter(round(reward, 6) for reward in rewards)
-    start = f"{share:.0%} of the groups are filtered, as equal rewards have no gradient"
-    if not means:
-        return start, "inspect one with `penstock explain`"
-    mean, count = means.most_common(1)[0]
-    return f"{start} ({count:,} of {len(groups):,} have the reward {mean:g})", scale.advice(fmean(rewards))
+    cause = "as equal rewards have no gradient"
+    if not rewards:
+        return cause, "inspect one with `penstock explain`"
+    mean, count = Counter(round(reward, 6) for reward in rewards).most_common(1)[0]
+    return f"{cause} ({count:,} of {len(groups):,} have the reward {mean:g})", scale.advice(fmean(rewards))
 
 
-def _failed(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
-    return f"{share:.0%} of the groups failed, as their reward could not be computed", "mend the reward; the dead letters have its error"
-
-
-def _stale(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
-    return f"{share:.0%} of the groups were stale", "raise schedule.max_lag, or admit fewer groups at a time"
-
-
-def _abandoned(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
-    return (
-        f"{share:.0%} of the groups were abandoned, as their samples did not come in time",
+CAUSES: Mapping[str, tuple[float, str, str]] = {
+    "filtered": (0.5, "are filtered", ""),
+    "truncated": (
+        0.2,
+        "are filtered, as every sample ran out of tokens, which algorithm.truncated = 'mask' does not train",
+        "raise sampling.max_new_tokens, or train them",
+    ),
+    "failed": (0.05, "failed, as their reward could not be computed", "mend the reward; the dead letters have its error"),
+    "stale": (0.2, "were stale", "raise schedule.max_lag, or admit fewer groups at a time"),
+    "abandoned": (
+        0.1,
+        "were abandoned, as their samples did not come in time",
         "raise scorer.group_deadline_s, shorten sampling.max_new_tokens or start more rollout workers",
-    )
-
-
-LIMITS: Mapping[str, float] = {"filtered": 0.5, "truncated": 0.2, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
-"""Group status -> smallest share of groups that is reported."""
-EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts], RewardScale], tuple[str, str]]] = {
-    "filtered": _filtered,
-    "truncated": _truncated,
-    "failed": _failed,
-    "stale": _stale,
-    "abandoned": _abandoned,
+    ),
 }
+"""Group status -> smallest share of groups that is reported, what happened to them, and what to change; `_filtered` adds to the first."""
 
 
 NOISE = 2.5

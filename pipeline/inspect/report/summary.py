@@ -29,7 +29,7 @@ from penstock.pipeline.inspect.run_status import (
 )
 from penstock.pipeline.inspect.run_view import RunView, read_view
 from penstock.pipeline.inspect.run_view_types import StepFacts, together
-from penstock.pipeline.inspect.status import bottleneck, bottleneck_as_json, busy
+from penstock.pipeline.inspect.status import bottleneck, busy
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
@@ -69,7 +69,7 @@ def gone_from(log: Log, run: str) -> list[str]:
 
 def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a run that was read: the keys and their definitions are those of `report --json`."""
-    steps = [view.steps[number] for number in sorted(view.steps)]
+    steps, slowest = [view.steps[number] for number in sorted(view.steps)], bottleneck(view, whole=True)
     report: dict[str, Any] = {
         "run": view.run,
         "status": status_of(view),
@@ -85,7 +85,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
         "repeated": view.repeated,
-        "waste": headline.as_json(headline.wastes(view)),
+        "waste": [waste._asdict() for waste in headline.wastes(view)],
         "samples": sum(map(len, view.samples.values())),
         "no_reward": view.no_reward,
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
@@ -98,8 +98,10 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "episodes": episodes(view),
         "scoring": _scoring(view),
         **_lengths(view),
-        **figures.time_as_json(view, steps, per_version=steps_per_version(view)),
-        "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),
+        "time_spent": {role: {**seconds, "shares": figures.shares(seconds)} for role, seconds in figures.by_role(view).items()},
+        "rounds": figures.rounds(steps, per_version=steps_per_version(view)),
+        "length_order_correlation": figures.length_order_correlation(view),
+        "bottleneck": slowest and slowest._asdict(),
         "filtered": _filtered(view),
         "practice": practice(steps),
         "weights": _weights(view),

@@ -258,11 +258,7 @@ def _phases(report: Report) -> list[str]:
 
 
 def _trainer(report: Report) -> list[str]:
-    parts = (
-        ("trainer_compute_s", "computed {:.1f} s"),
-        ("trainer_other_s", "other work {:.1f} s"),
-        ("trainer_wait_s", "waited {:.1f} s"),
-    )
+    parts = (("trainer_compute_s", "computed {:.1f} s"), ("trainer_other_s", "other work {:.1f} s"), ("trainer_wait_s", "waited {:.1f} s"))
     ratio = figures(report["time"], ("trainer_waiting_ratio", " ({:.0f} %)", 100))
     return [", ".join(figures(report["time"], *parts)) + ratio[0]] if ratio else []
 
