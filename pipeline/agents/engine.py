@@ -319,14 +319,9 @@ class _TurnGenerator:
         request, (group, sample) = self.request, self.key
         generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         turn_request = GroupRequest(
-            group=turn_number(group, sample, turn),
-            prompt_ids=token_ids,
-            samples=(0,),
-            rows=1,
-            seed=request.seed,
-            sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
-            stream=turn_number(request.random_group, sample, turn),
-        )
+            group=turn_number(group, sample, turn), prompt_ids=token_ids, samples=(0,), rows=1, seed=request.seed,
+            sampling=replace(request.sampling, max_new_tokens=max_new_tokens), stream=turn_number(request.random_group, sample, turn),
+        )  # fmt: skip
         self.engine.enqueue(_TurnRequest(self.key, turn_request, generation))
         return await generation
 

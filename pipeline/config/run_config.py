@@ -252,16 +252,10 @@ class Config(Section):
         """The schedule as a frozen object that all workers use."""
         schedule = self.schedule
         return preset(
-            schedule.mode,
-            prompts_per_step=schedule.prompts_per_step,
-            samples_per_prompt=schedule.samples_per_prompt,
-            steps_per_version=schedule.steps_per_version,
-            max_lag=schedule.max_lag,
-            order=schedule.order,
-            stale_in_hand=schedule.stale_in_hand,
-            oversample=schedule.oversample,
-            max_drops_per_step=schedule.max_drops_per_step,
-        )
+            schedule.mode, prompts_per_step=schedule.prompts_per_step, samples_per_prompt=schedule.samples_per_prompt,
+            steps_per_version=schedule.steps_per_version, max_lag=schedule.max_lag, order=schedule.order,
+            stale_in_hand=schedule.stale_in_hand, oversample=schedule.oversample, max_drops_per_step=schedule.max_drops_per_step,
+        )  # fmt: skip
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the run over a data set of `rows` rows; an incomplete last step is dropped."""

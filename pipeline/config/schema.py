@@ -104,14 +104,9 @@ class ChildSection(Section):
 
     def _rules(self, section: str, *also: str) -> ChildRules:
         return ChildRules(
-            section=section,
-            pass_env=(*self.pass_env, *also),
-            memory_gb=self.memory_gb,
-            max_processes=self.max_processes,
-            file_gb=self.file_gb,
-            isolate=self.isolate,
-            isolate_network=self.isolate_network,
-        )
+            section=section, pass_env=(*self.pass_env, *also), memory_gb=self.memory_gb, max_processes=self.max_processes,
+            file_gb=self.file_gb, isolate=self.isolate, isolate_network=self.isolate_network,
+        )  # fmt: skip
 
 
 class RewardSection(ChildSection):

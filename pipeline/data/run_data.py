@@ -261,15 +261,9 @@ def open_eval_data(config: Config) -> dict[str, Dataset]:
 def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key: str) -> Dataset:
     try:
         return open_dataset(
-            source,
-            prompt_field=config.data.prompt_field,
-            answer_field=config.data.answer_field,
-            split=rows.split,
-            start=rows.start,
-            limit=rows.limit,
-            size=rows.size,
-            seed=config.run.seed,
-        )
+            source, prompt_field=config.data.prompt_field, answer_field=config.data.answer_field, split=rows.split, start=rows.start,
+            limit=rows.limit, size=rows.size, seed=config.run.seed,
+        )  # fmt: skip
     except MissingData as error:
         raise MissingData(f"{key}: {error}") from error
     except ValueError as error:

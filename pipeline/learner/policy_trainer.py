@@ -97,14 +97,9 @@ class PolicyTrainer:
     ) -> "PolicyTrainer":
         """Load the run's initial model in each process. Raises `BackendError`."""
         return cls(
-            config=config,
-            steps=steps,
-            backend=_initial_backend(config, steps=steps, processes=processes),
-            objective=Objective.of(config),
-            weights_of=weights_of,
-            processes=processes,
-            hash_name=hash_name,
-        )
+            config=config, steps=steps, backend=_initial_backend(config, steps=steps, processes=processes), objective=Objective.of(config),
+            weights_of=weights_of, processes=processes, hash_name=hash_name,
+        )  # fmt: skip
 
     def step(self, *, recorded_ends: Sequence[int] | None = None) -> Step:
         """Start an optimizer step, to which groups are added; one that is repeated keeps the `recorded_ends` of its micro-batches.

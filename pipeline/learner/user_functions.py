@@ -71,11 +71,7 @@ def _try_loss(config: Config) -> str | None:
 
 def _sequence(number: int, tokens: int) -> TokenSequence:
     return TokenSequence(
-        group=0,
-        sample=number,
-        prompt_ids=np.array([1, 2], np.int32),
-        completion_ids=np.arange(3, 3 + tokens, dtype=np.int32),
-        behaviour_logprobs=np.linspace(-1.0, -2.0, tokens, dtype=np.float32),
-        loss_mask=np.ones(tokens, np.bool_),
+        group=0, sample=number, prompt_ids=np.array([1, 2], np.int32), completion_ids=np.arange(3, 3 + tokens, dtype=np.int32),
+        behaviour_logprobs=np.linspace(-1.0, -2.0, tokens, dtype=np.float32), loss_mask=np.ones(tokens, np.bool_),
         advantage=(1.0, -1.0, 0.5)[number],
-    )
+    )  # fmt: skip

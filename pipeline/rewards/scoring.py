@@ -279,14 +279,10 @@ def payload_of(
 ) -> dict[str, Any]:
     """The payload of recorded samples and their texts; `record` has the prompt's text and columns, `messages` its chat as JSON."""
     return payload(
-        completions,
-        prompt=record.prompt,
-        messages=json.loads(messages) if messages else None,
-        columns=json.loads(record.columns),
-        completion_ids=[generated(sample).tolist() for sample in samples],
-        step=(version_min(samples) or 0) * steps_per_version,
+        completions, prompt=record.prompt, messages=json.loads(messages) if messages else None, columns=json.loads(record.columns),
+        completion_ids=[generated(sample).tolist() for sample in samples], step=(version_min(samples) or 0) * steps_per_version,
         episodes=episodes_of(samples),
-    )
+    )  # fmt: skip
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
@@ -373,20 +369,8 @@ def group_of(
     prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: "RewardSection", scored_ns: int
 ) -> Group:
     return Group(
-        group=prompt.group,
-        outcome=outcome,
-        reason=reason,
-        slot=prompt.slot,
-        min_version=prompt.min_version,
-        samples_per_prompt=prompt.samples_per_prompt,
-        epoch=prompt.epoch,
-        row=prompt.row,
-        prompt=prompt.prompt,
-        prompt_ids=prompt.token_ids,
-        columns=prompt.columns,
-        reward_names=tuple(reward.functions),
-        reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
-        samples=samples,
-        created_ns=prompt.created_ns,
-        scored_ns=scored_ns,
-    )
+        group=prompt.group, outcome=outcome, reason=reason, slot=prompt.slot, min_version=prompt.min_version,
+        samples_per_prompt=prompt.samples_per_prompt, epoch=prompt.epoch, row=prompt.row, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
+        columns=prompt.columns, reward_names=tuple(reward.functions), reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
+        samples=samples, created_ns=prompt.created_ns, scored_ns=scored_ns,
+    )  # fmt: skip

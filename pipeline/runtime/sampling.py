@@ -24,14 +24,9 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
     """These samples of a prompt's group, with the run's sampling settings and seed."""
     chosen = config.sampling_for(source_of(prompt.columns))
     sampling = Sampling(
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=chosen.top_k,
-        max_new_tokens=chosen.max_new_tokens,
-        stop_ids=tuple(stop_ids),
-        stop=tuple(chosen.stop),
-        seeded=chosen.seeded,
-    )
+        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens,
+        stop_ids=tuple(stop_ids), stop=tuple(chosen.stop), seeded=chosen.seeded,
+    )  # fmt: skip
     rows = prompt.samples_per_prompt + config.schedule.oversample
     request = GroupRequest(
         group=prompt.group, prompt_ids=prompt.token_ids, samples=tuple(samples), rows=rows, seed=config.run.seed, sampling=sampling,
@@ -71,19 +66,8 @@ def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str
         fresh &= (completion.support[:, :1] >= 0).any(1)  # the distribution of a token is not recorded: it cannot be trained
         columns["support"] = completion.support.ravel()
     return Rollout(
-        group=completion.group,
-        sample=completion.sample,
-        token_ids=completion.token_ids,
-        behaviour_logprobs=completion.logprobs,
-        loss_mask=fresh,
-        span_versions=versions,
-        span_starts=starts,
-        finish=completion.finish,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        started_ns=completion.started_ns,
-        ended_ns=completion.ended_ns,
-        worker=worker,
+        group=completion.group, sample=completion.sample, token_ids=completion.token_ids, behaviour_logprobs=completion.logprobs,
+        loss_mask=fresh, span_versions=versions, span_starts=starts, finish=completion.finish, temperature=sampling.temperature,
+        top_p=sampling.top_p, top_k=sampling.top_k, started_ns=completion.started_ns, ended_ns=completion.ended_ns, worker=worker,
         **columns,
-    )
+    )  # fmt: skip

@@ -82,14 +82,9 @@ class Session:
     def member(self, *topics: str, max_records: int, max_bytes: int = 64 << 20, gathers: bool = True) -> Member:
         """Join the consumer group of this role on these topics of the run; see `Log.member`."""
         return self.log.member(
-            f"{self.run}.{self.role}",
-            [self.topic(name) for name in topics],
-            max_records=max_records,
-            max_bytes=max_bytes,
-            gathers=gathers,
-            session_s=self.config.kafka.session_s,
-            pools=self.pools,
-        )
+            f"{self.run}.{self.role}", [self.topic(name) for name in topics], max_records=max_records, max_bytes=max_bytes, gathers=gathers,
+            session_s=self.config.kafka.session_s, pools=self.pools,
+        )  # fmt: skip
 
     def transactions(self) -> Transactions:
         """Acquire this worker's lease. Raises `Fenced` while another process holds it."""
@@ -164,19 +159,9 @@ def join(
     pool = pool_of_worker(config, role=role, worker=name, requested=pool)
     log.wait_out(config.kafka.give_up_s, notify=partial(print_line, run, name))  # before any client is made: it holds for those that follow
     session = Session(
-        run=run,
-        role=role,
-        worker=name,
-        log=log,
-        record=record,
-        config=config,
-        info=json.loads(record.info),
-        stop=stop,
-        token=token,
-        trust=trust,
-        pool=pool,
-        watch_s=watch_s,
-    )
+        run=run, role=role, worker=name, log=log, record=record, config=config, info=json.loads(record.info), stop=stop, token=token,
+        trust=trust, pool=pool, watch_s=watch_s,
+    )  # fmt: skip
     if pool is not None:
         session.reporter.labels["pool"] = pool
     session.reporter.labels.update(host=socket.gethostname(), pid=str(os.getpid()))

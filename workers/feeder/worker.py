@@ -344,17 +344,8 @@ def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, ro
     # Every turn of an episode renders the conversation: its driver needs the messages.
     messages = row.messages if session.config.environment.source is None else renderer.messages(row)
     return Prompt(
-        group=number,
-        slot=slot,
-        min_version=rules.min_version(session.schedule, slot=slot),
-        samples_per_prompt=session.schedule.samples_per_prompt,
-        epoch=epoch,
-        row=data.rows_before[source] + row.index,
-        prompt=text,
-        messages=None if messages is None else json.dumps(messages),
-        token_ids=token_ids,
-        columns=json.dumps(row.columns),
-        created_ns=time.time_ns(),
-        place=choice.position,
-        again=choice.again,
-    )
+        group=number, slot=slot, min_version=rules.min_version(session.schedule, slot=slot),
+        samples_per_prompt=session.schedule.samples_per_prompt, epoch=epoch, row=data.rows_before[source] + row.index, prompt=text,
+        messages=None if messages is None else json.dumps(messages), token_ids=token_ids, columns=json.dumps(row.columns),
+        created_ns=time.time_ns(), place=choice.position, again=choice.again,
+    )  # fmt: skip

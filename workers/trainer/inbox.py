@@ -141,14 +141,9 @@ class GroupInbox:
 def _candidate(first: Record, headers: Headers) -> Candidate:
     assert headers.group is not None and headers.outcome is not None
     return Candidate(
-        group=headers.group,
-        outcome=headers.outcome,
-        policy_version_min=headers.policy_version_min or 0,
-        partition=first.partition,
-        offset=first.offset,
-        parts=headers.parts or 1,
-        sha256=headers.sha256 or "",
-    )
+        group=headers.group, outcome=headers.outcome, policy_version_min=headers.policy_version_min or 0, partition=first.partition,
+        offset=first.offset, parts=headers.parts or 1, sha256=headers.sha256 or "",
+    )  # fmt: skip
 
 
 SHOWN_CAUSES = 6

@@ -321,17 +321,10 @@ class Trainer:
         digest = self.writer.step_digest(self.policy)
         measured["digest_s"] = time.monotonic() - hashing
         self.writer.write(
-            "step",
-            step=self.policy.steps_done,
-            version=version,
-            plan=tuple(plan),
-            boundaries=outcome.boundaries,
-            loss_bits=outcome.loss_bits,
-            grad_norm_bits=outcome.grad_norm_bits,
-            digest=digest,
-            metrics=measured,
+            "step", step=self.policy.steps_done, version=version, plan=tuple(plan), boundaries=outcome.boundaries,
+            loss_bits=outcome.loss_bits, grad_norm_bits=outcome.grad_norm_bits, digest=digest, metrics=measured,
             details=self.arrivals.resume_point().to_json(),
-        )
+        )  # fmt: skip
         self.committed += 1
         self.arrivals.offsets.steps[self.committed] = self.writer.newest_offset
         self.drops.committed()

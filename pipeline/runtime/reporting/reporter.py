@@ -254,17 +254,9 @@ class Reporter:
         """
         with self._sending:
             measurement = metrics.Measurement(
-                worker=self.worker,
-                role=self.role,
-                incarnation=self.incarnation,
-                seq=self._sequence,
-                kind=kind,
-                time_ns=time.time_ns(),
-                version=version,
-                step=step,
-                values=dict(values),
-                labels=dict(labels or {}),
-            )
+                worker=self.worker, role=self.role, incarnation=self.incarnation, seq=self._sequence, kind=kind, time_ns=time.time_ns(),
+                version=version, step=step, values=dict(values), labels=dict(labels or {}),
+            )  # fmt: skip
             self._sequence += 1
             value = metrics.encode(measurement)
             headers = metrics.headers(measurement, run=self.run).encode(value)
