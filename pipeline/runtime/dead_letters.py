@@ -20,6 +20,7 @@ from penstock.infra.errors import BrokerError
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
 from penstock.pipeline.runtime.reporting.reporter import Reporter
+from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record, RecordId
@@ -36,7 +37,7 @@ class Attempts:
     """Records in a with block which record is being decoded; for one thread, not to be nested.
 
     Example:
-        with attempts.reading(record):  # raises Unusable(kind="killer") for a poison record
+        with attempts.reading(record):  # raises Unusable for a poison record
             decode(record.value)
     """
 
@@ -81,7 +82,7 @@ class Attempts:
     def _refuse(self, record: Record) -> None:
         count = self.crashes.get(record.id, 0)
         if count >= MAX_CRASHES:
-            raise Unusable(f"{count} processes of this name ended while they decoded it", kind="killer")
+            raise Unusable(f"{count} processes of this name ended while they decoded it", kind=POISON)
 
     def _load(self) -> None:
         if self._counts is not None:

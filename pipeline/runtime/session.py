@@ -49,14 +49,13 @@ class Session:
     """The one of rollout.pools that this worker is in; None without pools, and in other roles."""
     watch_s: float = 0.0
     """How long a silent owner of this worker's lease is watched; 0 in a process that other workers share."""
-    finishing: Callable[[], str] | None = None
-    """Describes the remaining work after a stop request and its duration; set by the worker, called by any thread."""
     schedule: Schedule = field(init=False)
     producer: Producer = field(init=False)
     """The plain producer: samples, chunks, measurements and dead letters."""
     reporter: Reporter = field(init=False)
     dead_letters: DeadLetters = field(init=False)
     _lease: WriterLease | None = None
+    _finishing: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         self.schedule = self.config.rules
@@ -107,10 +106,19 @@ class Session:
                 f"the tokenizer, chat template or stop ids in {path} are not those the run was created with; use the same model directory"
             )
 
+    def ready(self, *, finishing: Callable[[], str], outage: Callable[[], float] = lambda: 0.0) -> None:
+        """Report that everything is loaded.
+
+        `finishing` describes the remaining work after a stop request and its duration, and is called by any thread; `outage` returns the
+        seconds for which the broker has been unreachable.
+        """
+        self._finishing = finishing
+        self.reporter.ready(outage)
+
     def announce_stop(self) -> None:
         """Wait until a stop is requested, then report the remaining work; for a thread of its own."""
         self.stop.wait()
-        text = self.finishing() if self.finishing else f"finishes its current work: {self.reporter.labels['doing']}"
+        text = self._finishing() if self._finishing else f"finishes its current work: {self.reporter.labels['doing']}"
         self.reporter.notify(f"stop requested: {text}")
         with contextlib.suppress(PenstockError):  # the worker's own calls raise errors of the log
             self.reporter.doing(Activity.STOP, f"stopping: {text}", now=True)

@@ -26,8 +26,7 @@ def main(session: Session) -> None:
     session.reporter.doing(Activity.START, "loading the model", now=True)
     engine = make_engine(session.config)
     evaluations = Evaluations.open(session, engine, meanwhile=session.reporter.status)
-    session.finishing = lambda: "drops the current evaluation, which is repeated when the run is resumed (a few s)"
-    session.reporter.ready()
+    session.ready(finishing=lambda: "drops the current evaluation, which is repeated when the run is resumed (a few s)")
     while not session.stop.is_set():
         evaluations.follower.poll(0.2)
         session.reporter.status()

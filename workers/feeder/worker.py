@@ -80,7 +80,7 @@ class Admission:
         """Number of groups below `limit` that wait for a free slot; 0 once no further prompt will come."""
         return 0 if self.choices.exhausted else max(0, limit - self.admitted)
 
-    def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
+    def start_offsets(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their metadata disagree."""
         texts = {commit.metadata for commit in committed.values()}
         note = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
@@ -182,10 +182,8 @@ def main(session: Session) -> None:
     # Fence before reading: no write of an earlier feeder can follow the records read now.
     transactions = session.transactions()
     state = _nothing_admitted(session, data)
-    session.finishing = lambda: "exits at once (about 1 s)"
     tail = _catch_up(session, state)
-    session.reporter.outage = lambda: tail.outage_s
-    session.reporter.ready()
+    session.ready(finishing=lambda: "exits at once (about 1 s)", outage=lambda: tail.outage_s)
     committed, clock = time.monotonic(), WorkingClock()
     while state.ledger.closed is None and not session.stop.is_set():
         state.presence.now_s = clock.tick(working=tail.outage_s == 0)
@@ -255,7 +253,7 @@ def _catch_up(session: Session, state: Admission) -> Tail:
     past, tail = session.log.tail(prompt_starts, group=group), session.log.tail(ended, group=group)
     committed, first_offsets = {**past.committed(), **tail.committed()}, session.log.beginning_offsets([*prompt_starts, *ended])
     reaches = all((committed[at].offset or 0) >= first for at, first in first_offsets.items())
-    starts = state.begin(committed) if reaches else {}
+    starts = state.start_offsets(committed) if reaches else {}
     if not starts and any(first_offsets.values()):
         _count_on(session, state)
     for partition, offset in starts.items():

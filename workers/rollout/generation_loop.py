@@ -48,9 +48,7 @@ class GenerationLoop(ABC):
     def run(self) -> None:
         """Generate until the run is closed or a stop is requested; then release what is unfinished."""
         session = self.session
-        session.finishing = self.finishing
-        session.reporter.outage = lambda: self.member.outage_s
-        session.reporter.ready()
+        session.ready(finishing=self.finishing, outage=lambda: self.member.outage_s)
         try:
             while self.weights.state.closed is None and not session.stop.is_set():
                 self.turn()

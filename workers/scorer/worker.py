@@ -13,7 +13,7 @@ from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, group_of, group_outcome, payload_of, reward_pool
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import read_to_current_end
+from penstock.pipeline.runtime.topic_reader import POISON, read_to_current_end
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.metrics import Activity
@@ -50,10 +50,11 @@ def main(session: Session) -> None:
     )
     member = session.member("prompts", "rollouts", max_records=2048, max_bytes=128 << 20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
-    session.finishing = lambda: f"leaves {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
     polled = 0.0
-    session.reporter.outage = lambda: member.outage_s
-    session.reporter.ready()
+    session.ready(
+        finishing=lambda: f"leaves {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)",
+        outage=lambda: member.outage_s,
+    )
     try:
         while follower.state.closed is None and not session.stop.is_set():
             scorer.turn()
@@ -205,7 +206,7 @@ class Scorer:
             with self.session.dead_letters.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
         except Unusable as error:  # the rollout workers own reading `prompts`
-            if error.kind == "killer":
+            if error.kind == POISON:
                 self._fail_unread(state, record, str(error))
             return
         if state.out_of_order(prompt.group):  # a foreign record: the feeder's numbers rise

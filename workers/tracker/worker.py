@@ -80,8 +80,7 @@ def main(session: Session) -> None:
     directory = run_directory(session.run)
     directory.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(session, directory=directory)
-    session.finishing = lambda: f"writes the report and brings MLflow up to date (at most {STOPPED_S + PAGE_STOPPED_S:.0f} s)"
-    session.reporter.ready()
+    session.ready(finishing=lambda: f"writes the report and brings MLflow up to date (at most {STOPPED_S + PAGE_STOPPED_S:.0f} s)")
     try:
         tracker.follow()
         tracker.end()

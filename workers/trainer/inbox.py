@@ -18,6 +18,7 @@ from penstock.pipeline.algorithms.advantages import HIGH, RewardScale, zero_vari
 from penstock.pipeline.learner.training_samples import untrainable
 from penstock.pipeline.rewards.scoring import UNTRAINED
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.pipeline.scheduling.rules import Schedule
@@ -45,7 +46,7 @@ class GroupInbox:
     dead_letter: Callable[[Record, Unusable], None]
     duplicate: Callable[[str], None]
     decoding: Callable[[Record], AbstractContextManager[object]] = nullcontext
-    """The block in which a payload is decoded; raises `Unusable` of kind "killer" for a poison record."""
+    """The block in which a payload is decoded; raises `Unusable` for a poison record."""
     vocabulary: int | None = None
     """Size of the model's vocabulary; None if unknown."""
     selector: Selector = field(init=False)
@@ -80,7 +81,7 @@ class GroupInbox:
             group = self._decode(records, headers)
         except Unusable as error:
             self.dead_letter(record, error)
-            if error.kind == "killer":  # its headers were checked: the group is in the log, and cannot be trained
+            if error.kind == POISON:  # its headers were checked: the group is in the log, and cannot be trained
                 self.selector.refuse(_candidate(record, headers))
             return
         self.selector.add(_candidate(records[0], headers))
@@ -134,7 +135,7 @@ class GroupInbox:
         with self.decoding(records[-1]):
             group = groups.read(records, run=self.run)[1]
         if problem := untrainable(group, vocabulary=self.vocabulary):
-            raise Unusable(f"group {group.group} cannot be trained: {problem}", kind="killer")
+            raise Unusable(f"group {group.group} cannot be trained: {problem}", kind=POISON)
         return group
 
 

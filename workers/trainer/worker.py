@@ -66,10 +66,9 @@ def main(session: Session) -> None:
                 return
         session.reporter.doing(Activity.START, "loading the model", now=True)
         trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)), device)
-        session.reporter.outage = lambda: trainer.arrivals.tail.outage_s
-        session.reporter.ready()
+        session.ready(finishing=trainer.finishing, outage=lambda: trainer.arrivals.tail.outage_s)
         set_status(session.log, session.record, status="running")
-        trainer.begin(resumed)
+        trainer.start(resumed)
         try:
             while trainer.policy.steps_done < session.steps and trainer.arrivals.end_reason is None and not session.stop.is_set():
                 if not trainer.train_step():
@@ -124,10 +123,9 @@ class Trainer:
         trainer = cls(session, policy, writer, arrivals, DropLimit(arrivals.inbox), device=device)
         if device is not None:
             device.model = policy
-        session.finishing = trainer.finishing
         return trainer
 
-    def begin(self, resumed: Resumed) -> None:
+    def start(self, resumed: Resumed) -> None:
         """Open the run with version 0, or recover the state at the end of the ledger."""
         self._settle(resumed)
         self.writer.open_run(self.policy)

@@ -159,7 +159,7 @@ class Reporter:
     throttled: ThrottledLog = field(init=False)
     """Log for lines that may repeat many times."""
     outage: Callable[[], float] = lambda: 0.0
-    """Seconds for which the broker has been unreachable; set by workers that follow topics."""
+    """Seconds for which the broker has been unreachable."""
     _activity: Activity = Activity.START
     _sequence: int = 0
     _sending: threading.Lock = field(default_factory=threading.Lock)
@@ -205,8 +205,9 @@ class Reporter:
         self._count_time()
         return sum(self.values.get(f"time_{use}_s", 0.0) for use in TRAINER_WAITS)
 
-    def ready(self) -> None:
+    def ready(self, outage: Callable[[], float]) -> None:
         """Report that everything is loaded; `startup_s` counts from the creation of the process."""
+        self.outage = outage
         gc.set_threshold(*GC_THRESHOLD)  # raised during the imports
         self.values["startup_s"] = time.time() - psutil.Process().create_time()
         self.status(force=True)

@@ -48,7 +48,8 @@ def test_what_a_worker_does_is_printed_now_and_then_where_it_has_changed(
 def test_a_worker_that_is_asked_to_stop_says_what_it_still_finishes(finishing, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = log_with()
     session = session_of(log, config_of())
-    session.finishing = finishing
+    if finishing is not None:
+        session.ready(finishing=finishing)
     session.reporter.doing(Activity.START, "loading")
     waiting = threading.Thread(target=session.announce_stop)
     waiting.start()

@@ -44,7 +44,7 @@ class Feeders:
     def restart(self) -> None:
         self.now = Admission(RUN, PARTITIONS, LedgerState(RUN))
         self.now.ledger.stale |= self.whole.ledger.stale  # the ledger is read from its beginning
-        starts = self.now.begin(self.committed)
+        starts = self.now.start_offsets(self.committed)
         for name in NAMES:
             for record in self.logs[name][starts.get(name, 0) :]:
                 self.read += 1

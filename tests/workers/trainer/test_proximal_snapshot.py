@@ -60,7 +60,7 @@ def opened(log: MemoryLog) -> Trainer:
     )  # fmt: skip
     past = read_ledger_history(session.log, session.run)
     trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
-    trainer.begin(Resumed(past=past))
+    trainer.start(Resumed(past=past))
     return trainer
 
 

@@ -32,7 +32,7 @@ def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True, 
     session = session_of(log, config_of(checkpoints, trainer=chosen))
     trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
     if begin:
-        trainer.begin(Resumed(past=past))
+        trainer.start(Resumed(past=past))
     return trainer
 
 
@@ -127,7 +127,7 @@ def test_a_request_to_stop_ends_the_repetition() -> None:
         assert first.train_step()
     second = trainer_of(log, None, begin=False)
     second.session.stop.set()
-    second.begin(Resumed(past=read_ledger_history(log, RUN)))
+    second.start(Resumed(past=read_ledger_history(log, RUN)))
     second.end()
     assert second.policy.steps_done == 0
     assert len(read_ledger_history(log, RUN).steps) == 2

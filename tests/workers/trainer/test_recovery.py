@@ -184,7 +184,7 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
             for entry in past.entries
         ]
         with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {told}"):
-            trainer.begin(Resumed(past=replace(past, entries=changed)))
+            trainer.start(Resumed(past=replace(past, entries=changed)))
 
 
 def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
@@ -192,7 +192,7 @@ def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: 
     plan = [replace(planned, sha256="0" * 64) for planned in past.steps[2].plan]
     changed = [replace(entry, plan=tuple(plan)) if entry.kind == "step" and entry.step == 2 else entry for entry in past.entries]
     with pytest.raises(Unrecoverable, match=r"groups/0/\d+ holds group 4 .*, the ledger records group 4 \(0000"):
-        trainer.begin(Resumed(past=replace(past, entries=changed)))
+        trainer.start(Resumed(past=replace(past, entries=changed)))
     with pytest.raises(Unrecoverable, match="commits step 2, expected step 1"):
         replace(past, entries=[entry for entry in past.entries if entry.kind != "step" or entry.step != 1])
 
@@ -210,7 +210,7 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id
         crew.start("trainer")
         crew.wait(lambda: crew.report()["steps"] == 3)
     trainer, past = opened(session_of(log, run_id, "trainer"))
-    trainer.begin(Resumed(past=past))
+    trainer.start(Resumed(past=past))
     assert trainer.arrivals.inbox.selector.drops == past.drops == 6
     write_groups(log, run_id, half(12, 6), partitions=config.partitions)
     with Crew(log, run_id) as crew:
@@ -246,7 +246,7 @@ def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], 
     trainer, past = three_steps()
     past.ledger_state.manifests[0] = replace(past.ledger_state.manifests[0], digest="0" * 64)
     with pytest.raises(Unrecoverable, match=r"version 0: the recorded weights digest is 0000.*the model directory holds"):
-        trainer.begin(Resumed(past=past))
+        trainer.start(Resumed(past=past))
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_on_when_it_can(broker, run_id, tiny_model, tmp_path: Path):
