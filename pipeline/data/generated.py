@@ -6,7 +6,7 @@ Row i depends on the seed alone.
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from itertools import islice
@@ -52,7 +52,8 @@ def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, spl
     offered: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
     parameters = inspect.signature(function).parameters
     arguments = {**{name: value for name, value in offered.items() if name in parameters}, **options}
-    if unknown := [name for name in arguments if name not in parameters and not _takes_any(parameters.values())]:
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown := [name for name in arguments if name not in parameters and not takes_any]:
         raise DataError(f"{spec}: the function has no parameter {unknown[0]!r}{nearest(unknown[0], parameters)}")
     try:
         rows = function(**arguments)
@@ -140,7 +141,3 @@ def _version() -> str:
     from importlib.metadata import version
 
     return version("reasoning-gym")
-
-
-def _takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -51,7 +51,9 @@ class RewardService:
 
     async def score(self, **arguments: Any) -> Any:
         """The rewards of one group's completions. Raises `RewardError` with the last failure."""
-        content = json.dumps({**_sent(arguments), "trainer_state": asdict(arguments["trainer_state"])})
+        # Functions cannot be sent; token ids are long, and useless to a service without the run's tokenizer.
+        sent = {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
+        content = json.dumps({**sent, "trainer_state": asdict(arguments["trainer_state"])})
         end = time.monotonic() + IN_TIME * self._timeout_s
         attempt = 0
         while True:
@@ -86,11 +88,6 @@ class RewardService:
         except (ValueError, KeyError, TypeError) as error:
             expected = '{"rewards": [a number or null for each completion]}'
             raise RewardError(f"reward {self.address} returned {_excerpt(response.text)}, expected {expected}") from error
-
-
-def _sent(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without functions and without token ids, which are long and useless to a service without the run's tokenizer."""
-    return {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
 
 
 def _excerpt(text: str) -> str:

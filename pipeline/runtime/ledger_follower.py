@@ -83,18 +83,14 @@ class LedgerState:
     def add(self, manifest: Manifest) -> None:
         """Count a version as published, or update where its chunks are after they were sent again."""
         if (origin := self.manifests.get(0)) is not None and (manifest.names, manifest.shapes) == (origin.names, origin.shapes):
-            manifest = replace(manifest, names=origin.names, dtypes=_same(manifest.dtypes, origin.dtypes), shapes=origin.shapes)
+            dtypes = origin.dtypes if manifest.dtypes == origin.dtypes else manifest.dtypes  # all versions share the tuples
+            manifest = replace(manifest, names=origin.names, dtypes=dtypes, shapes=origin.shapes)
         self.manifests[manifest.version] = manifest
         self.newest_version = max(manifest.version, self.newest_version)
         if self.newest_only and manifest.begins_chain:
             for version in [version for version in self.manifests if 0 < version < self._anchor]:
                 del self.manifests[version]
             self._anchor = max(manifest.version, self._anchor)
-
-
-def _same(names: tuple[str, ...], previous: tuple[str, ...]) -> tuple[str, ...]:
-    """`previous` if both are equal, so that all versions share one tuple."""
-    return previous if names == previous else names
 
 
 class LedgerFollower:

@@ -269,7 +269,7 @@ def as_text() -> str:
         lines += [f"    <- {topic:<13} {what}" for topic, what in role.reads.items()]
         lines += [f"    -> {topic:<13} {what}" for topic, what in role.writes.items()]
     lines.append("")
-    rows = [(_who(topic, writers(topic)), topic, _audience(topic)) for topic in TOPICS]
+    rows = [(_WRITERS.get(topic, ", ".join(writers(topic))), topic, _READERS.get(topic) or ", ".join(readers(topic))) for topic in TOPICS]
     width = max(len(who) for who, _, _ in rows)
     lines += [f"{who:>{width}} --> {topic:<13} --> {audience}" for who, topic, audience in rows]
     return "\n".join(lines)
@@ -289,14 +289,6 @@ _READERS = {
     "dead-letters": "people (penstock topics)",
     "penstock.runs": "every role, once",
 }
-
-
-def _who(topic: str, names: list[str]) -> str:
-    return _WRITERS.get(topic, ", ".join(names))
-
-
-def _audience(topic: str) -> str:
-    return _READERS.get(topic) or ", ".join(readers(topic))
 
 
 def as_mermaid() -> str:

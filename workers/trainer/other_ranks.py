@@ -69,7 +69,8 @@ class Follower:
         assert self.backend is not None, "rank 0 sends `open` first"
         match message["do"]:
             case "train":
-                batch = self._batch(_plan_of(message["plan"]), message["rows"])
+                plan = [Planned(group=group, sha256=digest, partition=p, offset=offset) for group, digest, p, offset in message["plan"]]
+                batch = self._batch(plan, message["rows"])
                 self._stats.append(self.objective.backward(self.backend, batch))
                 faults.reach("rank.trained")
             case "nothing":
@@ -83,10 +84,6 @@ class Follower:
     def _batch(self, plan: Sequence[Planned], rows: Sequence[Sequence[int]]) -> TokenBatch:
         sequences = {group.group: self.objective.sequences(group) for group in self.read(plan)}
         return pack([sequences[group][number] for group, number in rows])
-
-
-def _plan_of(plan: Sequence[Sequence[Any]]) -> list[Planned]:
-    return [Planned(group=group, sha256=sha256, partition=partition, offset=offset) for group, sha256, partition, offset in plan]
 
 
 PR_SET_PDEATHSIG = 1

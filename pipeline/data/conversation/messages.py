@@ -57,7 +57,9 @@ def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
     if calls := _calls(message):
         functions = [_function(call) for call in calls]
         made["tool_calls"] = [
-            {**_other_fields(call), "type": "function", "function": function} for call, function in zip(calls, functions, strict=True)
+            # Some clients put the function's name and arguments next to its other fields.
+            {**{key: value for key, value in call.items() if key not in ("name", "arguments")}, "type": "function", "function": function}
+            for call, function in zip(calls, functions, strict=True)
         ]
     return made
 
@@ -84,11 +86,6 @@ def _calls(message: Message) -> Sequence[Any]:
     if not isinstance(calls, list | tuple):
         raise TemplateRefused('"tool_calls" is not a list of {"function": {"name": ..., "arguments": ...}}')
     return calls
-
-
-def _other_fields(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a call except its function, whose name and arguments some clients put next to them."""
-    return {key: value for key, value in call.items() if key not in ("name", "arguments")}
 
 
 def _function(call: Any) -> dict[str, Any]:

@@ -242,18 +242,15 @@ def equal(first: str, second: str) -> bool:
     if choices[0] and choices[1]:
         first_option, second_option = (next(filter(None, choice.groups())).upper() for choice in choices if choice)
         return first_option == second_option
-    readings = [{text: None, _with_commas(original): None} for text, original in zip(plain, (first, second), strict=True)]
+    # `100,200` may be two numbers. `1,000` stays one number, because numbers in a list do not start with 0.
+    lists = [normalised(text, thousands=re.search(r",0\d\d", text) is not None) for text in (first, second)]
+    readings = [{text: None, as_list: None} for text, as_list in zip(plain, lists, strict=True)]
     return any(compact(a) == compact(b) or _same(read(a), read(b)) for a in readings[0] for b in readings[1])
 
 
 def has_content(text: str) -> bool:
     """True if the text has a letter, a digit or an empty set."""
     return re.search(r"[^\W_]|\\\{ ?\\\}|\N{EMPTY SET}", text) is not None
-
-
-def _with_commas(text: str) -> str:
-    """The text with `100,200` as two numbers. `1,000` stays one number, because numbers in a list do not start with 0."""
-    return normalised(text, thousands=re.search(r",0\d\d", text) is not None)
 
 
 def _same(first: Reading, second: Reading) -> bool:

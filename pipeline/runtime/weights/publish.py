@@ -198,7 +198,9 @@ def deletable(manifests: Mapping[int, Manifest], *, ends: Mapping[int, int], eve
     Two anchors are retained, so that a worker that reads the older one has time until the next is published.
     """
     anchors = sorted(version for version, manifest in manifests.items() if version and is_anchor(manifest, every=every))
-    oldest = min([*anchors[-2:], *(_chain_start(manifests, version) for version in needed)], default=0)
+    # Version 0 is always retained: it starts a chain only if no later version does.
+    starts = [next((link.version for link in weights.chain(manifests, version) if link.version), 0) for version in needed]
+    oldest = min([*anchors[-2:], *starts], default=0)
     if len(anchors) < 2:
         return {}
     retained = dict(ends)
@@ -207,8 +209,3 @@ def deletable(manifests: Mapping[int, Manifest], *, ends: Mapping[int, int], eve
             for partition, offset in weights.chunk_places(manifest):
                 retained[partition] = min(retained.get(partition, offset), offset)
     return {partition: offset for partition, offset in retained.items() if partition >= FIRST and offset}
-
-
-def _chain_start(manifests: Mapping[int, Manifest], version: int) -> int:
-    """The first version that a version is put together from, but version 0 only where no other is."""
-    return next((link.version for link in weights.chain(manifests, version) if link.version), 0)
