@@ -263,9 +263,6 @@ def seed_of(row: Mapping[str, Any], *, seed: int, group: int) -> int:
     """The seed of a group's environment: the row's `seed`, else a hash of the run's seed and the group.
 
     All samples of a group start in the same state, so that their rewards can be compared.
-
-    Example:
-        seed_of({"seed": 7}, seed=0, group=3)  # -> 7
     """
     own = row.get("seed")
     if isinstance(own, int) and not isinstance(own, bool):

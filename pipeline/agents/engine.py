@@ -111,11 +111,7 @@ def turn_number(group: int, sample: int, turn: int) -> int:
 
 
 def turn_of(number: int) -> tuple[int, int, int]:
-    """Group, sample and turn of a turn's number.
-
-    Example:
-        turn_of(16777218)  # -> (1, 0, 2)
-    """
+    """Group, sample and turn of a turn's number."""
     return number >> SAMPLE_BITS + TURN_BITS, number >> TURN_BITS & (1 << SAMPLE_BITS) - 1, number & (1 << TURN_BITS) - 1
 
 

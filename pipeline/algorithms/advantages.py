@@ -159,11 +159,7 @@ class RewardScale:
             self.low, self.high = min(self.low, reward), max(self.high, reward)
 
     def position(self, reward: float) -> float | None:
-        """Position of a reward, at most 1; None while the scale has no width.
-
-        Example:
-            RewardScale(-1.0, 1.0).position(0.8)  # -> 0.9
-        """
+        """Position of a reward, at most 1; None while the scale has no width."""
         return (reward - self.low) / (self.high - self.low) if self.low < self.high else None
 
     def advice(self, reward: float) -> str:

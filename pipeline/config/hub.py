@@ -23,11 +23,7 @@ def local_model(path: str) -> Path:
 
 
 def pinned(path: str) -> str:
-    """A name on the hub with its commit; other paths unchanged. Raises `BackendError`.
-
-    Example:
-        pinned("hf:org/model@main")  # -> "hf:org/model@9c1f0a…"
-    """
+    """A name on the hub with its commit; other paths unchanged. Raises `BackendError`."""
     if not is_hub_name(path):
         return path
     return f"{path.partition('@')[0]}@{_snapshot(path).name}"

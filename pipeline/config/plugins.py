@@ -110,11 +110,7 @@ def is_address(function: str) -> bool:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A suggestion to append to an error, or nothing.
-
-    Example:
-        nearest("exact_mach", ["exact_match"])  # -> "; did you mean 'exact_match'?"
-    """
+    """A suggestion to append to an error, or nothing."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 

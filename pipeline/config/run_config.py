@@ -33,11 +33,7 @@ from penstock.topics.weights import FIRST
 
 
 def source_name(source: str) -> str:
-    """The name of a data source in metrics.
-
-    Example:
-        source_name("hf:openai/gsm8k")  # -> "gsm8k"
-    """
+    """The name of a data source in metrics: `gsm8k` for `hf:openai/gsm8k`."""
     return re.sub(r"[^\w.-]", "_", re.split(r"[/:]", source.removesuffix(".jsonl").removesuffix(".parquet"))[-1])
 
 

@@ -73,11 +73,7 @@ INSTEAD = {
 
 
 def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | None = None) -> None:
-    """Raise `ConfigError` for a password or token, which would be written to the log; values in `recorded` are there already.
-
-    Example:
-        refuse_secrets({"kafka": {"bootstrap": "me:secret@host:9092"}})  # raises ConfigError
-    """
+    """Raise `ConfigError` for a password or token, which would be written to the log; values in `recorded` are there already."""
     for setting in _mapping(_mapping(table.get("kafka")).get("security")):
         refuse_password(setting, where=f"kafka.security.{setting}")
     for key, instead in INSTEAD.items():

@@ -323,9 +323,5 @@ def _utilisation(measures: dict[str, float], *, seconds: float) -> dict[str, flo
 
 
 def double_bits(value: float) -> int:
-    """The 64 bits of a double as a signed integer, so that two values are compared exactly.
-
-    Example:
-        double_bits(1.0)  # -> 4607182418800017408
-    """
+    """The 64 bits of a double as a signed integer, so that two values are compared exactly."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -77,11 +77,7 @@ def _rows(columns: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
 
 
 def bounded(total: float, what: str) -> float:
-    """Return a sum of rewards. Raises `RewardError` if it is not finite or too large.
-
-    Example:
-        bounded(2.5, "the weighted sum")  # -> 2.5
-    """
+    """Return a sum of rewards. Raises `RewardError` if it is not finite or too large."""
     if not abs(total) <= LARGEST:
         raise RewardError(f"{what} is {total:g}, which is not finite" if not isfinite(total) else f"{what} is {total:g}: above {LARGEST:g}")
     return total

@@ -53,11 +53,7 @@ Note = TypeVar("Note", RolloutOffsetMetadata, CallOffsetMetadata, ScorerOffsetMe
 
 
 def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetadata | FeederOffsetMetadata) -> str:
-    """The metadata as JSON.
-
-    Example:
-        encode(RolloutOffsetMetadata(rollouts=7))  # -> '{"rollouts": 7}'
-    """
+    """The metadata as JSON."""
     return json.dumps(note._asdict())
 
 

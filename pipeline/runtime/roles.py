@@ -51,11 +51,7 @@ class Role:
         return f"penstock.workers.{self.name}.worker"
 
     def worker(self, slot: int) -> str:
-        """The name of its worker number `slot`.
-
-        Example:
-            ROLES["rollout"].worker(1)  # -> "rollout-1"
-        """
+        """The name of its worker number `slot`, as `rollout-1`."""
         return self.name if self.single else f"{self.name}-{slot}"
 
 

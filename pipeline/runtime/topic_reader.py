@@ -207,11 +207,7 @@ class RunReader:
 
 
 def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:
-    """The records that retention has deleted from these Kafka topics, a line for each partition, or for that one.
-
-    Example:
-        deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
-    """
+    """The records that retention has deleted from these Kafka topics, a line for each partition, or for that one."""
     partitions = [at for name in names for at in _partitions(log, name) if partition in (None, at[1])]
     first_offsets = log.beginning_offsets(partitions)
     return [

@@ -16,11 +16,7 @@ SETTLED = frozenset(FATES) - {"unused"}
 
 
 def fate_of(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> str:
-    """Status of a group, final or `OPEN`; `outcome` is None before the group is scored, `ended` is true after the end of the run.
-
-    Example:
-        fate_of("scored", trained=False, stale=True, ended=False)  # -> "stale"
-    """
+    """Status of a group, final or `OPEN`; `outcome` is None before the group is scored, `ended` is true after the end of the run."""
     if trained:
         return "trained"
     if stale:

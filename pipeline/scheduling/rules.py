@@ -94,20 +94,12 @@ DROPPED = frozenset({"filtered", "failed", "abandoned"})
 
 
 def version_after(steps: int, *, steps_per_version: int) -> int:
-    """Policy version once `steps` optimizer steps are done: floor(steps / S); 0 is the initial model.
-
-    Example:
-        version_after(7, steps_per_version=2)  # -> 3
-    """
+    """Policy version once `steps` optimizer steps are done: floor(steps / S); 0 is the initial model."""
     return steps // steps_per_version
 
 
 def versions_of(steps: int, *, steps_per_version: int) -> int:
-    """The newest version of a whole run; the last one is published after the last step even when S does not divide the steps.
-
-    Example:
-        versions_of(7, steps_per_version=2)  # -> 4
-    """
+    """The newest version of a whole run; the last one is published after the last step even when S does not divide the steps."""
     return -(-steps // steps_per_version)
 
 
@@ -178,11 +170,7 @@ def lag(*, learner_version: int, policy_version_min: int) -> int:
 
 
 def lag_summary(lags: npt.ArrayLike) -> dict[str, float]:
-    """`lag_min`, `lag_mean`, `lag_max` and `lag_p95` (the smallest lag that 95 % do not exceed), in versions; empty without lags.
-
-    Example:
-        lag_summary([0, 0, 1, 3])  # -> {"lag_min": 0.0, "lag_mean": 1.0, "lag_max": 3.0, "lag_p95": 3.0}
-    """
+    """`lag_min`, `lag_mean`, `lag_max` and `lag_p95` (the smallest lag that 95 % do not exceed), in versions; empty without lags."""
     values = np.asarray(lags, np.float64)
     if not values.size:
         return {}
@@ -195,31 +183,18 @@ def lag_summary(lags: npt.ArrayLike) -> dict[str, float]:
 
 
 def fractions_by_lag(lags: npt.ArrayLike) -> dict[int, float]:
-    """Lag -> share, for the lags that occur, in ascending order.
-
-    Example:
-        fractions_by_lag([2, 0, 0, 0])  # -> {0: 0.75, 2: 0.25}
-    """
+    """Lag -> share, for the lags that occur, in ascending order."""
     distinct, counts = np.unique(np.asarray(lags, np.int64), return_counts=True)
     return {int(lag): int(count) / int(counts.sum()) for lag, count in zip(distinct, counts, strict=True)}
 
 
 def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> bool:
-    """True if the trainer may train a group, by the oldest of its policy versions.
-
-    Example:
-        is_fresh(learner_version=9, policy_version_min=7, max_lag=2)  # -> True
-        is_fresh(learner_version=9, policy_version_min=6, max_lag=2)  # -> False
-    """
+    """True if the trainer may train a group: its lag, by the oldest of its policy versions, is at most `max_lag`."""
     return learner_version - policy_version_min <= max_lag
 
 
 def will_be_stale(*, newest_version: int, policy_version_min: int, max_lag: int) -> bool:
-    """True if a group in flight cannot be fresh when it is trained, because the learner is at `newest_version` or later.
-
-    Example:
-        will_be_stale(newest_version=9, policy_version_min=6, max_lag=2)  # -> True
-    """
+    """True if a group in flight cannot be fresh when it is trained, because the learner is at `newest_version` or later."""
     return not is_fresh(learner_version=newest_version, policy_version_min=policy_version_min, max_lag=max_lag)
 
 
@@ -333,13 +308,7 @@ _FULL = bytearray(b"\xff" * (PAGE_BITS // 8))
 
 @dataclass(slots=True)
 class IdSet:
-    """A growing set of integers.
-
-    Example:
-        ids = IdSet()
-        ids.add(7)
-        7 in ids  # -> True
-    """
+    """A growing set of integers."""
 
     _full: int = 0
     """Number of full pages from 0 on."""

@@ -359,9 +359,5 @@ class Arrivals:
 
 
 def partition_key(session: Session, at: Partition) -> str:
-    """A partition's name in a resume point.
-
-    Example:
-        partition_key(session, ("demo.groups", 3))  # -> "groups/3"
-    """
+    """A partition's name in a resume point, as `groups/3`."""
     return f"{at[0].removeprefix(f'{session.run}.')}/{at[1]}"

@@ -331,9 +331,5 @@ class Trainer:
 
 
 def _about(seconds: float | None) -> str:
-    """A duration that was measured before, in brackets.
-
-    Example:
-        _about(3.2)  # -> " (about 4 s)"
-    """
+    """A duration that was measured before, as ` (about 4 s)`."""
     return "" if seconds is None else f" (about {math.ceil(seconds)} s)"

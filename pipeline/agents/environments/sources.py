@@ -200,11 +200,7 @@ def _unrewarded(plain: str) -> bool:
 
 
 def open_environment(source: str) -> EnvironmentKind:
-    """Load an environment; options for its constructor follow a question mark. Raises `PluginError`.
-
-    Example:
-        open_environment("gymnasium:FrozenLake-v1?is_slippery=false").version  # -> "1.4.0"
-    """
+    """Load an environment; options for its constructor follow a question mark. Raises `PluginError`."""
     plain, options = split_options(source)
     scheme, colon, name = plain.partition(":")
     if scheme in SCHEMES and colon and name:

@@ -143,9 +143,6 @@ def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
     """The program and its arguments in `agent:COMMAND`, each `{column}` replaced by the row's value; no shell is used.
 
     `python` is the interpreter of this process.
-
-    Example:
-        command_of("agent:python solve.py --task {prompt}", {"prompt": "1 + 1"})  # -> [sys.executable, "solve.py", "--task", "1 + 1"]
     """
 
     def value(match: re.Match[str]) -> str:

@@ -52,9 +52,6 @@ def user_code(config: Config, *, sections: Collection[str] = (), overridden: Col
     """Keys and names of the user's code in a configuration: functions, commands, services, pickled states.
 
     `sections`: only those that a command executes, all if empty. `overridden`: keys whose values the operator has passed to the command.
-
-    Example:
-        user_code(config)  # -> [("reward.functions", "rewards.py:score")]
     """
     named = dict.fromkeys(_named(config))
     recorded = [name for name in named if not any(name[0] == key or name[0].startswith(f"{key}.") for key in overridden)]

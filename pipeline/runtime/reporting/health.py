@@ -27,11 +27,7 @@ Response = tuple[str, str, bytes]
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port. Raises `ConfigError`.
-
-    Example:
-        address_of("9100")  # -> ("127.0.0.1", 9100)
-    """
+    """Host and port. Raises `ConfigError`."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
         raise ConfigError(f"--health {text}: expected PORT or HOST:PORT")

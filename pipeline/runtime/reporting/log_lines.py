@@ -22,12 +22,7 @@ LOG_JSON = "PENSTOCK_LOG_JSON"
 
 
 def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: float | None = None, as_json: bool = False) -> str:
-    """One line of a worker's log; times are local in text and UTC in JSON.
-
-    Example:
-        log_line("done", run="r", worker="feeder", time_s=0.0, as_json=True)
-        # -> '{"time": "1970-01-01T00:00:00.000Z", "level": "info", "run": "r", "worker": "feeder", "text": "done"}'
-    """
+    """One line of a worker's log; times are local in text and UTC in JSON."""
     now = time.time() if time_s is None else time_s
     if as_json:
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -56,20 +56,12 @@ TURN_S = 1.0
 
 
 def use_of(activity: Activity) -> str:
-    """The use under which the seconds of an activity are counted.
-
-    Example:
-        use_of(Activity.LOAD)  # -> "no_weights"
-    """
+    """The use under which the seconds of an activity are counted."""
     return _COUNTED_AS.get(activity, activity).value
 
 
 def kind_of(use: str) -> str:
-    """The kind of a use: `work`, `wait` or `load`.
-
-    Example:
-        kind_of("broker")  # -> "wait"
-    """
+    """The kind of a use: `work`, `wait` or `load`."""
     return "wait" if use in NO_ACTIVITY else Activity(use).kind
 
 
