@@ -119,7 +119,7 @@ audit-packages: $(STAMP)/environment
 	echo "make audit-packages: no feed of advisories can be reached from here; nothing was audited ($${out##*$$'\n'})" >&2; exit 1
 
 # Tools of an environment of its own, which no install of a user has.
-docs: $(STAMP)/environment
+docs: install
 	@mkdir -p $(SITE_TOOLS)
 	@[ $(SITE_TOOLS)/.stamp -nt docs/requirements.lock ] || { $(UV) venv --quiet --clear --python $(BIN)/python $(SITE_TOOLS) && \
 	  VIRTUAL_ENV=$(SITE_TOOLS) timeout 30 $(UV) pip sync --quiet --require-hashes docs/requirements.lock 2>$(SITE_TOOLS)/error && \

@@ -68,7 +68,7 @@ class DataSection(Section):
     prompt_field: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
     answer_field: str = Field("answer", description="column that reward functions get as `answer`; empty for none")
     tag_field: str | None = Field(None, description="column that selects one of `rollout.pools`; in a mixture it may be `data_source`")
-    split: str = Field("train", description="split of an `hf:` data set; generated sources have the same names")
+    split: str = Field("train", description="split of an `hf:` data set; generated sources hold other splits out")
     start: NonNegative = Field(0, description="first row that is used")
     limit: Positive | None = Field(None, description="number of rows that are used; all if absent")
     size: Positive | None = Field(None, description="rows to generate, for sources that generate them; the source's own number if absent")
@@ -78,7 +78,9 @@ class DataSection(Section):
         "auto", description="`auto`: the model's, if any; `on`: required; `off`: none; or the path of a Jinja file"
     )
     system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; needs a chat template")
-    template_arguments: dict[str, Any] = Field(default_factory=dict, description="variables of the template: `enable_thinking = false`")
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as `enable_thinking = false`"
+    )
     max_prompt_tokens: Positive = Field(1024, description="limit of a prompt; a longer one stops the run with the name of its row")
     on_change: Literal["refuse", "accept"] = Field("refuse", description="what a resumed run does if the rows have changed")
 
@@ -87,7 +89,7 @@ class ChildSection(Section):
     """Keys of a section whose code runs in child processes."""
 
     pass_env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(
-        default_factory=list, description="environment variables that child processes get too"
+        default_factory=list, description="further environment variables that child processes get"
     )
     memory_gb: PositiveFloat | None = Field(
         None, description="memory limit of a child with its descendants; half of the machine's if absent"
@@ -147,9 +149,11 @@ class EnvironmentSection(ChildSection):
     max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt after which it is truncated")
     max_result_tokens: Positive | None = Field(None, description="tokens to which a tool result or a step's text is cut; not cut if absent")
     history: Literal["exact", "template"] = Field(
-        "exact", description="contexts contain all generated tokens (`exact`), or what the chat template renders"
+        "exact", description="`exact`: contexts have all generated tokens; `template`: what the chat template renders"
     )
-    resume: Literal["replay", "restart"] = Field("replay", description="after a crash: replay the recorded actions, or start anew")
+    resume: Literal["replay", "restart"] = Field(
+        "replay", description="after a crash: replay the recorded actions, or start the trajectory again"
+    )
     reset_timeout_s: PositiveFloat = Field(60.0, description="seconds for a reset")
     step_timeout_s: PositiveFloat = Field(30.0, description="seconds for a step")
     trajectory_timeout_s: PositiveFloat = Field(3600.0, description="seconds of the environment's time in one trajectory")
@@ -166,14 +170,14 @@ class ScheduleSection(Section):
     steps_per_version: Positive = Field(1, description="S: optimizer steps between two published versions")
     max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind the learner; the mode's own if absent")
     order: Literal["submission", "arrival"] | None = Field(
-        None, description="of training: group numbers, or scoring; the mode's own if absent"
+        None, description="groups are trained by number, or as they are scored; the mode's own if absent"
     )
     stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
         None, description="what to do with an unfinished group that can no longer be fresh; the mode's own if absent"
     )
-    oversample: NonNegative = Field(0, description="r: K + r samples start, the group ends when K have ended; favours short ones")
+    oversample: NonNegative = Field(0, description="r: K + r samples are started, and the group ends when K have ended")
     max_drops_per_step: Positive | None = Field(
-        None, description="dropped groups between two steps that stop the run; 16 U·S or 64 if absent"
+        None, description="dropped groups between two steps that stop the run; 16 U·S, at least 64, if absent"
     )
 
 
@@ -183,7 +187,7 @@ class SamplingSection(Section):
     top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="number of most likely tokens to sample from; 0 for all")
     max_new_tokens: Positive = Field(256, description="longest completion; one that reaches it has `finish = length`")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list, description="texts that end a completion, of which they are part"
+        default_factory=list, description="texts that end a completion; they are part of it"
     )
     seeded: bool = Field(True, description="random numbers of each sample follow from the seed; vLLM generates faster without")
 
@@ -206,7 +210,7 @@ class AlgorithmSection(Section):
     )
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference model; above 0 the trainer keeps a frozen copy")
     kl_weighted: bool | None = Field(None, description="weight the KL of a token by current / behaviour; true if absent")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="k3 in the loss, or k1 subtracted from the reward before the advantage")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="KL as k3 in the loss, or as k1 subtracted from the reward")
     reference: Annotated[str | None, PATH] = Field(None, description="directory of the reference model; `model.path` if absent")
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
         None, description="denominator of the ratio; `snapshot`: start of the version, if S > 1; from schedule, loss and dtype if absent"
@@ -230,11 +234,11 @@ class AlgorithmSection(Section):
         None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"
     )
     combine: Literal["rewards", "advantages"] = Field(
-        "rewards", description="sum rewards, or each function's advantages (GDPO, arXiv 2601.05242)"
+        "rewards", description="advantage of the summed rewards, or sum of each function's advantages (GDPO, arXiv 2601.05242)"
     )
     filter_zero_variance: bool = Field(True, description="groups with equal rewards are `filtered` and replaced")
     truncated: Literal["train", "mask", "penalise"] = Field(
-        "train", description="train truncated samples, leave them out, or lower their reward"
+        "train", description="what to do with truncated samples; `mask` leaves them out of the loss"
     )
     truncated_penalty: float = Field(-1.0, description='added to the reward under `truncated = "penalise"`')
 
@@ -248,7 +252,9 @@ class PoolSection(Section):
 class RolloutSection(Section):
     engine: Annotated[str, one_of(ENGINES)] = Field("transformers", description=f"{', '.join(ENGINES)} (random tokens, no model)")
     workers: Positive = Field(2, description="rollout workers that `penstock run` starts")
-    gpus_per_worker: NonNegative = Field(0, description="GPUs of each worker, after the trainer's; with `trainer.gpus = 0`: all")
+    gpus_per_worker: NonNegative = Field(
+        0, description="GPUs of each worker, after the trainer's; if this and `trainer.gpus` are 0, every worker sees all"
+    )
     threads: Positive = Field(1, description="threads of each worker")
     device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
@@ -270,22 +276,28 @@ class ScorerSection(Section):
 class TrainerSection(Section):
     backend: Annotated[str, one_of(BACKENDS)] = Field("torch", description="`torch` or `deepspeed`")
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage of DeepSpeed")
-    deepspeed_config: Annotated[dict[str, Any], JSON_FILE] = Field(default_factory=dict, description="DeepSpeed's options, or a JSON file")
+    deepspeed_config: Annotated[dict[str, Any], JSON_FILE] = Field(
+        default_factory=dict, description="DeepSpeed's own options: a table, or the path of their JSON file"
+    )
     offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none", description="kept in host memory: masters and moments, or weights too"
+        "none", description="`optimizer`: masters and moments are in host memory; `parameters`: the weights too"
     )
     offload_activations: bool = Field(False, description="keep activations for the backward pass in host memory")
     processes: Positive = Field(1, description="data-parallel processes, each with threads or a GPU of its own")
     device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
-    gpus: NonNegative = Field(0, description="GPUs of the trainer, as many as `processes`; with `rollout.gpus_per_worker = 0`: all")
+    gpus: NonNegative = Field(
+        0, description="GPUs of the trainer, as many as `processes`; if this and `rollout.gpus_per_worker` are 0, every worker sees all"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the weights; `auto` is `bfloat16` if the device has it. The optimizer is float32"
+        "float32",
+        description="number format of the weights; the optimizer's is float32. `auto` in a file: bfloat16 if the device computes it",
     )
     threads: Positive = Field(1, description="threads per process; other counts give other bits. By the model's size if absent")
     deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` refuses operations that are not deterministic")
     tf32: bool = Field(False, description="a GPU computes float32 products in TF32; on a GPU true if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
-        None, description="if a recomputed step has other bits; if absent `rebase` on a GPU or other arithmetic, else `stop`"
+        None,
+        description="if a recomputed step has other bits: stop, or record both; if absent `rebase` on a GPU or with other arithmetic",
     )
     peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; known for common GPUs")
     lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
@@ -299,7 +311,7 @@ class TrainerSection(Section):
     micro_batch_tokens: Positive = Field(8192, description="padded tokens of one micro-batch, per process")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     share_prompts: Literal["auto", "on", "off"] = Field(
-        "auto", description="compute common prefixes once; `auto`: if the logprobs are the same"
+        "auto", description="compute common prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"
     )
     export: bool = Field(True, description="write a Hugging Face directory with each checkpoint, and at the end `runs/RUN/model`")
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 for none")
@@ -314,7 +326,9 @@ class EvalSection(Section):
     source: Annotated[str | list[str] | None, SOURCE] = Field(
         None, description="held-out prompts, as `data.source`; no evaluation if absent"
     )
-    engine: Literal["own", "rollout"] = Field("own", description="an engine of the evaluator, or a rollout worker's (the default on a GPU)")
+    engine: Literal["own", "rollout"] = Field(
+        "own", description="engine of the evaluator, or of a rollout worker, which is the default on a GPU"
+    )
     functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as `reward.functions`; those if absent")
     weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
     threshold: float | None = Field(None, description="reward from which a completion is solved; the sum of positive weights if absent")

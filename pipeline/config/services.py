@@ -11,27 +11,35 @@ from penstock.pipeline.config.fields import Positive, PositiveFloat, Resolve, Se
 class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = Field(8, description="size of a chunk in the topic `weights`")
     partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for the chunks of versions from 1 on")
-    keep: Literal["chain", "all"] = Field("all", description="`chain` deletes versions that loading the newest ones does not need")
+    keep: Literal["chain", "all"] = Field(
+        "all", description="`chain` deletes versions that the newest ones do not need; `penstock replay rollout` of them needs `all`"
+    )
     anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are lossless deltas")
     encoding: Literal["auto", "merged", "adapter"] = Field(
-        "auto", description="whether versions of a LoRA run are sent as adapters (`auto`)"
+        "auto", description="`adapter`, and `auto` for a LoRA run: versions are sent as adapters"
     )
     shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory (Linux)")
-    transport: Literal["kafka", "ipc"] = Field("kafka", description="`ipc`: workers on the trainer's machine load from its memory")
+    transport: Literal["kafka", "ipc"] = Field(
+        "kafka", description="`ipc`: rollout workers on the trainer's machine load versions from its memory"
+    )
 
 
 class KafkaSection(Section):
     bootstrap: str = Field("embedded", description="`embedded`: this machine's own broker; or `HOST:PORT[,HOST:PORT]`")
-    partitions: Positive | None = Field(None, description="of `prompts`, `rollouts`, `groups`; 4 x the most workers of a role if absent")
+    partitions: Positive | None = Field(
+        None, description="partitions of `prompts`, `rollouts` and `groups`; 4 x the most workers of a role, at least 8, if absent"
+    )
     replication_factor: Positive | None = Field(None, description="copies of each record; 3, or as many as there are brokers, if absent")
     min_insync_replicas: Positive | None = Field(None, description="copies that acknowledge a record; 2, on one broker 1, if absent")
-    allow_loss: bool = Field(False, description="accept fewer than 2 copies in sync on several brokers; a lost one can lose records")
+    allow_loss: bool = Field(False, description="accept fewer than 2 copies in sync on several brokers: one lost broker can lose records")
     give_up_s: PositiveFloat = Field(GIVE_UP_S, description="seconds without a response of the broker after which a worker exits")
     session_s: float = Field(
         SESSION_S, ge=1.0, le=300.0, description="seconds without a heartbeat after which a worker's partitions are reassigned"
     )
     keep_steps: Positive | None = Field(None, description="newest steps whose prompts, samples and groups are retained; all if absent")
-    archive: Annotated[str | None, Resolve(absolute)] = Field(None, description="folder to export into before `keep_steps` deletes")
+    archive: Annotated[str | None, Resolve(absolute)] = Field(
+        None, description="folder that the run is exported into before `keep_steps` deletes records"
+    )
     security: dict[str, str] = Field(
         default_factory=dict,
         exclude=True,  # never written to a record or file: every process reads it from its own environment
