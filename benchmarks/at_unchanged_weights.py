@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.support.command import parser_of, with_numbers
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.pipeline.algorithms.losses import summarise, token_weights
 from penstock.pipeline.algorithms.registry import LOSSES

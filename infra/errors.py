@@ -1,23 +1,5 @@
 """The tree of error types; each message is one line with the fix.
 
-    PenstockError
-    ├── LogError             the log refused or timed out
-    │   ├── LogUnreachable   no broker responds at the address
-    │   ├── RecordMissing    no committed record at an offset
-    │   ├── Damaged          a batch of records cannot be decoded
-    │   ├── SendFailed       nothing was written; sending again is safe
-    │   ├── OutcomeUnknown   it may or may not have been written; read the log before sending again
-    │   ├── Fenced           another process has taken over this transactional id; stop
-    │   └── LostPartition    another member owns the partition; drop the work
-    ├── BrokerError          the embedded broker
-    ├── EngineError          generation
-    │   └── EngineRefused    settings or a model that an engine cannot work with
-    ├── BackendError         training
-    │   └── Diverged         a gradient or weights that are not finite
-    ├── CheckpointError      a checkpoint cannot be written
-    ├── Unrecoverable        a restart cannot help
-    └── TrackingError        experiment tracking
-
 Errors of libraries are translated into this tree once, where they are raised. `ConfigError`, a mistake of the user, is not part of it.
 """
 

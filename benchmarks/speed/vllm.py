@@ -27,9 +27,8 @@ import numpy as np
 
 from benchmarks.support.command import PENSTOCK, command_of, own_broker, parser_of, processes, with_numbers
 from benchmarks.support.random_model import SIZES, make_model
-from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments
-from penstock.infra.engines.vllm.model_info import read_geometry
-from penstock.infra.engines.vllm.start import start_vllm
+from penstock.infra.engines.base import EngineSettings
+from penstock.infra.engines.vllm.start import check_installed, engine_arguments, start_vllm
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table
@@ -63,10 +62,8 @@ def config_of(model: Path, chosen: argparse.Namespace, bootstrap: str) -> Config
 def open_bare(directory: Path, *, concurrency: int, longest: int, engine_process: bool) -> Any:
     """vLLM alone with the same arguments, its statistics off."""
     on_cpu = check_installed("auto")
-    arguments = engine_arguments(
-        {}, directory=directory, geometry=read_geometry(directory), dtype="float32", seed=0, concurrency=concurrency, longest=longest,
-        engine_process=engine_process, on_cpu=on_cpu,
-    )  # fmt: skip
+    settings = EngineSettings(directory=directory, concurrency=concurrency, longest=longest, engine_process=engine_process)
+    arguments = engine_arguments(settings, on_cpu=on_cpu)
     llm, scratch = start_vllm(arguments | {"disable_log_stats": True}, threads=1, engine_process=engine_process, on_cpu=on_cpu)
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     return llm

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from penstock.infra.sandbox.parquet import reader
+from penstock.infra.sandbox import parquet
 from penstock.pipeline.agents.gateway.chat import BadRequest, chat_request
 from penstock.pipeline.archive.archived_log import to_records
 from penstock.pipeline.archive.files import FORMAT, note_of, options
@@ -108,9 +108,9 @@ def read(target: str, choice: int, data: bytes) -> None:
     elif target == "archive":
         FILE.write_bytes(data)
         try:  # in the reader's child process, as pyarrow ends the process on some files
-            reader.footer(FILE)
-            table = reader.rows(FILE)
-        except reader.Refused:
+            parquet.footer(FILE)
+            table = parquet.rows(FILE)
+        except parquet.Refused:
             return
         with contextlib.suppress(ValueError):
             list(to_records(list(KINDS.values())[choice % len(KINDS)], table, run="r"))

@@ -1,4 +1,4 @@
-"""The protocol of a trainer backend, and the declaration of a backend.
+"""The protocol of a trainer backend, its input, and the declaration of a backend.
 
 `backward` adds un-normalised gradients, and `step` divides their sum once.
 """
@@ -11,10 +11,46 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.engines.packages import Package
 from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import TensorBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """B sequences of at most L tokens; values per token are aligned to *next-token positions*: column t belongs to token t + 1."""
+
+    input_ids: npt.NDArray[np.int64]
+    """[B, L] prompt, completion, zero padding."""
+    attention_mask: npt.NDArray[np.bool_]
+    """[B, L] True on real tokens."""
+    completion_mask: npt.NDArray[np.bool_]
+    """[B, L-1] True where token t + 1 is a completion token that is trained."""
+    behaviour_logprobs: npt.NDArray[np.float32]
+    """[B, L-1] logprob with which token t + 1 was sampled; 0 outside `completion_mask`."""
+    advantages: npt.NDArray[np.float32]
+    """[B] one advantage per sequence."""
+    temperatures: npt.NDArray[np.float32]
+    """[B] sampling temperatures, by which the learner's logits are divided."""
+    groups: npt.NDArray[np.int64]
+    """[B] group number of each row."""
+    samples: npt.NDArray[np.int64]
+    """[B] sample number of each row within its group."""
+    sample_tokens: npt.NDArray[np.int64] | None = None
+    """[B] trained tokens of the full sample of each row; None if every row is a full sample."""
+    support: npt.NDArray[np.int32] | None = None
+    """[B, L-1, k] ids that token t + 1 was sampled from, itself included, padded with -1; None: the full vocabulary."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of trained tokens."""
+        return int(self.completion_mask.sum())
+
+    def logit_columns(self) -> npt.NDArray[np.int64]:
+        """Columns of the L-1 next-token positions that any row trains; at least one, so that each batch has a loss."""
+        columns: npt.NDArray[Any] = np.flatnonzero(self.completion_mask.any(axis=0))
+        return columns if len(columns) else np.zeros(1, np.int64)
+
 
 LossFunction = Callable[..., tuple[Any, dict[str, float]]]
 """Logprobs, a float32 tensor [B, L-1] (0 on untrained tokens) -> (un-normalised scalar loss sum, statistics). With `entropy_bonus` a
@@ -51,7 +87,10 @@ class Backend(Protocol):
         ...
 
     def step(self, *, denominator: float) -> StepResult:
-        """Divide the gradient sum by `denominator`, clip it, update the weights and clear the gradients."""
+        """Divide the gradient sum by `denominator`, clip it, update the weights and clear the gradients.
+
+        Raises `BackendError` and leaves the weights unchanged if the gradient is not finite.
+        """
         ...
 
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
@@ -63,7 +102,7 @@ class Backend(Protocol):
         ...
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
-        """Make the current weights, or `tensors`, the proximal policy of the next steps; needs `snapshot=True`."""
+        """Make the current weights, or `tensors`, the proximal policy of the next steps (arXiv 2505.24298); needs `snapshot=True`."""
         ...
 
     def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:

@@ -5,8 +5,7 @@ from typing import Any
 
 from penstock.infra.backends.base import Backend, BackendKind
 from penstock.infra.backends.deepspeed.options import mistake
-from penstock.infra.engines.packages import Package
-from penstock.infra.engines.unused_packages import import_transformers
+from penstock.infra.engines.packages import Package, import_transformers
 
 
 def _torch(**settings: Any) -> Backend:

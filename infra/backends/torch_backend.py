@@ -1,20 +1,259 @@
-"""Trainer backend on plain torch: one process on the CPU or a GPU, or several with a full copy of the model each.
+"""Trainer backend on plain torch, and the base of all backends: forward passes, frozen policies, fingerprint, export.
 
-Gradients are summed in float32 for every dtype of the weights, and divided once, in `step`.
+One process on the CPU or a GPU, or several with a full copy of the model each. Gradients are summed in float32 for every dtype of the
+weights, and divided once, in `step`.
 """
 
+import contextlib
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import transformers
 
-from penstock.infra.backends.arithmetic import return_freed_memory
-from penstock.infra.backends.base import LossFunction, StepResult
-from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
-from penstock.infra.errors import BackendError
+from penstock.infra.backends.arithmetic import choose_device, fix_arithmetic, return_freed_memory
+from penstock.infra.backends.base import LossFunction, StepResult, TokenBatch
+from penstock.infra.backends.hardware import FlopCount, peak_flops, this_cpu
+from penstock.infra.backends.logprobs.forward import choose_forward
+from penstock.infra.backends.model import FOLDER, Adapters, FrozenPolicy, host_floats, open_model, save_model
+from penstock.infra.backends.settings import BackendSettings
+from penstock.infra.errors import BackendError, Diverged
+from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+"""[B, L-1] logprobs with gradient, and [B, L-1] entropies if they are computed."""
+
+
+class LocalModel:
+    """The part of a backend that does not depend on its optimizer; subclasses set `module` to the module that runs forward."""
+
+    name = "?"
+    head_is_whole = True
+    """False if the output layer's weight is available only while it runs, so that logits cannot be computed in pieces."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Open the model named by `BackendSettings`' fields."""
+        self.settings = BackendSettings(**settings)
+        fix_arithmetic(self.settings)
+        self.device = choose_device(self.settings.device)
+        self.model = open_model(self.settings, device=self.device)
+        self.model.eval()
+        s = self.settings
+        self.adapters = Adapters(self.model, rank=s.lora_rank, alpha=s.alpha, seed=s.seed) if s.lora_rank else None
+        share = self.settings.share_prompts
+        self.forward = choose_forward(self.model, share=share, device=self.device, in_pieces=self.head_is_whole)
+        if self.settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
+        self.module: Any = self.model
+        reference = self.settings.reference_path
+        own_reference = self.settings.reference and (self.adapters is None or reference is not None)
+        self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if own_reference else None
+        self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
+        self.flop_count, self.flops = FlopCount.of_model(self.model), 0.0
+        self.steps = 0
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups for AdamW: weight decay on matrices, none on norms and biases."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not self.settings.weight_decay:
+            return [{"params": parameters}]
+        matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+        vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": vectors}]
+        return [group for group in groups if group["params"]]
+
+    def adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Decoupled Adam (arXiv 1711.05101), all parameters in one fused kernel."""
+        s = self.settings
+        return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
+
+    def run_forward(self, batch: TokenBatch) -> tuple[Outputs, dict[str, float]]:
+        """([B, L-1] logprobs with gradient, statistics of the pass)."""
+        offload = self.settings.offload_activations
+        with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
+            logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
+        counts = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
+        self.flops += self.flop_count.of(batch.attention_mask, computed=computed)
+        return (logprobs, entropies), counts | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
+
+    def loss_of(self, outputs: Outputs, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss and statistics of a forward pass."""
+        loss: torch.Tensor
+        loss, stats = loss_fn(*outputs) if self.settings.entropy_bonus else loss_fn(outputs[0])
+        return loss, stats
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        return host_floats(self.forward(self.module, batch, device=self.device)[0])
+
+    def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] logprobs under version 0 or the reference model; with adapters version 0 is the model without them."""
+        if self.reference is None and self.adapters is not None and self.settings.reference:
+            with self.adapters.off():
+                return self.logprobs(batch)
+        if self.reference is None:
+            raise BackendError("there is no reference model: open the backend with reference=True")
+        return self.reference.logprobs(batch)
+
+    def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
+        self._snapshot().load(self.weights() if tensors is None else tensors)
+
+    def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        return self._snapshot().logprobs(batch)
+
+    def _snapshot(self) -> FrozenPolicy:
+        if self.snapshot is None:
+            raise BackendError("there is no snapshot of the weights: open the backend with snapshot=True")
+        return self.snapshot
+
+    def adapted(self) -> Adapted | None:
+        return None if self.adapters is None else self.adapters.apart()
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of weights that are unsharded in this process, under their names in the plain model, with adapters merged."""
+        return to_bytes(self.model.named_parameters()) if self.adapters is None else self.adapters.apart().merged()
+
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        if self.adapters is None:
+            copy_into(self.model, tensors)
+        else:
+            self.adapters.load(tensors)
+
+    def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
+        """Write these weights and the tokenizer in Hugging Face format, and the current adapters into a folder of their own."""
+        target = Path(directory)
+        weights = {tensor.name: from_bytes(tensor) for tensor in tensors}
+        save_model(self.model, weights, target, tokenizer=self.settings.model_path)
+        if self.adapters is not None:
+            self.adapters.save(target / FOLDER, base=self.settings.model_path)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        on_gpu = self.device.type == "cuda"
+        return {
+            "backend": self.name,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "processor": this_cpu().vendor,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "dtype": self.settings.dtype,
+            "forward": str(self.forward),
+            "threads": self.settings.threads,
+            "deterministic": self.settings.deterministic,
+            **({"tf32": "on"} if self.settings.tf32 else {}),
+            **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}, merged exactly"} if self.adapters else {}),
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        }
+
+    def peak_memory(self) -> dict[str, float]:
+        """`peak_gpu_bytes`, the largest size of tensors on the GPU so far; empty on a CPU."""
+        return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
+
+    def taken_flops(self) -> dict[str, float]:
+        """`model_flops` since the last call and, if known, `peak_flops`, the device's peak FLOP/s."""
+        s, flops = self.settings, self.flops
+        self.flops = 0.0
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        peak = peak_flops(device, dtype=s.dtype, tf32=s.tf32, configured_tflops=s.peak_tflops)
+        return {"model_flops": flops, **({} if peak is None else {"peak_flops": peak})}
+
+    def random_state(self) -> dict[str, torch.Tensor]:
+        """States of torch's random generators."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore torch's random generators to states that `random_state` returned."""
+        torch.set_rng_state(state["cpu"].cpu())
+        if "cuda" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
+
+    def close(self) -> None:
+        self.module = self.model = self.reference = self.snapshot = None
+
+
+def saved_on_host(model: Any, *, device: torch.device) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context for the forward pass; with gradient checkpointing only the inputs of layers are moved.
+
+    Weights are not moved, except those that ZeRO-3 gathers for a pass.
+    """
+    host = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor if tensor.untyped_storage().data_ptr() in weights else host.pack_hook(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def update_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Norm of AdamW's last update of the weights, computed from its moments and without weight decay."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for parameter in group["params"]:
+            if not (state := optimizer.state.get(parameter)):
+                continue  # the parameter never had a gradient
+            steps, squares = float(state["step"]), 0.0
+            # In pieces: full copies of an embedding's moments would be the step's peak of memory.
+            for average, square in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True):
+                scale = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+                squares += float((average / scale).square_().sum())
+            total += squares * (group["lr"] / (1 - beta1**steps)) ** 2
+    return float(total**0.5)
+
+
+def checked_denominator(denominator: float) -> float:
+    """The step's denominator. Raises `ValueError` unless it is finite and above 0."""
+    if not denominator > 0 or denominator == float("inf"):
+        raise ValueError(f"a step's loss cannot be divided by {denominator}")
+    return float(denominator)
+
+
+def checked_norm(norm: float, *, step: int) -> float:
+    """The gradient norm. Raises `Diverged` unless it is finite, because such a gradient would destroy the weights."""
+    if not np.isfinite(norm):
+        raise Diverged(f"the gradient of optimizer step {step} has the norm {norm}")
+    return norm
+
+
+@contextlib.contextmanager
+def strict_or_error() -> Iterator[None]:
+    """Raise `BackendError` if torch rejects an operation under `trainer.deterministic = "strict"`; also a decorator."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        text = str(error).split(", but")[0].splitlines()[0]
+        raise BackendError(f"trainer.deterministic = 'strict': {text}. Set trainer.deterministic = 'warn'") from error
+
+
+@contextlib.contextmanager
+def saving(directory: Path) -> Iterator[None]:
+    """Raise the `OSError` that torch's writer wraps in a RuntimeError, or else `BackendError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror) from error
+        raise BackendError(f"cannot write the trainer's state into {directory}: {str(error).splitlines()[0]}") from error
+
 
 STATE_FILE = "trainer.pt"
 LARGE_MODEL_BYTES = 2**28
@@ -52,7 +291,6 @@ class TorchBackend(LocalModel):
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         if self.large and not self.has_gradient:
             return_freed_memory()
         outputs, counts = self.run_forward(batch)
@@ -63,7 +301,6 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:
-        """Divide the gradient sum, clip, update. Raises `BackendError` and leaves the weights unchanged if the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
         self._add_up_ranks()
@@ -85,14 +322,9 @@ class TorchBackend(LocalModel):
         self.has_gradient = False
         return StepResult(grad_norm=norm, lr=rate, measures=measures)
 
-    def weights(self) -> list[TensorBytes]:
-        """A copy of all parameters, tied ones once."""
-        return self.whole_weights()
-
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace all parameters, or none on an error."""
-        self.replace_weights(tensors)
+        super().load_weights(tensors)
         if self.masters is not self.parameters:
             torch._foreach_copy_(self.masters, self.parameters)
 

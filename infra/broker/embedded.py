@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.broker import fencing, jars, login, ports, probe, process, settings
-from penstock.infra.broker.java import environment, find_java
+from penstock.infra.broker import jars, login, ports, probe, process, settings
 from penstock.infra.broker.login import Login
+from penstock.infra.broker.process import environment, find_java
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, state_path, writable, write_private
 
@@ -25,6 +25,12 @@ _POLL_S = 0.03
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LEAST_FREE_BYTES = 1 << 20
 _NOT_YET = "(kafka.server.ControllerApis)"
+FENCE_TIMEOUT_S = 30.0
+"""A controller that has not fenced the broker by then is ended."""
+
+_FENCING = "fencing.properties"
+_ANY_REGISTRATION = re.compile(r"registration for broker|RegisterBroker|BrokerRegistration", re.IGNORECASE)
+_RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistrationChangeRecord)\([^\n]*?fenced=(true|false|-?1)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,40 +52,18 @@ class BrokerInfo:
     """One line on the possible cost of its start; None after a start in order, and from `status`."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Files:
     """Paths of the broker's files."""
 
-    home: Path
-
-    @property
-    def directory(self) -> Path:
-        return self.home / "broker"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "logs" / "broker.log"
-
-    @property
-    def console(self) -> Path:
-        return self.directory / "logs" / "console.log"
-
-    @property
-    def pid_file(self) -> Path:
-        return self.directory / "process.json"
-
-    @property
-    def properties(self) -> Path:
-        return self.directory / "server.properties"
-
-    @property
-    def identity(self) -> Path:
-        return self.directory / "data" / "meta.properties"
-
-    @property
-    def orderly(self) -> Path:
+    def __init__(self, home: Path) -> None:
+        self.home, self.directory = home, home / "broker"
+        self.log, self.console = self.directory / "logs" / "broker.log", self.directory / "logs" / "console.log"
+        self.pid_file, self.properties = self.directory / "process.json", self.directory / "server.properties"
+        self.fencing = self.directory / "fencing.json"
+        """The process that fences a killed broker."""
+        self.identity = self.directory / "data" / "meta.properties"
+        self.orderly = self.directory / "data" / ".kafka_cleanshutdown"
         """Written by a broker that was stopped, after it left its controller; deleted by the next one."""
-        return self.directory / "data" / ".kafka_cleanshutdown"
 
     def info(self, *, started_s: float | None = None, risk: str | None = None) -> BrokerInfo:
         pid, last_ports = process.running(self.pid_file), ports.remembered(self.directory)
@@ -117,7 +101,7 @@ def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> 
             if _await_ready(files, last_ports.client):
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
-        fencing.end(files.directory)
+        process.end(files.fencing, timeout_s=0.0)  # left by a killed start
         risk = _launch(files, ports.choose(files.directory, port), progress)
         return files.info(started_s=time.monotonic() - start_s, risk=risk)
 
@@ -129,7 +113,7 @@ def stop(home: Path | None = None) -> bool:
         return False
     login.started.discard(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: None):
-        fencing.end(files.directory)
+        process.end(files.fencing, timeout_s=0.0)  # left by a killed start
         if process.running(files.pid_file) is None:
             files.pid_file.unlink(missing_ok=True)
             return False
@@ -195,7 +179,7 @@ def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None])
     _write_properties(files, chosen, data="data")
     progress("starting the broker")
     killed, risk = not fresh and not files.orderly.exists(), None
-    if killed and not any(fencing.fence_predecessor(files.directory, chosen, run, log=files.log) for _ in range(2)):
+    if killed and not any(_fence_predecessor(files, chosen, run) for _ in range(2)):
         risk = (
             "the killed broker could not be fenced first: a transaction it had acknowledged may have lost its end; "
             "`penstock topics unblock RUN` looks for it"
@@ -220,6 +204,56 @@ def _run(files: _Files, chosen: ports.Ports, java: list[str], since: int) -> boo
         if not ready:  # also after Ctrl-C: a broker whose start was not reported must not stay behind
             _end(files, timeout_s=2.0)
     return ready
+
+
+def _fence_predecessor(files: _Files, chosen: ports.Ports, java: list[str]) -> bool:
+    """Run the controller alone until it has fenced the killed broker; returns False if it did not.
+
+    A broker must not start on metadata in which it already leads its partitions. It takes over the transactions of its predecessor, cannot
+    write their commit markers because it is not in service yet, and finds its partitions without a leader while the controller fences the
+    predecessor. Kafka 4.3.1 takes these partitions for deleted, skips the markers and marks the transaction as complete: readers wait for
+    ever, and a later transaction may commit aborted records.
+    """
+    text = settings.fencing_properties(controller_port=chosen.controller, data="data", password=secrets.token_urlsafe())
+    write_private(files.directory / _FENCING, text)
+    since, deadline = _size(files.log), time.monotonic() + FENCE_TIMEOUT_S
+    process.spawn([*java, "kafka.Kafka", _FENCING], directory=files.directory, output=files.console, pid_file=files.fencing)
+
+    def becomes_true(condition: Callable[[], bool]) -> bool:
+        while not condition():
+            if process.running(files.fencing) is None or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    try:
+        if not becomes_true(lambda: is_fenced(_text(files.log, since=since))):
+            return False
+        # The controller logs this before it writes the record; records are written in order, and another one follows soon.
+        before = _newest(files.directory)
+        return becomes_true(lambda: _newest(files.directory) > before)
+    finally:
+        process.end(files.fencing, timeout_s=0.0)  # it has no work to finish
+
+
+def is_fenced(text: str) -> bool:
+    """True if a controller with this log is active and every broker in it is fenced.
+
+    Example:
+        is_fenced("Performing controller activation.\\nReplayed BrokerRegistrationChangeRecord(brokerId=1, fenced=1)")  # -> True
+    """
+    records = _RECORD.findall(text)
+    if "Performing controller activation" not in text or "Replayed " not in text:
+        return False
+    if not records:  # no broker has ever been in service, or this Kafka logs it in other words
+        return _ANY_REGISTRATION.search(text) is None
+    return records[-1] in ("true", "1")
+
+
+def _newest(directory: Path) -> tuple[str, int]:
+    """Name and size of the newest segment of the controller's metadata log: it grows, or another one follows."""
+    segments = sorted((directory / "data" / "__cluster_metadata-0").glob("*.log"))
+    return (segments[-1].name, segments[-1].stat().st_size) if segments else ("", 0)
 
 
 def _write_properties(files: _Files, chosen: ports.Ports, *, data: str) -> None:
@@ -307,11 +341,13 @@ def _last_lines(text: str) -> str:
 
 
 def _text(path: Path, *, since: int = 0) -> str:
-    if not path.exists():
+    """The file from byte `since` on; empty if it is missing, as while a log is rotated."""
+    try:
+        with path.open("rb") as file:
+            file.seek(since if since <= _size(path) else 0)  # smaller than before: it was rotated
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
         return ""
-    with path.open("rb") as file:
-        file.seek(since if since <= _size(path) else 0)  # smaller than before: it was rotated
-        return file.read().decode(errors="replace")
 
 
 def _size(path: Path) -> int:

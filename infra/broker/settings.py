@@ -39,7 +39,7 @@ _BEHAVIOUR = {
     # Allows sessions shorter than 6 s, so that a killed worker's partitions are reassigned within 2 s.
     "group.min.session.timeout.ms": "1000",
     # A broker that was frozen, with its machine or alone, stays in service: a controller that fences the only broker leaves every
-    # partition without a leader for a moment, in which Kafka 4.3.1 can lose the end of a transaction (`fencing`).
+    # partition without a leader for a moment, in which Kafka 4.3.1 can lose the end of a transaction (`embedded._fence_predecessor`).
     "broker.session.timeout.ms": "30000",
     "broker.heartbeat.interval.ms": "500",
     # An overdue transaction of a killed worker blocks every read_committed reader: check each second, not every ten.

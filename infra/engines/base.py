@@ -159,19 +159,20 @@ class EngineSettings:
 
     directory: Path
     """Directory of the model."""
-    dtype: Literal["float32", "bfloat16"]
-    device: str
-    threads: int
-    seed: int
-    concurrency: int
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    threads: int = 1
+    seed: int = 0
+    concurrency: int = 64
     """Number of concurrent samples."""
-    longest: int
-    """Tokens of the longest prompt with its completion."""
-    kv_cache: Literal["recompute", "keep"]
-    engine_process: bool
-    arguments: Mapping[str, Any]
+    longest: int | None = None
+    """Tokens of the longest prompt with its completion, which bound the memory of the KV cache."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """Running samples recompute their KV cache after a weight update, or continue on the old one."""
+    engine_process: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine."""
-    delay_s: float
+    delay_s: float = 0.0
     """Seconds that the toy engine sleeps in each step."""
     top_k: int = 0
     """Largest `Sampling.top_k` of the requests."""

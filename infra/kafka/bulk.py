@@ -11,7 +11,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka.cluster.skips import ReadDeadLetters
+from penstock.infra.kafka.guards import ReadDeadLetters
 from penstock.infra.kafka.settings import MAX_RECORD_BYTES, Connection, librdkafka
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record

@@ -8,20 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from penstock.infra.kafka.cluster import hanging
-from penstock.infra.kafka.cluster.admin import Admin, Weakness, weaknesses
-from penstock.infra.kafka.cluster.hanging import Hanging
-from penstock.infra.kafka.cluster.skips import first_readable
+from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.cpu_meter import CpuCosts
+from penstock.infra.kafka.guards import first_readable
+from penstock.infra.kafka.member import KafkaMember
 from penstock.infra.kafka.outage import Contact
-from penstock.infra.kafka.producer import KafkaProducerOfRecords
-from penstock.infra.kafka.reading.member import KafkaMember
-from penstock.infra.kafka.reading.offset_reader import OffsetReader
-from penstock.infra.kafka.reading.tail import KafkaTail
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.kafka.transactions import KafkaTransactions
-from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start
-from penstock.topics.catalogue import TopicSpec
+from penstock.infra.kafka.tail import KafkaTail, OffsetReader
+from penstock.infra.kafka.writers import KafkaProducerOfRecords, KafkaTransactions
+from penstock.infra.log import GIVE_UP_S, SESSION_S, TRANSACTION_S, Partition, Pools, Start
 from penstock.topics.wire.record import Outgoing, Record
 
 # It warns whenever a busy machine leaves the client's thread without a core for a moment.
@@ -31,7 +26,7 @@ _LONGEST_S = 7 * 86400.0
 """Limit of client settings, which count milliseconds in 32 bits."""
 
 
-class KafkaLog:
+class KafkaLog(Admin):
     """A connection to one Kafka cluster. Raises `LogUnreachable` if no broker responds within `unreachable_after_s`."""
 
     def __init__(
@@ -43,64 +38,35 @@ class KafkaLog:
         unreachable_after_s: float = 10.0,
         give_up_s: float = GIVE_UP_S,
     ) -> None:
-        self._connection = Connection(
+        connection = Connection(
             bootstrap=bootstrap, client_id=client_id, security=dict(security or {}), unreachable_after_s=unreachable_after_s
         )
-        self._costs = CpuCosts()
-        self._contact = Contact(bootstrap, give_up_s)
-        self._admin = Admin(self._connection, self._costs, self._contact)
-        self._admin.connect()
+        super().__init__(connection, CpuCosts(), Contact(bootstrap, give_up_s))
+        self.connect()
         self._members: WeakSet[KafkaMember] = WeakSet()
-        self._offsets = OffsetReader(self._connection, self._costs, self._contact, self._admin)
+        self._single_records = OffsetReader(self)
         self.bootstrap = bootstrap
 
     def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None:
         """Let clients made from now on wait `give_up_s` for an unreachable broker; `notify` gets a line when an outage starts and ends."""
-        self._contact.give_up_s = give_up_s
+        self.contact.give_up_s = give_up_s
         if notify is not None:
-            self._contact.report_to(notify)
-
-    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
-        """Create missing topics. Raises `LogError` if an existing one has other partitions or settings.
-
-        Returns a line for each topic with fewer replicas than `copies` requests.
-        """
-        return self._admin.create(specs, copies)
-
-    def weaknesses(self) -> list[Weakness]:
-        """Settings and topics with which this cluster loses acknowledged records together with one broker."""
-        return weaknesses(self._admin)
-
-    def topics(self, prefix: str = "") -> list[str]:
-        """Names of the topics that start with `prefix`, sorted."""
-        return self._admin.topics(prefix)
-
-    def delete_topics(self, names: Iterable[str]) -> None:
-        """Delete topics with all their records; missing ones are no error."""
-        self._admin.delete(names)
-
-    def partitions(self, topic: str) -> int | None:
-        """Number of partitions of a topic; None if it does not exist."""
-        return self._admin.partitions(topic)
+            self.contact.report_to(notify)
 
     def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Partition -> the first offset that retention has not deleted."""
-        return self._admin.offsets(partitions, end=False, committed=True)
+        return self.offsets(partitions, end=False, committed=True)
 
     def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
         """Partition -> offset of the first record at or after this time, the end offset if there is none."""
         partitions = list(partitions)
-        ends = self._admin.offsets(partitions, end=True, committed=False)
-        offsets = self._admin.offsets(partitions, end=False, committed=False, time_ms=time_ms)
+        ends = self.offsets(partitions, end=True, committed=False)
+        offsets = self.offsets(partitions, end=False, committed=False, time_ms=time_ms)
         return {partition: offset if offset >= 0 else ends[partition] for partition, offset in offsets.items()}
-
-    def delete_records(self, before: Mapping[Partition, int]) -> None:
-        """Delete the records before these offsets; disk is freed soon after, by whole segments."""
-        self._admin.delete_records(before)
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
         """Partition -> one past the last readable offset; with `committed`, at most the start of the first open transaction."""
-        return self._admin.offsets(partitions, end=True, committed=committed)
+        return self.offsets(partitions, end=True, committed=committed)
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> KafkaTail:
         """Return a reader of exactly these partitions; `group` only stores offsets.
@@ -111,20 +77,7 @@ class KafkaLog:
 
     def _tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **options: Any) -> KafkaTail:
         """Like `tail`; without `read_dead_letters` it stops at damaged records."""
-        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, group=group, **options)
-
-    def hanging(self, topics: Iterable[str], *, patience_s: float = hanging.PATIENCE_S) -> list[Hanging]:
-        """Open transactions that no coordinator will end, of these topics and of group offsets. Takes a while if any is open."""
-        return hanging.find(self._admin, [*topics, hanging.GROUP_OFFSETS], patience_s=patience_s)
-
-    def end_hanging(self, transaction: Hanging, *, commit: bool) -> None:
-        """Write the missing end of a transaction; requires the right to alter the cluster."""
-        hanging.end(self._admin, transaction, commit=commit)
-
-    @property
-    def connection(self) -> Connection:
-        """Broker address and credentials, for `penstock.infra.kafka.bulk`."""
-        return self._connection
+        return KafkaTail(self, starts, group=group, **options)
 
     def member(
         self,
@@ -143,10 +96,7 @@ class KafkaLog:
         partitions it may own; either all members of a group have pools or none.
         """
         member = KafkaMember(
-            self._connection,
-            self._costs,
-            self._contact,
-            self._admin,
+            self,
             group,
             topics,
             max_records=max_records,
@@ -164,10 +114,7 @@ class KafkaLog:
     ) -> KafkaProducerOfRecords:
         """Return a writer of single records; use `linger_ms` 0 if the caller waits for each record."""
         return KafkaProducerOfRecords(
-            self._connection,
-            self._costs,
-            self._contact,
-            self._admin,
+            self,
             max_in_flight_bytes=max_in_flight_bytes,
             give_up_s=self._patience_s(give_up_s),
             linger_ms=linger_ms,
@@ -196,7 +143,7 @@ class KafkaLog:
             tail.close()
 
     def _patience_s(self, give_up_s: float | None) -> float:
-        return min(self._contact.give_up_s if give_up_s is None else give_up_s, _LONGEST_S)
+        return min(self.contact.give_up_s if give_up_s is None else give_up_s, _LONGEST_S)
 
     def transactions(
         self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
@@ -207,11 +154,8 @@ class KafkaLog:
         claim, and never without a claim. So the claim's value must be unique to this process.
         """
         return KafkaTransactions(
-            self._connection,
-            self._costs,
-            self._contact,
-            self._admin,
-            lambda topic, partition, offset: bool(self._offsets.fetch((topic, partition), [offset], timeout_s=10.0)),
+            self,
+            lambda topic, partition, offset: bool(self._single_records.fetch((topic, partition), [offset], timeout_s=10.0)),
             self._newest,
             transactional_id=transactional_id,
             claim=claim,
@@ -224,20 +168,20 @@ class KafkaLog:
 
         Waits for an open transaction that hides an offset: partitions learn of a commit at different times.
         """
-        return self._offsets.read((topic, partition), offsets, timeout_s=timeout_s)
+        return self._single_records.read((topic, partition), offsets, timeout_s=timeout_s)
 
     def costs(self) -> dict[str, float]:
         """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on network threads."""
-        return self._costs.totals()
+        return self.cpu.totals()
 
     def counts(self) -> dict[str, float]:
         """Events of this log's clients so far, and `lag`: records that its group members have not taken yet."""
-        counts = {name: float(self._contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
+        counts = {name: float(self.contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
         members = list(self._members)
         return {**counts, "lag": float(sum(member.lag() for member in members))} if members else counts
 
     def close(self) -> None:
         """Close the log's own clients; users close their tails, members and writers."""
-        self._offsets.close()
-        self._admin.close()
-        self._contact.close()
+        self._single_records.close()
+        super().close()
+        self.contact.close()

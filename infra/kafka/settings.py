@@ -28,21 +28,18 @@ MAX_RECORD_BYTES = 18 << 20
 FETCH_BYTES = 32 << 20
 """Of one response of the broker; fits the largest record and thousands of small ones."""
 
-SECURITY_KEYS = frozenset(
-    {
-        "security_protocol",
-        "sasl_mechanism",
-        "sasl_plain_username",
-        "sasl_plain_password",
-        "ssl_cafile",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "ssl_password",
-        "ssl_check_hostname",
-        TOKEN_FILE,
-        TOKEN_COMMAND,
-    }
-)
+_LIBRDKAFKA_SECURITY = {
+    "security_protocol": "security.protocol",
+    "sasl_mechanism": "sasl.mechanism",
+    "sasl_plain_username": "sasl.username",
+    "sasl_plain_password": "sasl.password",
+    "ssl_cafile": "ssl.ca.location",
+    "ssl_certfile": "ssl.certificate.location",
+    "ssl_keyfile": "ssl.key.location",
+    "ssl_password": "ssl.key.password",
+}
+"""kafka-python's name of a security setting -> librdkafka's."""
+SECURITY_KEYS = frozenset({*_LIBRDKAFKA_SECURITY, "ssl_check_hostname", TOKEN_FILE, TOKEN_COMMAND})
 
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER")
 """Supported by both clients; librdkafka's wheels are built without GSSAPI."""
@@ -89,19 +86,6 @@ class Connection:
         return [(host.strip("[]"), port) for host, _, port in pairs]
 
 
-_LIBRDKAFKA_SECURITY = {
-    "security_protocol": "security.protocol",
-    "sasl_mechanism": "sasl.mechanism",
-    "sasl_plain_username": "sasl.username",
-    "sasl_plain_password": "sasl.password",
-    "ssl_cafile": "ssl.ca.location",
-    "ssl_certfile": "ssl.certificate.location",
-    "ssl_keyfile": "ssl.key.location",
-    "ssl_password": "ssl.key.password",
-}
-"""kafka-python's name of a security setting -> librdkafka's."""
-
-
 def librdkafka(connection: Connection) -> dict[str, Any]:
     """Settings that librdkafka's consumer and producer share."""
     settings = {"bootstrap.servers": connection.bootstrap, "client.id": connection.client_id, "log_level": 0}
@@ -140,11 +124,6 @@ def connecting() -> dict[str, Any]:
     # A frozen broker's queue of new connections fills up, and the system retries ever more seldom: after a minute only every 30 s.
     # A new attempt every 5 s connects within seconds of the broker's return.
     return {"socket_connection_setup_timeout_ms": 5000, "socket_connection_setup_timeout_max_ms": 5000}
-
-
-def admin(connection: Connection) -> dict[str, Any]:
-    """Settings of the client for topics and offsets."""
-    return common(connection)
 
 
 def consumer(connection: Connection, *, group: str | None) -> dict[str, Any]:

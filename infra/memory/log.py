@@ -21,8 +21,7 @@ from penstock.infra.log import (
     Written,
     check_commits,
 )
-from penstock.infra.memory.readers import MemoryMember, MemoryTail
-from penstock.infra.memory.state import Part, State, Transaction
+from penstock.infra.memory.state import MemoryMember, MemoryTail, Part, State, Transaction
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 

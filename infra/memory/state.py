@@ -1,13 +1,28 @@
-"""State of the in-memory log: partitions, consumer groups, transactional ids; read and changed only under the lock `State.change`."""
+"""Topics, consumer groups and transactional ids of the in-memory log, its tails and its group members.
+
+State is read and changed only under the lock `State.change`. Readers have positions only; the state decides what is readable.
+"""
 
 import bisect
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.infra.errors import LogError
-from penstock.infra.log import Committed, Partition
+from penstock.infra.errors import LogError, RecordMissing
+from penstock.infra.log import (
+    Assigned,
+    Commits,
+    Committed,
+    Event,
+    Membership,
+    Partition,
+    Pools,
+    Records,
+    Revoked,
+    Start,
+    check_commits,
+)
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -137,3 +152,187 @@ class State:
         """Start a new generation, in which every member gets a new assignment."""
         group.generation += 1
         self.change.notify_all()
+
+
+class _Reader:
+    """Positions in partitions, and the records after them."""
+
+    def __init__(self, state: State, *, jumps: bool = False) -> None:
+        self._state, self._jumps = state, jumps
+        self.positions: dict[Partition, int] = {}
+        self._cuts: dict[Partition, int] = {}
+        """Number of times each partition had been truncated when it was last read."""
+
+    def move(self, partition: Partition, offset: int) -> None:
+        self.positions[partition] = offset
+        self._cuts[partition] = len(self._state.part(partition).cuts)
+
+    def advance(self, limit: int) -> list[Record]:
+        """At most `limit` readable records; positions move past them."""
+        records: list[Record] = []
+        for partition, position in self.positions.items():
+            part = self._state.part(partition)
+            first = self._valid(partition, part, position)
+            batch = part.between(first, part.stable_end, limit - len(records))
+            records += batch
+            full = len(records) >= limit
+            self.positions[partition] = batch[-1].offset + 1 if full and batch else first if full else max(first, part.stable_end)
+            if full:
+                break
+        return records
+
+    def _valid(self, partition: Partition, part: Part, position: int) -> int:
+        """An existing position: the end of a truncated partition; from any other it jumps to the first retained offset, or raises."""
+        seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
+        position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
+        exists = part.start <= position <= part.end
+        if not exists and not self._jumps:
+            where = f"{partition[0]}/{partition[1]}"
+            raise RecordMissing(
+                f"{where}: offset {position} is missing, it has {part.start} to {part.end - 1}: records were deleted, or lost with a broker"
+            )
+        return position if exists else part.start
+
+
+class MemoryTail:
+    """Reads the partitions its caller names."""
+
+    outage_s = 0.0
+
+    def __init__(self, state: State, starts: Mapping[Partition, Start], *, group: str | None) -> None:
+        self._state, self._group = state, group
+        self._reader = _Reader(state)
+        self.add(starts)
+
+    def add(self, partitions: Mapping[Partition, Start]) -> None:
+        with self._state.change:
+            for partition, start in partitions.items():
+                part = self._state.part(partition)
+                if not isinstance(start, int) and start not in ("earliest", "latest"):
+                    raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
+                self._reader.move(partition, start if isinstance(start, int) else part.start if start == "earliest" else part.stable_end)
+
+    def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
+        with self._state.change:
+            return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
+
+    def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
+        """Everything up to the current end offsets; with `include_open`, waits for open transactions and returns their records too."""
+        with self._state.change:
+            parts = {partition: self._state.part(partition) for partition in self._reader.positions}
+            ends = {partition: part.end for partition, part in parts.items()}
+            if include_open and not self._state.change.wait_for(
+                lambda: all(part.stable_end >= ends[partition] for partition, part in parts.items()), timeout_s
+            ):
+                raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: a transaction is open")
+            return self._reader.advance(1 << 62)
+
+    @property
+    def partitions(self) -> list[Partition]:
+        return list(self._reader.positions)
+
+    def position(self, partition: Partition) -> int:
+        if partition not in self._reader.positions:
+            raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
+        return self._reader.positions[partition]
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        self.position(partition)
+        self._reader.move(partition, offset)
+
+    def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
+        check_commits(offsets)
+        if self._group is None:
+            raise LogError("a tail without a group cannot commit")
+        with self._state.change:
+            commits = {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
+            self._state.group(self._group).offsets |= commits
+
+    def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
+        if self._group is None:
+            raise LogError("a tail without a group has no committed offsets")
+        with self._state.change:
+            commits = self._state.group(self._group).offsets
+            return {partition: commits.get(partition, Committed(offset=None)) for partition in self._reader.positions}
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Do nothing: there are no resources to close."""
+
+
+class MemoryMember:
+    """One member of a consumer group; its first take after a rebalance returns Revoked, then Assigned, then records."""
+
+    outage_s = 0.0
+
+    def __init__(self, state: State, group: str, topics: Sequence[str], *, max_records: int, pools: Pools | None = None) -> None:
+        self._state, self._name, self._topics, self._pools = state, group, tuple(topics), pools
+        self._max_records = max_records
+        self._reader = _Reader(state, jumps=True)
+        self._membership: Membership | None = None
+        self._assigned: tuple[Partition, ...] = ()
+        self.member_id = f"member-{id(self):x}"
+        with state.change:
+            for topic in topics:
+                state.part((topic, 0))
+            self._group = state.group(group)
+            if pools is not None:
+                self._group.pools[self.member_id] = pools.own
+            self._group.members[self.member_id] = self._topics
+            state.rebalance(self._group)
+
+    def _share(self) -> list[Partition]:
+        """This member's partitions: a contiguous range of each topic, as by Kafka's range assignor, or its pool's share."""
+        if self._pools is not None:
+            numbers = self._pools.share_out({member: self._group.pools[member] for member in self._group.members})[self.member_id]
+            return [(topic, number) for topic in self._topics for number in numbers]
+        share: list[Partition] = []
+        for topic in self._topics:
+            readers = [member for member, topics in self._group.members.items() if topic in topics]
+            index = readers.index(self.member_id)
+            count, extra = divmod(len(self._state.topics[topic][1]), len(readers))
+            first = index * count + min(index, extra)
+            share += [(topic, number) for number in range(first, first + count + (index < extra))]
+        return share
+
+    def take(self, timeout_s: float) -> list[Event]:
+        events: list[Event] = []
+        with self._state.change:
+            self._state.change.wait_for(lambda: self._advance(events), timeout_s)
+        return events
+
+    def _advance(self, events: list[Event]) -> bool:
+        if self.member_id not in self._group.members:  # evicted while it was silent: it joins again, as Kafka's members do
+            self._group.members[self.member_id] = self._topics
+            self._state.rebalance(self._group)
+        if self._membership is None or self._membership.generation != self._group.generation:
+            if self._membership is not None:
+                events.append(Revoked(partitions=frozenset(self._assigned)))
+            self._assigned = tuple(self._share())
+            self._membership = Membership(group=self._name, generation=self._group.generation, member_id=self.member_id)
+            committed = {partition: self._group.offsets.get(partition, Committed(offset=None)) for partition in self._assigned}
+            starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
+            self._reader.positions = {}
+            for partition, start in starts.items():
+                self._reader.move(partition, start)
+            events.append(Assigned(partitions=committed, membership=self._membership))
+        records = self._reader.advance(self._max_records)
+        if records:
+            events.append(Records(records=records))
+        return bool(events)
+
+    def commit(self, offsets: Commits) -> bool:
+        check_commits(offsets)
+        with self._state.change:
+            current = self._membership is not None and self._membership.generation == self._group.generation
+            if not current or not set(self._assigned).issuperset(offsets):
+                return False
+            self._group.offsets |= {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
+            return True
+
+    def membership(self) -> Membership | None:
+        return self._membership
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        with self._state.change:
+            if self._group.members.pop(self.member_id, None) is not None:
+                self._state.rebalance(self._group)

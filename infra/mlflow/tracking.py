@@ -1,4 +1,4 @@
-"""One MLflow run per pipeline run.
+"""One MLflow run per pipeline run, and child runs with results of later work on its records.
 
 A pipeline run never has a second one. After its points a tag stores how far they were delivered, so that a restarted tracker continues
 there; a point delivered twice is one point, as MLflow's databases have one row for each (name, step, time, value).
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.engines.unused_packages import left_out
+from penstock.infra.engines.packages import left_out
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.registry import RegisteredCheckpoints, inputs, register
 from penstock.topics.wire.secrets import without_password
@@ -256,3 +256,41 @@ def _has_content(path: Path) -> bool:
 def _file(uri: str) -> Path | None:
     name = uri.removeprefix(_SQLITE)
     return Path(name) if name and name != uri and not name.startswith((":memory:", "file:")) else None
+
+
+PARENT_TAG = "mlflow.parentRunId"
+
+
+class ChildRun:
+    """A new MLflow run; `target` names the parent pipeline run and has the child's own parameters and tags.
+
+    Every method may raise `TrackingError`.
+    """
+
+    def __init__(self, target: Target, *, name: str) -> None:
+        self._uri = target.uri
+        with translated(target.uri):
+            self._client, self._entities = connect(target.uri)
+            experiment = self._client.get_experiment_by_name(target.experiment)
+            experiment_id = (
+                experiment.experiment_id
+                if experiment
+                else self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
+            )
+            first = next(iter(runs_of(self._client, experiment_id, target.run)), None)
+            self.parent_id = None if first is None else str(first.info.run_id)
+            parent = {PARENT_TAG: self.parent_id} if self.parent_id else {}
+            self.run_id: str = self._client.create_run(experiment_id, tags={**target.tags, **parent}, run_name=name).info.run_id
+            log_params(self._client, self._entities, self.run_id, target.params)
+
+    def log(self, points: Sequence[Point]) -> None:
+        metrics = metrics_of(self._entities, points)
+        with translated(self._uri):
+            for start in range(0, len(metrics), MAX_POINTS):
+                self._client.log_batch(self.run_id, metrics=metrics[start : start + MAX_POINTS])
+
+    def finish(self, status: str, *, tags: Mapping[str, str]) -> None:
+        """Set FINISHED, KILLED or FAILED, and tags with the result."""
+        with translated(self._uri):
+            self._client.log_batch(self.run_id, tags=[self._entities.RunTag(key, value) for key, value in tags.items()])
+            self._client.set_terminated(self.run_id, status=status)

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, Self, TypeVar
 
-from penstock.infra.sandbox.piped_child import Call, Key, PipedChild
+from penstock.infra.sandbox.piped_child import PipedChild
 from penstock.infra.sandbox.rules import REWARD, ChildRules
 from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child
 
+Key = TypeVar("Key")
 GRACE_S = 2.0
 """Time within which a child with several calls has to cancel one of them; else it hangs."""
 
@@ -39,6 +40,77 @@ class Failed(Generic[Key]):
 
     key: Key
     reason: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call(Generic[Key]):
+    """One call of a pool's user."""
+
+    key: Key
+    payload: str
+    attempts_left: int
+    timeout_s: float
+    alone: bool = False
+    """True if it gets a child to itself: a child crashed while it worked on this call and others, and any of them may be the cause."""
+    deadline: float = float("inf")
+    called: float = 0.0
+    stopped: str | None = None
+    """Reason of its cancellation; None if it was not cancelled."""
+    cancelled: bool = False
+
+
+class _Child(PipedChild, Generic[Key]):
+    """One child of a pool with its current calls."""
+
+    def __init__(self, target: str, rules: ChildRules, *, deadline: float) -> None:
+        super().__init__(target, rules)
+        self.deadline = deadline
+        """Deadline of its start."""
+        self.doing = ""
+        """Its current work, as it last reported it."""
+        self.calls: dict[int, _Call[Key]] = {}
+        self._sending: list[_Call[Key]] = []
+
+    @property
+    def active_calls(self) -> int:
+        """Number of calls whose results are needed."""
+        return sum(not call.cancelled for call in self.calls.values())
+
+    def has_room(self, call: _Call[Key]) -> bool:
+        """True if it can take another call."""
+        room = 1 if call.alone or any(other.alone for other in self.calls.values()) else self.at_once
+        return self.ready and len(self.calls) < room
+
+    def call(self, number: int, call: _Call[Key]) -> None:
+        """Send a call; its time limit starts when it is completely written."""
+        self.calls[number] = call
+        self.doing = ""
+        call.called = time.monotonic()
+        call.deadline = call.called + call.timeout_s
+        self._sending.append(call)
+        self.send(f"[{number}, {call.payload}]")
+
+    def cancel(self, number: int, reason: str) -> None:
+        """Request the cancellation of a call, which the child has to confirm within `GRACE_S`."""
+        self.calls[number].stopped, self.calls[number].deadline = self.named(reason), time.monotonic() + GRACE_S
+        self.send(f"[{number}]")
+
+    def write(self) -> None:
+        """Write as much of the queue as the pipe takes."""
+        super().write()
+        if not self.unsent:
+            for call in self._sending:
+                if call.stopped is None:
+                    call.deadline = time.monotonic() + call.timeout_s
+            self._sending.clear()
+
+    def named(self, reason: str) -> str:
+        """Prefix the reason with what the child was doing, if that can only belong to its one call.
+
+        Example:
+            child.named("ended with signal SIGSEGV")  # -> "reward f ended with signal SIGSEGV"
+        """
+        return f"{self.doing} {reason}" if self.doing and len(self.calls) == 1 else reason
 
 
 class ChildPool(Generic[Key]):
@@ -66,11 +138,11 @@ class ChildPool(Generic[Key]):
         self._target, self._timeout_s, self._retries, self._start_timeout_s = target, timeout_s, retries, start_timeout_s
         self._init, self._rules = json.dumps(init), rules
         self._numbers = itertools.count()
-        self._waiting: deque[Call[Key]] = deque()
+        self._waiting: deque[_Call[Key]] = deque()
         self._ended: list[Done[Key] | Failed[Key]] = []
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
-        self._children: list[PipedChild[Key]] = []
+        self._children: list[_Child[Key]] = []
         self.busy_s = 0.0
         """Seconds of work of its children: with half of the possible concurrent calls, a second counts half."""
         self._counted = time.monotonic()
@@ -85,7 +157,7 @@ class ChildPool(Generic[Key]):
     def submit(self, key: Key, payload: object, *, timeout_s: float | None = None) -> None:
         """Queue a call, for a child at once if one is free. `timeout_s` replaces the pool's limit for this call."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        self._waiting.append(Call(key=key, payload=json.dumps(payload), attempts_left=1 + self._retries, timeout_s=limit_s))
+        self._waiting.append(_Call(key=key, payload=json.dumps(payload), attempts_left=1 + self._retries, timeout_s=limit_s))
         self._dispatch()
 
     def cancel(self, keys: Container[Key]) -> None:
@@ -134,8 +206,7 @@ class ChildPool(Generic[Key]):
         for child in self._children:
             child.lifeline.end_orderly()
         for child in list(self._children):
-            end_child(child.process, child.lifeline, orderly=True)
-            self._end(child)
+            self._end(child, orderly=True)
         self._waiting.clear()
         self._selector.close()
 
@@ -145,11 +216,11 @@ class ChildPool(Generic[Key]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _at_work(self) -> list[Call[Key]]:
+    def _at_work(self) -> list[_Call[Key]]:
         return [call for child in self._children for call in child.calls.values()]
 
     def _start(self) -> None:
-        child: PipedChild[Key] = PipedChild(self._target, rules=self._rules, deadline=time.monotonic() + self._start_timeout_s)
+        child: _Child[Key] = _Child(self._target, self._rules, deadline=time.monotonic() + self._start_timeout_s)
         self._children.append(child)
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
         child.send(self._init)
@@ -173,7 +244,7 @@ class ChildPool(Generic[Key]):
             child.call(next(self._numbers), call)
             self._watch(child)
 
-    def _watch(self, child: PipedChild[Key]) -> None:
+    def _watch(self, child: _Child[Key]) -> None:
         """Watch the child's pipe while data wait for it."""
         watched = child.stdin in self._selector.get_map()
         if child.unsent and not watched:
@@ -181,7 +252,8 @@ class ChildPool(Generic[Key]):
         elif watched and not child.unsent:
             self._selector.unregister(child.stdin)
 
-    def _read(self, child: PipedChild[Key]) -> None:
+    def _read(self, child: _Child[Key]) -> None:
+        self._count_time()
         try:
             replies, ended = child.read()
         except (ValueError, RecursionError):
@@ -192,16 +264,14 @@ class ChildPool(Generic[Key]):
         if ended:
             self._replace(child, end_child(child.process, child.lifeline))
 
-    def _take(self, child: PipedChild[Key], reply: dict[str, Any]) -> None:
+    def _take(self, child: _Child[Key], reply: dict[str, Any]) -> None:
         if "broken" in reply:
             raise ChildError(f"cannot serve {self._target}: {reply['broken']}")
         if "doing" in reply:
             child.doing = reply["doing"]
             return
-        self._count_time()
         if "ready" in reply:
-            child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
-            child.at_once, child.can_cancel = reply["at_once"], reply["can_cancel"]
+            child.deadline, self._failed_starts = float("inf"), 0
             return
         call = child.calls.pop(reply["call"], None)
         if call is None or call.cancelled:
@@ -223,14 +293,14 @@ class ChildPool(Generic[Key]):
             for number in overdue:
                 self._cancel(child, number, reason)
 
-    def _cancel(self, child: PipedChild[Key], number: int, reason: str) -> None:
+    def _cancel(self, child: _Child[Key], number: int, reason: str) -> None:
         if child.can_cancel:
-            child.cancel(number, _of(child, reason), grace_s=GRACE_S)
+            child.cancel(number, reason)
             self._watch(child)
 
-    def _replace(self, child: PipedChild[Key], reason: str) -> None:
+    def _replace(self, child: _Child[Key], reason: str) -> None:
         self._count_time()
-        calls, ready, reason = [call for call in child.calls.values() if not call.cancelled], child.ready, _of(child, reason)
+        calls, ready, reason = [call for call in child.calls.values() if not call.cancelled], child.ready, child.named(reason)
         shared = len(child.calls) > 1
         self._end(child)
         if not ready:
@@ -243,25 +313,16 @@ class ChildPool(Generic[Key]):
             self._fail(call, reason)
         self._start()
 
-    def _fail(self, call: Call[Key], reason: str) -> None:
+    def _fail(self, call: _Call[Key], reason: str) -> None:
         if call.attempts_left > 0:
             call.stopped, call.deadline = None, float("inf")
             self._waiting.appendleft(call)
         else:
             self._ended.append(Failed(key=call.key, reason=reason))
 
-    def _end(self, child: PipedChild[Key]) -> None:
+    def _end(self, child: _Child[Key], *, orderly: bool = False) -> None:
         self._children.remove(child)
         for descriptor in (child.stdin, child.stdout):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
-        child.close()
-
-
-def _of(child: PipedChild[Any], reason: str) -> str:
-    """Prefix the reason with what the child was doing, if that can only belong to its one call.
-
-    Example:
-        _of(child, "ended with signal SIGSEGV")  # -> "reward f ended with signal SIGSEGV"
-    """
-    return f"{child.doing} {reason}" if child.doing and len(child.calls) == 1 else reason
+        child.close(orderly=orderly)

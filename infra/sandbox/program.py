@@ -1,13 +1,20 @@
-"""Runs a user's program as a child process: the end of its output is stored, and no process of it outlives its end or its parent."""
+"""Runs a user's program as a child process, and serves an ASGI application to it on the loopback.
+
+The end of its output is stored, and no process of it outlives its end or its parent.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import uvicorn
 
 from penstock.infra.sandbox.rules import ChildRules, child_environment
 from penstock.infra.sandbox.spawn import CONTINUED_S, KILLED_S, ORDERLY_S, Lifeline, keeper_of, kill_stopped
@@ -110,3 +117,28 @@ def how_it_ended(status: int, output: str) -> str:
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return f"{how}: {lines[-1][:300]}" if lines else how
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the process."""
+        yield
+
+
+class Loopback:
+    """A server on 127.0.0.1, on a free port."""
+
+    def __init__(self, app: Any) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        settings = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        self._server = _Server(settings)
+        # The socket listens already: a client that connects before the server runs only waits.
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+
+    async def close(self) -> None:
+        """Stop serving; open requests are cut off within a second."""
+        self._server.should_exit = True
+        await self._serving
+        self._socket.close()

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from penstock.infra.sandbox.keeper.confined import CAPABILITIES, PR_SET_DUMPABLE, prctl
+from penstock.infra.sandbox.keeper import CAPABILITIES, PR_SET_DUMPABLE, prctl
 from penstock.infra.sandbox.rules import child_environment
 
 _CAPABILITY_VERSION = 0x20080522

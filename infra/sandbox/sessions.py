@@ -5,18 +5,16 @@ A call ends in bounded time. If it overruns its limit, its child is killed with 
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.child import LINE_BYTES
+from penstock.infra.sandbox.piped_child import PipedChild
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, Lifeline, end_child, spawn
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child
 
 
 class SessionLost(PenstockError):
@@ -70,23 +68,23 @@ class Sessions:
         for child in self._children:
             child.lifeline.end_orderly()
         for child in self._children:
-            await child.end("was closed", guilty=None, orderly=True)
+            child.end("was closed", guilty=None, orderly=True)
         self._children = []
 
     async def _start(self) -> "_Child":
         reason = ""
         while self._failed_starts < START_ATTEMPTS:
-            child = _Child(*spawn(self._target, self._rules))
+            child = _Child(self._target, self._rules, self._init)
             try:
-                ready = await asyncio.wait_for(child.start(self._init), self._start_timeout_s)
+                first = await asyncio.wait_for(child.started(), self._start_timeout_s)
             except TimeoutError:
-                await child.end(reason := f"took longer than {self._start_timeout_s:g} s and was killed", guilty=None)
+                child.end(reason := f"took longer than {self._start_timeout_s:g} s and was killed", guilty=None)
                 self._failed_starts += 1
                 continue
-            if "broken" in ready:
-                await child.end(ready["broken"], guilty=None)
-                raise ChildError(f"cannot serve {self._target}: {ready['broken']}")
-            if "ready" in ready:
+            if "broken" in first:
+                child.end(first["broken"], guilty=None)
+                raise ChildError(f"cannot serve {self._target}: {first['broken']}")
+            if "ready" in first:
                 self._failed_starts = 0
                 return child
             reason = child.ended or "ended"
@@ -119,7 +117,7 @@ class Session:
                 return reply["result"]
             except TimeoutError:
                 reason = f"took longer than {timeout_s:g} s and was killed"
-                await child.end(reason, guilty=self.number)
+                child.end(reason, guilty=self.number)
                 raise SessionLost(reason, guilty=True) from None
             finally:
                 self.last_s = time.monotonic() - start
@@ -128,103 +126,87 @@ class Session:
         """Close the session in the child."""
         self._child.sessions -= 1
         if self._child.ended is None:
-            self._child.send([-1, {"session": self.number, "do": "close"}])
+            self._child.post([-1, {"session": self.number, "do": "close"}])
 
 
-class _Child:
+class _Child(PipedChild):
     """One child process and the calls it works on."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", lifeline: Lifeline) -> None:
-        self._process, self.lifeline = process, lifeline
+    def __init__(self, target: str, rules: ChildRules, init: object) -> None:
+        super().__init__(target, rules)
         self.sessions = 0
         self.ended: str | None = None
         """Reason of its end; None while it runs."""
         self.room = asyncio.Semaphore(1)
         self._calls: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
-        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._reading: asyncio.Task[None] | None = None
-        self._writer: asyncio.WriteTransport | None = None
-        self._reader: asyncio.ReadTransport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._loop.add_reader(self.stdout, self._read)
+        self.post(init)
 
-    async def start(self, init: object) -> dict[str, Any]:
-        """Send `init` and return the child's first message; empty if it ended."""
-        loop, process = asyncio.get_running_loop(), self._process
-        assert process.stdin is not None and process.stdout is not None
-        self._writer, _ = await loop.connect_write_pipe(asyncio.Protocol, process.stdin)
-        lines = asyncio.StreamReader(limit=LINE_BYTES)
-        self._reader, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
-        self.send(init)
-        self._reading = asyncio.create_task(self._read(lines))
-        ready = await asyncio.shield(self._ready)
-        self.room = asyncio.Semaphore(int(ready.get("at_once", 1)))
-        return ready
+    async def started(self) -> dict[str, Any]:
+        """The child's first message; empty if it ended."""
+        first = await asyncio.shield(self._first)
+        self.room = asyncio.Semaphore(self.at_once)
+        return first
 
-    def send(self, value: object) -> None:
+    def post(self, value: object) -> None:
         """Write one line; the end of the child is detected by its closed output."""
-        assert self._writer is not None
-        self._writer.write(json.dumps(value).encode() + b"\n")
+        self.send(json.dumps(value))
+        if self.unsent:
+            self._loop.add_writer(self.stdin, self._write_more)
 
     async def request(self, payload: Mapping[str, Any]) -> Any:
         """Send a call and return the child's reply."""
-        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        number, reply = next(self._numbers), self._loop.create_future()
         self._calls[number] = payload["session"], reply
-        self.send([number, payload])
+        self.post([number, payload])
         try:
             return await reply
         finally:
             self._calls.pop(number, None)
 
-    async def end(self, reason: str, *, guilty: int | None, orderly: bool = False) -> None:
+    def end(self, reason: str, *, guilty: int | None, orderly: bool = False) -> None:
         """End it; all its calls fail, that of the session `guilty` by its own fault."""
         if self.ended is not None:
             return
         self.ended = reason
-        self._kill(orderly=orderly)
-        calls, self._calls = self._calls, {}
-        for session, reply in calls.values():
+        self._loop.remove_reader(self.stdout)
+        self._loop.remove_writer(self.stdin)
+        self.close(orderly=orderly)
+        for session, reply in self._calls.values():
             if not reply.done():
                 innocent = guilty is not None and session != guilty
                 text = f"another environment in its process {reason}" if innocent else reason
                 reply.set_exception(SessionLost(text, guilty=not innocent))
-        if self._reading is not None and self._reading is not asyncio.current_task():
-            self._reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reading
+        if not self._first.done():
+            self._first.set_result({})
 
-    def _kill(self, *, orderly: bool) -> None:
-        if self._process.returncode is None:
-            end_child(self._process, self.lifeline, orderly=orderly)
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.abort()
-        if self._reader is not None and not self._reader.is_closing():
-            self._reader.close()
-        self.lifeline.close()
+    def _write_more(self) -> None:
+        self.write()
+        if not self.unsent:
+            self._loop.remove_writer(self.stdin)
 
-    async def _read(self, lines: asyncio.StreamReader) -> None:
+    def _read(self) -> None:
         try:
-            while line := await lines.readline():
-                self._take(json.loads(line))
-            ending = end_child(self._process, self.lifeline)
+            replies, ended = self.read()
         except (ValueError, RecursionError):
-            ending = STRAY
-        # Any of several calls may have ended the child.
-        await self.end(ending, guilty=None)
-        if not self._ready.done():
-            self._ready.set_result({})
+            self.end(STRAY, guilty=None)
+            return
+        for reply in replies:
+            self._take(reply)
+        if ended:  # any of several calls may have ended it
+            self.end(end_child(self.process, self.lifeline), guilty=None)
 
-    def _take(self, reply: Any) -> None:
-        match reply:
-            case {"ready": True, "at_once": int()} | {"broken": str()} if not self._ready.done():
-                self._ready.set_result(reply)
-            case {"call": int(number), "result": _} | {"call": int(number), "error": str()} if self._ready.done():
-                _, waiting = self._calls.get(number, (0, None))
-                if waiting is not None and not waiting.done():
-                    if "error" in reply:
-                        waiting.set_exception(CallFailed(reply["error"]))
-                    else:
-                        waiting.set_result(reply)
-            case {"doing": _}:
-                pass
-            case _:
-                raise ValueError
+    def _take(self, reply: dict[str, Any]) -> None:
+        if "call" not in reply:
+            if "doing" not in reply and not self._first.done():
+                self._first.set_result(reply)
+            return
+        _, waiting = self._calls.get(reply["call"], (0, None))
+        if waiting is not None and not waiting.done():
+            if "error" in reply:
+                waiting.set_exception(CallFailed(reply["error"]))
+            else:
+                waiting.set_result(reply)

@@ -22,7 +22,7 @@ from penstock.infra.sandbox.rules import ChildRules, child_environment
 
 # -P and this first line: our packages come first, in any working directory and with any PYTHONPATH of the user.
 _START = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.{{}} import main; main()"
-KEEPER = (sys.executable, "-I", "-S", "-c", _START.format("keeper.main"))
+KEEPER = (sys.executable, "-I", "-S", "-c", _START.format("keeper"))
 SERVER = (sys.executable, "-P", "-c", _START.format("child"))
 START_ATTEMPTS = 3
 STRAY = "wrote to the pipe of its answers and was killed"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 from penstock.pipeline.algorithms.registry import AGGREGATES, CORRECTIONS
 
 MAX_LOG_RATIO = 20.0

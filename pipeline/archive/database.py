@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from penstock.infra.paths import IMPORT_ROOT
-from penstock.infra.sandbox.keeper.confined import limit
-from penstock.infra.sandbox.keeper.process_tree import statm_bytes
+from penstock.infra.sandbox.keeper import limit, statm_bytes
 
 MAPPED = 0
 """Field of `statm` for the memory that RLIMIT_AS counts."""

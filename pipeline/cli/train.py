@@ -46,7 +46,7 @@ def init(
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Validate data, model, reward, disk and GPUs; generate and score the samples of one step."""
-    from penstock.infra.backends.processor import this_cpu
+    from penstock.infra.backends.hardware import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.placement import visible_gpus
 
@@ -92,7 +92,7 @@ def run(
     json: Json = False,
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
-    from penstock.infra.backends.processor import this_cpu
+    from penstock.infra.backends.hardware import this_cpu
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.config.security import security_settings
@@ -135,7 +135,7 @@ def run(
 
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
     """Validate a configuration, register its run and create its topics; start no worker."""
-    from penstock.infra.backends.processor import this_cpu
+    from penstock.infra.backends.hardware import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from penstock.infra.backends.processor import Cpu
+from penstock.infra.backends.hardware import Cpu
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import FOREIGN_KEYS, Resolve, Section

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from penstock.infra.errors import ConfigError
-from penstock.infra.sandbox.parquet import reader
+from penstock.infra.sandbox import parquet
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.data.messages import messages_of
 from penstock.pipeline.data.references import with_facts
@@ -346,7 +346,7 @@ class Parquet:
                 self._read(file)
                 with file.open("rb") as stream:
                     hasher.update(hashlib.file_digest(stream, "sha256").digest())
-            except (reader.Refused, OSError) as error:
+            except (parquet.Refused, OSError) as error:
                 raise DataError(str(error)) from error
         self.digest = hasher.hexdigest()
 
@@ -363,7 +363,7 @@ class Parquet:
         return f"{file}:{first + index - self._firsts[batch] + 1}"
 
     def _read(self, file: Path) -> None:
-        table, first = reader.rows(file), 0
+        table, first = parquet.rows(file), 0
         if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
             raise DataError(f"{file}: the column {twice[0]!r} occurs twice; rename or drop one of them")
         for batch in table.to_batches():

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.infra.mlflow.child_run import PARENT_TAG
-from penstock.infra.mlflow.tracking import Target
+from penstock.infra.mlflow.tracking import PARENT_TAG, Target
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.inspect.run_view import Folded, RunView

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.broker import embedded
 from penstock.infra.broker.jars import maven_cache, read_pins
-from penstock.infra.broker.java import find_java
+from penstock.infra.broker.process import find_java
 from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.infra.checkpoints.rules import Recorded
+from penstock.infra.checkpoints import Recorded
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Log
 from penstock.pipeline.runtime.ledger_follower import LedgerState

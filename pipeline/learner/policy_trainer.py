@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.ranks.lead_backend import LeadBackend
-from penstock.infra.checkpoints.rules import Recorded, State
-from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.checkpoints import CheckpointStore, Recorded, State
 from penstock.infra.engines.shared_device import Sleepable
 from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.tensors.adapted import Adapted

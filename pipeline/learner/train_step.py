@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.backends.base import Backend
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import Backend, TokenBatch
 from penstock.pipeline.algorithms import losses
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config

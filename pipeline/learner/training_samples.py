@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load, split_options

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.checkpoints.files import sync_directory
+from penstock.infra.checkpoints import sync_directory
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override, with_values

@@ -140,7 +140,7 @@ def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitSt
         notify(f"{error}: using version 0 of the log")
     except ValueError as error:
         raise PenstockError(f"{error}; give --model DIR with the model's config.json, the weights are in the log") from error
-    from penstock.infra.backends.model.files import write_model
+    from penstock.infra.backends.model import write_model
 
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
     write_model(config.model_directory, weights_of(recording, 0), directory)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.checkpoints.rules import State
+from penstock.infra.checkpoints import State
 from penstock.infra.errors import ConfigError, PenstockError
-from penstock.infra.mlflow.child_run import ChildRun
-from penstock.infra.mlflow.tracking import Point
+from penstock.infra.mlflow.tracking import ChildRun, Point
 from penstock.pipeline.inspect.metrics import target_of
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import StepOutcome

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
-from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.checkpoints import CheckpointStore
 from penstock.infra.engines.base import Engine, EngineSettings
 from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import EngineError

@@ -16,10 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.infra.checkpoints.files import MANIFEST
-from penstock.infra.checkpoints.rules import Best, Recorded, State, objection, to_keep
-from penstock.infra.checkpoints.saving import STATE
-from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.checkpoints import MANIFEST, STATE, Best, CheckpointStore, Recorded, State, objection, to_keep
 from penstock.infra.errors import CheckpointError, LogError
 from tests.support.paths import ROOT
 
@@ -249,8 +246,8 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 FULL_DISK = """
 import sys
 from pathlib import Path
-from penstock.infra.checkpoints.rules import State
-from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.checkpoints import State
+from penstock.infra.checkpoints import CheckpointStore
 from penstock.infra.errors import CheckpointError
 store = CheckpointStore(Path(sys.argv[1]) / "r1")
 def write(steps, size, about):

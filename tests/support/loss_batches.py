@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 
 
 def batch_of(mask: ArrayLike, *, behaviour: float = 0.0, advantages: Sequence[float] | None = None) -> TokenBatch:

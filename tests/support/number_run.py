@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.infra.backends.base import StepResult
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import StepResult, TokenBatch
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table, to_json

@@ -16,7 +16,7 @@ from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 
 from penstock.infra.broker import jars, ports, probe, process, settings
-from penstock.infra.broker.java import find_java
+from penstock.infra.broker.process import find_java
 
 LIMIT_S = 150.0
 _UNCLEAN = 1  # Kafka's number of the kind of election

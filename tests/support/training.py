@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 
 VOCABULARY = 40
 

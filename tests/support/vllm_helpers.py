@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.infra.engines.base import Completion, GroupRequest, Sampling
+from penstock.infra.engines.base import Completion, EngineSettings, GroupRequest, Sampling
 from penstock.infra.tensors.stream import TensorBytes
 
 ROWS = 4
@@ -93,7 +93,7 @@ def largest_error(
 def open_engine(directory: Path, **changes: Any) -> Any:
     from penstock.infra.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(directory, **{"concurrency": 16, "longest": 256} | changes)
+    return VllmEngine(EngineSettings(directory=directory, **{"concurrency": 16, "longest": 256} | changes))
 
 
 def request(group: int, *, temperature: float = 1.0, tokens: int = 60, prompt: int = 9, rows: int = ROWS, **limits: Any) -> GroupRequest:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.memory.readers import MemoryTail
+from penstock.infra.memory.state import MemoryTail
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import topic_reader
 from penstock.topics.catalogue import CONTROL

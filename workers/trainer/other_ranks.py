@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra import faults
-from penstock.infra.backends.base import Backend
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import Backend, TokenBatch
 from penstock.infra.backends.ranks.lead_backend import run_command
 from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
@@ -182,7 +181,7 @@ def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
 
 def variables(*, rank: int, size: int, port: int) -> dict[str, str]:
     """Torchrun's variables for one of `size` processes of this machine."""
-    from penstock.infra.backends.ranks.process_group import loopback
+    from penstock.infra.backends.ranks.process_set import loopback
 
     return {
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback(),  # independent of the host's name

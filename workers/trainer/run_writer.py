@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.infra import faults
-from penstock.infra.checkpoints.rules import State
-from penstock.infra.checkpoints.saving import Saving
-from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.checkpoints import CheckpointStore, Saving, State
 from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory

@@ -15,11 +15,10 @@ import pydantic
 import torch
 
 from penstock.infra.backends.arithmetic import choose_device
-from penstock.infra.backends.base import LossFunction, StepResult
-from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error
-from penstock.infra.backends.deepspeed import options, shards, stored
-from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
+from penstock.infra.backends.base import LossFunction, StepResult, TokenBatch
+from penstock.infra.backends.deepspeed import options, shards
+from penstock.infra.backends.ranks.process_set import import_deepspeed, join_process_group
+from penstock.infra.backends.torch_backend import LocalModel, checked_denominator, checked_norm, saving, strict_or_error
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
@@ -60,7 +59,6 @@ class DeepSpeedBackend(LocalModel):
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         outputs, counts = self.run_forward(batch)
         loss, stats = self.loss_of(outputs, loss_fn)
         self.engine.backward(loss)
@@ -68,7 +66,6 @@ class DeepSpeedBackend(LocalModel):
         return {"loss_sum": float(loss.detach()), **counts, **stats}
 
     def step(self, *, denominator: float) -> StepResult:
-        """Divide the gradient sum, clip, update. Raises `BackendError` and leaves the weights unchanged if the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
         # DeepSpeed averages over the processes. Scaling the loss instead would change the rounding of the backward pass.
@@ -92,7 +89,7 @@ class DeepSpeedBackend(LocalModel):
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
         if self.adapters is not None:
-            return self.whole_weights()
+            return super().weights()
         tensors = []
         for name, parameter in self.model.named_parameters():
             with self._whole(parameter):
@@ -103,7 +100,7 @@ class DeepSpeedBackend(LocalModel):
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all parameters and their float32 masters, or none on an error."""
         if self.adapters is not None:
-            self.replace_weights(tensors)
+            super().load_weights(tensors)
             if self.zero_stage:
                 self.optimizer.refresh_fp32_params()
             return
@@ -186,7 +183,7 @@ class DeepSpeedBackend(LocalModel):
     def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
         """Load the state of stage 0, which every process holds in full; the optimizer keeps the settings of the current run."""
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
-        stored.check(Path(directory) / TAG)
+        shards.check(Path(directory) / TAG)
         path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
         if path is None:
             raise BackendError(f"there is no trainer state in {directory}")

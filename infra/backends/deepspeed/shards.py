@@ -1,8 +1,10 @@
 """Loads a checkpoint of ZeRO stages 1 to 3 with any number of processes: each reads its part from the shards, bit for bit.
 
-DeepSpeed itself rejects another number of processes, or first converts the full state to a file per parameter.
+DeepSpeed itself rejects another number of processes, or first converts the full state to a file per parameter. Files are read without
+executing code: tensors, plain values and the three classes that ZeRO stores. Files that other users own or may write are rejected.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,8 +12,40 @@ from typing import Any
 
 import torch
 
-from penstock.infra.backends.deepspeed import stored
 from penstock.infra.errors import BackendError
+
+OTHERS_WRITE = 0o022
+
+
+def read(file: Path) -> Any:
+    """The content of a file, mapped into memory. Raises `BackendError` if it names other classes or other users may write it."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    for path in (file.parent, file):
+        _check_owner(path)
+    stored = (LossScaler, ZeroStageEnum, fragment_address)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in stored}
+    if foreign := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - names):
+        raise BackendError(f"{file} is not loaded: it names {foreign[0]}, which DeepSpeed does not store")
+    with torch.serialization.safe_globals(list(stored)):
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+def check(directory: Path) -> None:
+    """Raise `BackendError` unless `read` accepts each file of a checkpoint, which DeepSpeed will unpickle."""
+    for file in sorted(directory.rglob("*.pt")):
+        read(file)
+
+
+def _check_owner(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        raise BackendError(f"{path} belongs to another user: copy the checkpoint to a folder of your own")
+    if status.st_mode & OTHERS_WRITE:
+        raise BackendError(f"{path} can be written by other users: chmod -R go-w {path.parent}")
+
 
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 """States of each element of a shard; AdamW's moments exist from the first step on."""
@@ -25,13 +59,13 @@ class Shards:
         models, optimizers = sorted(directory.glob("*_model_states.pt")), list(directory.glob("*_optim_states.pt"))
         if not models or not optimizers:
             raise BackendError(f"there is no trainer state in {directory}")
-        self.common = stored.read(models[0])
+        self.common = read(models[0])
         """Rank 0's file: the model, and the state of the run."""
         self.step: torch.Tensor | None = None
         """AdamW's step count; None without moments."""
         self._pieces: dict[str, list[tuple[Mapping[str, torch.Tensor], int, int]]] = defaultdict(list)
         """Parameter -> its pieces in order: flat states, start and number of elements."""
-        parts = [stored.read(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
+        parts = [read(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
         for rank, part in enumerate(parts):
             flat = part["fp32_flat_groups" if "fp32_flat_groups" in part else "single_partition_of_fp32_groups"]
             states = part["optimizer_state_dict" if "fp32_flat_groups" in part else "base_optimizer_state"]["state"]

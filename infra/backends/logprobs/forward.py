@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree, tree_expected, tree_inputs
 from penstock.infra.errors import BackendError
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 
 TREE_ATTENTION = "penstock_tree"
 SHORT_SCORES = 2**21

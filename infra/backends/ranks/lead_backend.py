@@ -7,13 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from penstock.infra.backends.base import Backend, LossFunction, StepResult
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import Backend, StepResult
 from penstock.infra.errors import BackendError, PenstockError
-from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import TensorBytes
 
 if TYPE_CHECKING:
@@ -30,10 +25,12 @@ class LeadBackend:
         """`own` is rank 0's."""
         self.own, self.processes = own, processes
         self.sharded = own.sharded
+        # Of rank 0 alone: its own samples, weights that every rank holds in full (not sharded ones), and files.
+        self.backward, self.adapted, self.export, self.fingerprint = own.backward, own.adapted, own.export, own.fingerprint
+        self.logprobs, self.reference_logprobs, self.snapshot_logprobs = own.logprobs, own.reference_logprobs, own.snapshot_logprobs
 
     @property
     def steps(self) -> int:
-        """Optimizer steps taken so far."""
         return self.own.steps
 
     @steps.setter
@@ -41,40 +38,19 @@ class LeadBackend:
         self.processes.broadcast(do="count", steps=steps)
         self.own.steps = steps
 
-    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of one of this rank's micro-batches."""
-        return self.own.backward(batch, loss_fn, denominator=denominator)
-
     def step(self, *, denominator: float) -> StepResult:
-        """Add up the ranks' gradients, divide once, update."""
         self.processes.broadcast(do="step", denominator=denominator)
         return self.own.step(denominator=denominator)
-
-    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] under the current weights; not for sharded weights, for which the other ranks would have to run the same forward."""
-        return self.own.logprobs(batch)
-
-    def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] under version 0."""
-        return self.own.reference_logprobs(batch)
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
         """Make the current weights, or `tensors`, every rank's proximal policy."""
         self.processes.broadcast(do="snapshot", given=tensors is not None)
         self.own.take_snapshot(None if tensors is None else self.processes.send_tensors(tensors))
 
-    def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] under the weights of `take_snapshot`."""
-        return self.own.snapshot_logprobs(batch)
-
     def weights(self) -> list[TensorBytes]:
-        """A copy of the full weights."""
-        self._gather()
+        if self.sharded:
+            self.processes.broadcast(do="weights")
         return self.own.weights()
-
-    def adapted(self) -> Adapted | None:
-        """The weights as adapters and their frozen base, which every rank holds in full."""
-        return self.own.adapted()
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace every rank's weights, or none on an error."""
@@ -89,16 +65,7 @@ class LeadBackend:
         """Restore every rank's state. Raises `BackendError` if any rank fails."""
         self._on_all_ranks("load", directory)
 
-    def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
-        """Write these weights and the tokenizer in Hugging Face format."""
-        self.own.export(directory, tensors)
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """Rank 0's fingerprint, which has the number of processes."""
-        return self.own.fingerprint()
-
     def close(self) -> None:
-        """Release every rank's model."""
         self.processes.broadcast(do="close")
         self.own.close()
 
@@ -115,10 +82,6 @@ class LeadBackend:
             raise mistake
         if others:
             raise BackendError(others[0])
-
-    def _gather(self) -> None:
-        if self.sharded:
-            self.processes.broadcast(do="weights")
 
 
 def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> None:

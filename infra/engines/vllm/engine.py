@@ -11,19 +11,25 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupInFlight, GroupRequest, Span, check_tensors
-from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments
-from penstock.infra.engines.vllm.model_info import parameter_shapes, read_geometry
-from penstock.infra.engines.vllm.rows import Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
-from penstock.infra.engines.vllm.start import one_line, start_vllm
-from penstock.infra.engines.vllm.stats import Counts
-from penstock.infra.engines.vllm.watch import watch_processes
+from penstock.infra.engines.base import (
+    DIRECTORY_VERSION,
+    Completion,
+    EngineSettings,
+    Finish,
+    GroupInFlight,
+    GroupRequest,
+    Span,
+    check_tensors,
+)
+from penstock.infra.engines.vllm.model_info import parameter_shapes
+from penstock.infra.engines.vllm.process import watch_processes
+from penstock.infra.engines.vllm.rows import Counts, Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
+from penstock.infra.engines.vllm.start import check_installed, engine_arguments, one_line, start_vllm
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 
@@ -35,38 +41,13 @@ _transfer_ids = itertools.count()
 
 
 class VllmEngine:
-    """Runs up to `concurrency` samples of any number of groups; a process has at most one such engine.
+    """Runs up to `concurrency` samples of any number of groups; a process has at most one such engine."""
 
-    `longest` bounds prompt and completion together and so the memory of the KV cache; `top_k` and `stops_at_text` are the limits of the
-    requests; `arguments` are vLLM's own. After a weight update running samples recompute their KV cache under `kv_cache` "recompute", and
-    continue on the old cache under "keep".
-    """
-
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        device: str = "auto",
-        threads: int = 1,
-        concurrency: int = 64,
-        longest: int | None = None,
-        kv_cache: Literal["recompute", "keep"] = "recompute",
-        engine_process: bool = False,
-        seed: int = 0,
-        top_k: int = 0,
-        stops_at_text: bool = False,
-        sleeps: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         """Start vLLM and load the model. Raises `EngineError`."""
-        path, on_cpu = Path(directory), check_installed(device)
-        all_arguments = engine_arguments(
-            arguments or {}, directory=path, geometry=read_geometry(path), dtype=dtype, seed=seed, concurrency=concurrency,
-            longest=longest, engine_process=engine_process, on_cpu=on_cpu, top_k=top_k, stops_at_text=stops_at_text,
-            sleeps=sleeps,
-        )  # fmt: skip
-        self._llm, self._scratch = start_vllm(all_arguments, threads=threads, engine_process=engine_process, on_cpu=on_cpu)
+        on_cpu, concurrency, engine_process = check_installed(settings.device), settings.concurrency, settings.engine_process
+        arguments = engine_arguments(settings, on_cpu=on_cpu)
+        self._llm, self._scratch = start_vllm(arguments, threads=settings.threads, engine_process=engine_process, on_cpu=on_cpu)
         self._counts = Counts(concurrency)
         self._exited = threading.Event()
         self._broken: str | None = None
@@ -76,7 +57,7 @@ class VllmEngine:
             # vLLM's loggers off, its scheduler's figures on.
             self._llm.log_stats = self._llm.output_processor.log_stats = False
             self._llm.logger_manager = self._counts
-            self._shapes = parameter_shapes(path, config.model_config.hf_config)
+            self._shapes = parameter_shapes(settings.directory, config.model_config.hf_config)
             self._longest, self._vocabulary = int(config.model_config.max_model_len), int(config.model_config.get_vocab_size())
             self._own_process = engine_process
             self._shared = engine_process or config.parallel_config.world_size > 1
@@ -90,7 +71,7 @@ class VllmEngine:
             self.close()
             raise
         self.version = DIRECTORY_VERSION
-        self._keep, self._concurrency = kv_cache == "keep", concurrency
+        self._keep, self._concurrency = settings.kv_cache == "keep", concurrency
         self._cache_sleeps = False
         self._groups: list[Group] = []
         self._waiting: list[tuple[int, int, Group]] = []

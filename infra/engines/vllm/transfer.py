@@ -16,8 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from penstock.infra.engines.vllm.arguments import BACKEND
-from penstock.infra.engines.vllm.watch import end_with_owner
+from penstock.infra.engines.vllm.process import BACKEND, end_with_owner
 from penstock.infra.tensors.stream import TensorBytes
 
 ALIGNMENT = 64

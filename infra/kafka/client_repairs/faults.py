@@ -10,20 +10,25 @@ import hashlib
 import importlib
 import inspect
 import os
+import ssl
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import kafka
 import kafka.coordinator.base as coordinator_base
 import kafka.coordinator.consumer as coordinator_consumer
+from kafka import errors
+from kafka.future import Future
+from kafka.net import manager as net_manager
+from kafka.net import transport
 from kafka.producer import transaction_manager
 from kafka.record import default_records
 from kafka.record import util as record_util
 
 from penstock.infra.errors import Unrecoverable
-from penstock.infra.kafka.client_repairs import network_faults
 
 SWITCH = "PENSTOCK_KAFKA_CLIENT"
 """Environment variable: `repaired`, the default, or `stock` for the unchanged client library."""
@@ -237,6 +242,91 @@ def _mask_header_names(buffer: bytearray, position: int) -> None:
         position += max(size, 0)
 
 
+_INFLATED_AT_MOST = 64 << 20
+_RECEIVED_AT_ONCE = 1 << 20
+
+
+def responses_are_read_in_large_pieces() -> None:
+    """A response is read 4 KiB at a time: with samples of 2,000 tokens a run loses a tenth of its speed.
+
+    Data that arrive together with the end of the connection are lost, such as the reason why a broker refuses a password.
+    Repro: small_reads. Report: "Receiving 4 KiB per recv() makes large fetches slow".
+    """
+
+    def receive(self: Any) -> tuple[bytes, Exception | None]:
+        pieces = []
+        error = None
+        while True:
+            try:
+                piece = self._sock.recv(_RECEIVED_AT_ONCE)
+            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except Exception as cause:
+                error = errors.KafkaConnectionError(cause)
+                break
+            if not piece:
+                error = errors.KafkaConnectionError("socket disconnected")
+                break
+            pieces.append(piece)
+        # Return the data first: the next call meets the end of the connection again.
+        return b"".join(pieces), None if pieces else error
+
+    transport.KafkaTCPTransport._sock_recv = receive
+    transport.KafkaSSLTransport._sock_recv = receive
+
+
+def sending_over_tls_copies_nothing() -> None:
+    """Over TLS each 16 KiB sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
+
+    Repro: tls_copies. Report: "KafkaSSLTransport._sock_send slices bytes, KafkaTCPTransport._sock_send a memoryview".
+    """
+    secure: Any = transport.KafkaSSLTransport
+    stock = secure._sock_send
+
+    def _sock_send(self: Any) -> Any:
+        waiting = self._write_buffer
+        for index, data in enumerate(waiting):
+            waiting[index] = memoryview(data)
+        return stock(self)
+
+    secure._sock_send = _sock_send
+
+
+def inflating_has_a_limit() -> None:
+    """A compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is returned.
+
+    Our own records are never compressed. Repro: inflated_batch. Report: "_maybe_uncompress() has no limit on the size of its result".
+    """
+
+    def gzip_decode(data: Any) -> bytes:
+        inflating = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        inflated = inflating.decompress(data, _INFLATED_AT_MOST)
+        if not inflating.eof:
+            raise errors.CorruptRecordError(f"a batch inflates to more than {_INFLATED_AT_MOST} bytes, or is cut off")
+        return inflated
+
+    default_records.gzip_decode = gzip_decode
+
+
+def a_request_to_an_unlisted_broker_fails() -> None:
+    """A fetch from a leader that the metadata do not list raises after it was marked as in flight: the reader skips that broker for good.
+
+    Metadata name a leader without its address while a broker joins or leaves. Repro: unlisted_leader. Report: "send() raises
+    UnknownBrokerIdError instead of failing its future, and the fetcher skips that node for good".
+    """
+    manager: Any = net_manager.KafkaConnectionManager
+    stock = manager.send
+
+    def send(self: Any, request: Any, node_id: Any = None, request_timeout_ms: float | None = None) -> Any:
+        try:
+            return stock(self, request, node_id, request_timeout_ms)
+        except errors.UnknownBrokerIdError as error:
+            self.cluster.request_update()
+            return Future().failure(error)
+
+    manager.send = send
+
+
 _MANAGER = "kafka.producer.transaction_manager:TransactionManager"
 _END = "kafka.producer.transaction_manager:EndTxnHandler.handle_response"
 _COORDINATOR = "kafka.coordinator.base:BaseCoordinator"
@@ -273,9 +363,9 @@ REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _finished_join_is_used: (f"{_COORDINATOR}.join_group_async", f"{_COORDINATOR}._do_join_and_sync_async"),
     _lost_batch_fails_its_transaction: (f"{_MANAGER}.classify_batch_error", _END),
     _foreign_header_name_is_read: (_READ,),
-    network_faults.responses_are_read_in_large_pieces: (f"{_TCP}._sock_recv", f"{_TLS}._sock_recv"),
-    network_faults.sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
-    network_faults.inflating_has_a_limit: (_INFLATE,),
-    network_faults.a_request_to_an_unlisted_broker_fails: (_SEND,),
+    responses_are_read_in_large_pieces: (f"{_TCP}._sock_recv", f"{_TLS}._sock_recv"),
+    sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
+    inflating_has_a_limit: (_INFLATE,),
+    a_request_to_an_unlisted_broker_fails: (_SEND,),
 }
 """Repair -> the functions it replaces. Two wrap `classify_batch_error`, the later one around the earlier."""

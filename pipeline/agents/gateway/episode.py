@@ -21,8 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.infra.sandbox.loopback import Loopback
-from penstock.infra.sandbox.program import Program, how_it_ended
+from penstock.infra.sandbox.program import Loopback, Program, how_it_ended
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
 from penstock.pipeline.agents.environments.sources import AGENT, PYTHON

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.backends.processor import this_cpu
+from penstock.infra.backends.hardware import this_cpu
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.deepspeed.backend import DeepSpeedBackend
 from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.backends.settings import learning_rate

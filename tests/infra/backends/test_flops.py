@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.infra.backends.flops import FlopCount, peak_flops
+from penstock.infra.backends.hardware import FlopCount, peak_flops
 
 
 def small_llama(*, tied: bool, **changes):

@@ -47,14 +47,14 @@ def load_for_generation(folder: Path) -> None:
 def load_for_training(folder: Path) -> None:
     import torch
 
-    from penstock.infra.backends.model.frozen import open_model
+    from penstock.infra.backends.model import open_model
     from penstock.infra.backends.settings import BackendSettings
 
     open_model(BackendSettings(model_path=str(folder), lr=0.1), device=torch.device("cpu"))
 
 
 def write_model(folder: Path) -> None:
-    from penstock.infra.backends.model.files import write_model
+    from penstock.infra.backends.model import write_model
     from penstock.infra.tensors.stream import TensorBytes
 
     write_model(folder, [TensorBytes(name="w", dtype="float32", shape=(1,), data=bytes(4))], folder / "out")

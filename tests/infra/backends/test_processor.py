@@ -1,6 +1,6 @@
 """What Linux says of a processor: its vendor, and whether it multiplies bfloat16."""
 
-from penstock.infra.backends.processor import Cpu, described, this_cpu
+from penstock.infra.backends.hardware import Cpu, described, this_cpu
 
 
 def test_this_machine_s_processor_is_read() -> None:

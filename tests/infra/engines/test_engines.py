@@ -42,7 +42,7 @@ def one_vllm_engine(directory: Path) -> tuple[Any, Callable[[], None]]:
     from safetensors.numpy import load_file
 
     from penstock.infra.engines.vllm.engine import VllmEngine
-    from penstock.infra.engines.vllm.stats import Counts
+    from penstock.infra.engines.vllm.rows import Counts
 
     class Renewed(VllmEngine):
         values = load_file(directory / "model.safetensors")

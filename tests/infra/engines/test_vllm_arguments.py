@@ -1,6 +1,7 @@
 """What a person may write under [rollout.vllm], and the one line that says what to change where an engine cannot be made."""
 
 import json
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.engines.vllm import arguments as vllm_arguments
-from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments, unknown_argument, valid_arguments
+from penstock.infra.engines.base import EngineSettings
+from penstock.infra.engines.vllm import start as vllm_arguments
 from penstock.infra.engines.vllm.model_info import read_geometry
+from penstock.infra.engines.vllm.start import check_installed, engine_arguments, unknown_argument, valid_arguments
 from penstock.infra.errors import EngineError
 
 installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -29,10 +31,8 @@ def model(directory: Path, **changes: Any) -> Path:
 def arguments(
     directory: Path, *, on_cpu: bool = True, engine_process: bool = False, longest: int | None = 300, **given: Any
 ) -> dict[str, Any]:
-    return engine_arguments(
-        given, directory=directory, geometry=read_geometry(directory), dtype="float32", seed=5, concurrency=64, longest=longest,
-        engine_process=engine_process, on_cpu=on_cpu,
-    )  # fmt: skip
+    settings = EngineSettings(directory=directory, seed=5, longest=longest, engine_process=engine_process, arguments=given)
+    return engine_arguments(settings, on_cpu=on_cpu)
 
 
 @installed
@@ -151,10 +151,9 @@ def test_a_model_of_another_form_is_left_to_vllms_own_checks(tmp_path: Path) -> 
 
 
 def test_an_engine_that_is_to_sleep_needs_a_gpu(tmp_path: Path) -> None:
-    asked = {"directory": model(tmp_path), "geometry": read_geometry(tmp_path), "dtype": "float32", "seed": 5, "concurrency": 64,
-             "longest": 300, "engine_process": False, "sleeps": True}  # fmt: skip
+    settings = EngineSettings(directory=model(tmp_path), seed=5, longest=300, sleeps=True)
     with pytest.raises(EngineError, match="vLLM's sleep mode needs a GPU") as caught:
-        engine_arguments({}, on_cpu=True, **asked)
+        engine_arguments(settings, on_cpu=True)
     assert "\n" not in str(caught.value)
-    assert engine_arguments({}, on_cpu=False, **asked)["enable_sleep_mode"]
-    assert "enable_sleep_mode" not in engine_arguments({}, on_cpu=False, **asked | {"sleeps": False})
+    assert engine_arguments(settings, on_cpu=False)["enable_sleep_mode"]
+    assert "enable_sleep_mode" not in engine_arguments(replace(settings, sleeps=False), on_cpu=False)

@@ -17,7 +17,7 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 from penstock.infra.errors import SendFailed, Unrecoverable
 from penstock.infra.kafka.client_repairs import faults, private_api
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.kafka.reading.member import KafkaMember
+from penstock.infra.kafka.member import KafkaMember
 from penstock.topics.catalogue import TopicSpec
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
 
@@ -250,8 +250,7 @@ def test_a_member_without_a_completed_join_is_made_anew(log: KafkaLog, run_id: s
         return consumer is not consumers[0] and joined(consumer)
 
     monkeypatch.setattr(private_api, "has_joined", hangs_at_first)
-    parts = (log._connection, log._costs, log._contact, log._admin)
-    member = KafkaMember(*parts, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, join_limit_s=1.0)
+    member = KafkaMember(log, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, join_limit_s=1.0)
     heard = Heard(member)
     listen(heard, until=lambda: len(consumers) == 2 and len(heard.records) == 2 and len(heard.owned) == 4)
     member.close()

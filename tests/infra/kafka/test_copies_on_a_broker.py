@@ -8,7 +8,7 @@ from kafka import KafkaAdminClient
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka.cluster.admin import UNCLEAN, Admin
+from penstock.infra.kafka.admin import UNCLEAN, Admin
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Copies
 from penstock.pipeline.launch import doctor

@@ -7,9 +7,8 @@ import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition, errors
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka import settings
+from penstock.infra.kafka import settings, tail
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.kafka.reading import consumer
 from penstock.infra.log import Member, Records, Tail
 from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
@@ -56,13 +55,13 @@ def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_ti
     def out_of_range(*_: object) -> None:
         raise errors.OffsetOutOfRangeError({TopicPartition("t", 3): 7})
 
-    monkeypatch.setattr(consumer.private_api, "poll_once", out_of_range)
-    monkeypatch.setattr(consumer.private_api, "position", lambda *_: 7)
+    monkeypatch.setattr(tail.private_api, "poll_once", out_of_range)
+    monkeypatch.setattr(tail.private_api, "position", lambda *_: 7)
     with pytest.raises(
         LogError, match=r"missing, and which ones exist is unknown \(.*timed out.*\): position of this reader: t/3 at offset 7$"
     ):
-        consumer.poll(Lost(), 1.0, 10)
-    assert Lost.limits_ms == [1000 * consumer.OFFSETS_TIMEOUT_S]
+        tail.poll(Lost(), 1.0, 10)
+    assert Lost.limits_ms == [1000 * tail.OFFSETS_TIMEOUT_S]
 
 
 def polled(tail: Tail) -> None:

@@ -15,7 +15,7 @@ import pytest
 from penstock.infra.errors import ConfigError
 from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox import spawn
-from penstock.infra.sandbox.keeper.confined import limit, scope_signals
+from penstock.infra.sandbox.keeper import limit, scope_signals
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules, Isolation
 from penstock.pipeline.config.load import from_table

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.infra.paths import IMPORT_ROOT
-from penstock.infra.sandbox.parquet import reader
+from penstock.infra.sandbox import parquet
 from tests.support.children import child, end_in_time
 from tests.support.parquet_footers import LEAF, file_of, group, nested
 from tests.support.paths import ROOT
@@ -34,17 +34,17 @@ def written(table: pa.Table, **options: Any) -> bytes:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A child that may use 64 MiB and write 1 MiB."""
-    decoder = reader._Decoder()
-    monkeypatch.setattr(reader, "_decoder", decoder)
-    monkeypatch.setattr(reader, "MEMORY_BYTES", 64 << 20)
-    monkeypatch.setattr(reader, "LEAST_BYTES", 1 << 20)
-    monkeypatch.setattr(reader, "RATIO", 1)
+    decoder = parquet._Decoder()
+    monkeypatch.setattr(parquet, "_decoder", decoder)
+    monkeypatch.setattr(parquet, "MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr(parquet, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "RATIO", 1)
     yield
     decoder.end()
 
 
-def refusal(path: Path, read: Callable[[Path], Any] = reader.rows) -> str:
-    with pytest.raises(reader.Refused) as refused:
+def refusal(path: Path, read: Callable[[Path], Any] = parquet.rows) -> str:
+    with pytest.raises(parquet.Refused) as refused:
         read(path)
     (line,) = str(refused.value).splitlines()
     assert line.startswith(str(path))
@@ -54,9 +54,9 @@ def refusal(path: Path, read: Callable[[Path], Any] = reader.rows) -> str:
 def test_rows_and_footer_are_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(written(TABLE.replace_schema_metadata({"penstock.next_offset": "50", "other": "x"}), row_group_size=20))
-    assert reader.rows(path).equals(TABLE)
-    assert reader.rows(path, 1).equals(TABLE.slice(20, 20))
-    assert reader.footer(path) == {"metadata": {"penstock.next_offset": "50"}, "row_groups": [[0, 19], [20, 39], [40, 49]]}
+    assert parquet.rows(path).equals(TABLE)
+    assert parquet.rows(path, 1).equals(TABLE.slice(20, 20))
+    assert parquet.footer(path) == {"metadata": {"penstock.next_offset": "50"}, "row_groups": [[0, 19], [20, 39], [40, 49]]}
 
 
 GOOD = written(TABLE)
@@ -84,7 +84,7 @@ def test_a_hostile_file_is_refused_in_one_line_and_the_next_file_is_read(tmp_pat
     line = outcome(hostile, HOSTILE[kind])
     assert line.startswith(f"{hostile}: not a readable Parquet file: ")
     assert "\n" not in line
-    assert reader.rows(good).equals(TABLE)
+    assert parquet.rows(good).equals(TABLE)
 
 
 LONG = "x" * (8 << 20)
@@ -111,8 +111,8 @@ def test_a_small_file_that_becomes_a_large_table_is_refused_at_a_limit(tmp_path:
 def test_a_column_of_categories_is_read_as_its_values(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(written(pa.table({"a": pa.array(["x", None, "x"]).dictionary_encode()})))
-    assert reader.rows(path)["a"].type == pa.string()
-    assert reader.rows(path)["a"].to_pylist() == ["x", None, "x"]
+    assert parquet.rows(path)["a"].type == pa.string()
+    assert parquet.rows(path)["a"].to_pylist() == ["x", None, "x"]
 
 
 def test_a_pickled_extension_type_is_not_loaded(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_pickled_extension_type_is_not_loaded(tmp_path: Path) -> None:
     schema = pa.schema([pa.field("a", pa.int64(), metadata=metadata)])
     path = tmp_path / "a.parquet"
     path.write_bytes(written(pa.table([[1, 2]], schema=schema)))
-    assert reader.rows(path)["a"].to_pylist() == [1, 2]
+    assert parquet.rows(path)["a"].to_pylist() == [1, 2]
     assert not marker.exists()
 
 
@@ -145,39 +145,39 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, kind: str) -
             path.symlink_to(tmp_path / "pipe")
         case "no permission":
             path.symlink_to("/proc/1/mem")
-    for read in (reader.rows, reader.footer):
-        with pytest.raises(reader.Refused, match=r"^\S+: (cannot read it|is no regular file)|is no regular file|not a readable"):
+    for read in (parquet.rows, parquet.footer):
+        with pytest.raises(parquet.Refused, match=r"^\S+: (cannot read it|is no regular file)|is no regular file|not a readable"):
             read(path)
 
 
 def test_a_file_that_takes_longer_than_its_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(GOOD)
-    monkeypatch.setattr(reader, "LEAST_S", 1e-6)
-    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    monkeypatch.setattr(parquet, "LEAST_S", 1e-6)
+    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
     assert "cannot be decoded in" in refusal(path)
-    monkeypatch.setattr(reader, "LEAST_S", 120.0)
-    assert reader.rows(path).equals(TABLE)
+    monkeypatch.setattr(parquet, "LEAST_S", 120.0)
+    assert parquet.rows(path).equals(TABLE)
     decoder.end()
 
 
 def test_a_child_that_gets_no_request_is_ended_and_the_next_request_gets_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, started = tmp_path / "a.parquet", list[Any]()
     path.write_bytes(GOOD)
-    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
-    monkeypatch.setattr(reader, "IDLE_S", 0.01)
-    start = reader.subprocess.Popen
-    monkeypatch.setattr(reader.subprocess, "Popen", lambda *command, **options: started.append(start(*command, **options)) or started[-1])
+    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
+    monkeypatch.setattr(parquet, "IDLE_S", 0.01)
+    start = parquet.subprocess.Popen
+    monkeypatch.setattr(parquet.subprocess, "Popen", lambda *command, **options: started.append(start(*command, **options)) or started[-1])
     for count in (1, 2):
-        assert reader.rows(path).equals(TABLE)
+        assert parquet.rows(path).equals(TABLE)
         assert end_in_time(started[-1].pid)
         assert len(started) == count
     decoder.end()
 
 
 def test_a_child_ends_with_the_process_that_asks_though_it_decodes_without_end() -> None:
-    endless = "decoder._response = lambda *_: (print('decodes', flush=True), time.sleep(600)); decoder.main()"
-    code = f"import sys, time; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet import decoder; {endless}"
+    endless = "parquet._response = lambda *_: (print('decodes', flush=True), time.sleep(600)); parquet.main()"
+    code = f"import sys, time; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox import parquet; {endless}"
     ours, theirs = socket.socketpair()
     with ours, theirs, open(os.devnull) as nothing:
         command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(1 << 30)]
@@ -201,12 +201,12 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def test_files_are_read_under_low_limits_that_this_user_cannot_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, start = tmp_path / "a.parquet", reader.subprocess.Popen
+    path, start = tmp_path / "a.parquet", parquet.subprocess.Popen
     path.write_bytes(GOOD)
-    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
     low = [sys.executable, "-I", "-S", "-c", LOW_LIMITS]
-    monkeypatch.setattr(reader.subprocess, "Popen", lambda command, **options: start([*low, *command], **options))
-    assert reader.rows(path).equals(TABLE)
+    monkeypatch.setattr(parquet.subprocess, "Popen", lambda command, **options: start([*low, *command], **options))
+    assert parquet.rows(path).equals(TABLE)
     decoder.end()
 
 
@@ -230,13 +230,13 @@ def test_files_are_read_without_proc_and_without_a_temporary_directory(
 
     path = tmp_path / "a.parquet"
     path.write_bytes(GOOD)
-    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
     if "proc" in lacking:
         monkeypatch.setattr(pa, "memory_map", missing)
-        monkeypatch.setattr(reader, "_MAIN", f"exec({WITHOUT_PROC!r}); {reader._MAIN}")
+        monkeypatch.setattr(parquet, "_MAIN", f"exec({WITHOUT_PROC!r}); {parquet._MAIN}")
     if "temporary directory" in lacking:
         monkeypatch.setattr(tempfile, "TemporaryFile", missing)
-    assert reader.rows(path).equals(TABLE)
+    assert parquet.rows(path).equals(TABLE)
     decoder.end()
 
 
@@ -259,8 +259,8 @@ def outcome(path: Path, data: bytes) -> str:
     """How a file is refused; empty if it is read."""
     path.write_bytes(data)
     try:
-        reader.footer(path)
-        reader.rows(path)
-    except reader.Refused as error:
+        parquet.footer(path)
+        parquet.rows(path)
+    except parquet.Refused as error:
         return str(error)
     return ""

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.infra.sandbox.keeper import process_tree
-from penstock.infra.sandbox.keeper.process_tree import STUCK_S, SWEEP_EVERY_S, ProcessTree
+from penstock.infra.sandbox import keeper
+from penstock.infra.sandbox.keeper import STUCK_S, SWEEP_EVERY_S, ProcessTree
 
 BOMB_S = 4 * STUCK_S
 
@@ -27,8 +27,8 @@ class Processes:
 
     def end(self, monkeypatch: pytest.MonkeyPatch) -> bool:
         """Have a keeper end them; True if it leaves none."""
-        monkeypatch.setattr(process_tree, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
-        monkeypatch.setattr(process_tree, "os", SimpleNamespace(kill=self.kill, killpg=self.kill, getpgrp=lambda: 0))
+        monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
+        monkeypatch.setattr(keeper, "os", SimpleNamespace(kill=self.kill, killpg=self.kill, getpgrp=lambda: 0))
         tree = ProcessTree(0)
         tree.status = 0
         monkeypatch.setattr(tree, "processes", lambda: dict.fromkeys(self.found(next(self.sweeps)), 0))

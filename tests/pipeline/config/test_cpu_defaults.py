@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.backends.processor import Cpu
+from penstock.infra.backends.hardware import Cpu
 from penstock.pipeline.config.load import Config, from_json, load, to_json, trainer_threads, with_cpu_defaults
 from penstock.pipeline.scheduling.rules import MODES
 

@@ -105,7 +105,7 @@ def test_the_source_digest_is_known_without_running_the_source_and_follows_its_c
 def test_the_example_loss_halves_what_mistakes_weigh() -> None:
     torch = pytest.importorskip("torch")
     np = pytest.importorskip("numpy")
-    from penstock.infra.backends.batch import TokenBatch
+    from penstock.infra.backends.base import TokenBatch
     from penstock.pipeline.algorithms.losses import batch_loss
 
     forgiving = load("own_loss.py:forgiving", base_dir=EXAMPLES)

@@ -16,7 +16,7 @@ from confluent_kafka import Producer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.infra.checkpoints.rules import State
+from penstock.infra.checkpoints import State
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors import stream
 from penstock.infra.tensors.stream import TensorBytes

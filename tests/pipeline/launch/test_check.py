@@ -270,7 +270,7 @@ def test_what_init_writes_passes_the_check_and_names_the_columns(tmp_path: Path,
 )
 def test_init_plans_for_the_gpus_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, engine_fits: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr("penstock.infra.engines.vllm.arguments.find_spec", lambda _name: None)
+    monkeypatch.setattr("penstock.infra.engines.vllm.start.find_spec", lambda _name: None)
     folder = project(tmp_path)
     (folder / "my.toml").write_text(propose("model", "rows.jsonl", ["rew.py:right"], base=folder), encoding="utf-8")
     config, count = load(folder / "my.toml"), len(gpus.split(",")) if gpus else 0

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.checkpoints.rules import Recorded, State
-from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.checkpoints import CheckpointStore, Recorded, State
 from penstock.infra.errors import BackendError
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer

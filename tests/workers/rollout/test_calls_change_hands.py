@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.infra.engines.base import GroupRequest
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.memory.readers import MemoryMember
+from penstock.infra.memory.state import MemoryMember
 from penstock.pipeline.agents.engine import turn_of
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.runtime.ledger_follower import LedgerState

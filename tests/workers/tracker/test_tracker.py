@@ -13,7 +13,7 @@ import pytest
 
 from penstock.infra.errors import Fenced
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.memory.readers import MemoryTail
+from penstock.infra.memory.state import MemoryTail
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.run_view import load, read_view

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.backends.base import LossFunction
-from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.base import LossFunction, TokenBatch
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit import report as audit_report
 from penstock.pipeline.inspect.explain import as_json, text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.memory.readers import MemoryTail
+from penstock.infra.memory.state import MemoryTail
 from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
 from penstock.pipeline.scheduling.rules import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector

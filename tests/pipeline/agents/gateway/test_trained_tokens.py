@@ -58,10 +58,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def play(directory: Path, agent: Path) -> tuple[list[Trajectory], list[Completion]]:
     """Three trajectories of the agent, and every turn that the engine drew for them."""
-    settings = EngineSettings(
-        directory=directory, dtype="float32", device="cpu", threads=1, seed=0, concurrency=8, longest=1024, kv_cache="recompute",
-        engine_process=False, arguments={}, delay_s=0.0,
-    )  # fmt: skip
+    settings = EngineSettings(directory=directory, device="cpu", concurrency=8, longest=1024)
     inner = ENGINES["transformers"].open(settings)
     turns: list[Completion] = []
     step = inner.step

@@ -1,6 +1,7 @@
 """Untrusted Parquet files, decoded by a child process with limits of memory, size and time.
 
-A file that crashes the child or exceeds a limit is refused; the next request gets a new child. An idle child ends.
+pyarrow crashes on some files, and a few bytes may encode gigabytes: both end the child or exceed its limits, not its parent's. Such a file
+is refused; the next request gets a new child. An idle child ends.
 """
 
 import atexit
@@ -8,6 +9,8 @@ import contextlib
 import json
 import mmap
 import os
+import resource
+import select
 import socket
 import stat
 import subprocess
@@ -19,8 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.keeper import limit, statm_bytes
 
 MEMORY_BYTES = 4 << 30
 """Of the child, beyond its memory at the start."""
@@ -32,7 +37,7 @@ BYTES_PER_S = 1 << 20
 """The time limit grows by one second for each of these."""
 IDLE_S = 2.0
 """Longest wait of a child for the next request."""
-_MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet.decoder import main; main()"
+_MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet import main; main()"
 
 
 class Refused(ValueError):
@@ -202,3 +207,87 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 def _ended(status: int | None) -> str:
     return f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+
+
+REQUEST_BYTES = 1 << 12
+DATA = 5
+"""Field of `statm` for the memory that RLIMIT_DATA counts."""
+REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, LookupError, OverflowError)
+"""Errors of pyarrow for a file that is not Parquet, and of this module."""
+
+
+def main() -> None:
+    """The child: serve requests on a socket until its other end is closed. Arguments: its descriptor, and the memory limit in bytes."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    limit(resource.RLIMIT_DATA, statm_bytes(os.getpid(), DATA) + int(sys.argv[2]))
+    limit(resource.RLIMIT_CORE, 0)
+    pa.set_cpu_count(1)
+    while True:
+        request, descriptors, *_ = socket.recv_fds(connection, REQUEST_BYTES, 2)
+        if not request:
+            return
+        try:
+            response = _response(json.loads(request), *descriptors)
+        except REFUSES as error:
+            response = {"refused": " ".join(str(error).split())[:1000] or type(error).__name__}
+        text = json.dumps(response).encode()
+        connection.sendall(len(text).to_bytes(8, "little") + text)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process, even while it decodes, when the other end of the socket is closed or its process has ended."""
+    closed = select.poll()
+    closed.register(connection, 0)
+    closed.poll()
+    os._exit(0)
+
+
+def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
+    with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
+        if request["kind"] == "footer":
+            return footer_of(file)
+        most = request["most"]
+        limit(resource.RLIMIT_FSIZE, most, for_good=False)
+        try:
+            _decode(file, request["row_group"], sink)
+        except OSError as error:
+            if os.fstat(sink).st_size < most:
+                raise
+            raise ValueError(f"it decodes to more than {most:,} bytes") from error
+    return {}
+
+
+def footer_of(file: pq.ParquetFile) -> dict[str, Any]:
+    """The file's own metadata and the bounds of each row group's `offset`, by which a reader chooses row groups."""
+    metadata, groups = file.metadata, []
+    for number in range(metadata.num_row_groups):
+        row_group = metadata.row_group(number)
+        columns = (row_group.column(index) for index in range(row_group.num_columns))
+        statistics = next((column.statistics for column in columns if column.path_in_schema == "offset"), None)
+        bounds = [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
+        groups.append(bounds if bounds and all(isinstance(bound, int) for bound in bounds) else None)
+    texts = {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in (metadata.metadata or {}).items()}
+    return {"metadata": {key: value for key, value in texts.items() if key.startswith("penstock.")}, "row_groups": groups}
+
+
+def _decode(file: pq.ParquetFile, row_group: int | None, sink: int) -> None:
+    """Write one row group, or all, to a file of Arrow IPC."""
+    schema = pa.schema([field.with_type(_plain(field.type)) for field in file.schema_arrow])
+    with os.fdopen(os.dup(sink), "wb") as stream, pa.ipc.new_file(stream, schema) as copy:
+        for batch in rows_of(file, row_group):
+            copy.write_batch(batch.cast(schema) if batch.schema != schema else batch)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The value type of a dictionary type: repeated values count as often as they occur."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def rows_of(file: pq.ParquetFile, row_group: int | None) -> Iterator[pa.RecordBatch]:
+    """The rows of one row group, or of all. Raises one of `REFUSES`."""
+    for batch in file.iter_batches(row_groups=None if row_group is None else [row_group], use_threads=False):
+        batch.validate()
+        yield batch

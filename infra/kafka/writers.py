@@ -1,10 +1,11 @@
-"""Writes records and group offsets together or not at all.
+"""Writes single records, each acknowledged or reported, and transactions of records and group offsets.
 
-A producer that met any error is never used again. Its successor takes the id only if no other process has, checks whether the last
-transaction was committed, and repeats it only if it certainly was not. The newest claim in the log names the owner of the id: it is
+A transactional producer that met any error is never used again. Its successor takes the id only if no other process has, checks whether the
+last transaction was committed, and repeats it only if it certainly was not. The newest claim in the log names the owner of the id: it is
 read after every renewal of the epoch, before anything else is written.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +16,154 @@ from penstock.infra import faults
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
+from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cpu_meter import CpuCosts
-from penstock.infra.kafka.outage import Contact, Wait
-from penstock.infra.kafka.producer import send
-from penstock.infra.kafka.reading import consumer
-from penstock.infra.kafka.settings import Connection
+from penstock.infra.kafka.outage import Wait
+from penstock.infra.kafka.tail import to_kafka
 from penstock.infra.log import Commits, Membership, Written
 from penstock.topics.wire.record import Outgoing
+
+_RECORD_OVERHEAD = 512
+"""[bytes] of futures, headers and batch bookkeeping that a record occupies beyond its value."""
+
+
+def send(kafka: Any, outgoing: Outgoing) -> Any:
+    """Pass a record to a client and return its future. Raises `KafkaError`; `KafkaTimeoutError` while the topic is unknown."""
+    headers = list(outgoing.headers)
+    return kafka.send(outgoing.topic, outgoing.value, key=outgoing.key, headers=headers, partition=outgoing.partition)
+
+
+class KafkaPending:
+    """A record that was sent; `offset` waits for the acknowledgement."""
+
+    __slots__ = ("_future", "_owner", "_size", "_what")
+
+    def __init__(self, future: Any, owner: "KafkaProducerOfRecords", size: int, what: str) -> None:
+        self._future, self._owner, self._size, self._what = future, owner, size, what
+        future._add_cb_eb(self._written, self._lost)
+
+    def _written(self, _: Any) -> None:
+        self._owner._settle(self._size, None)
+
+    def _lost(self, error: BaseException) -> None:
+        self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
+
+    def offset(self, timeout_s: float | None = None) -> int:
+        """Return the offset; None waits as long as the producer. Raises `SendFailed`, `OutcomeUnknown`, or `LogError` after `timeout_s`."""
+        try:
+            offset: int = self._future.get(timeout_s).offset
+        except errors.KafkaError as error:
+            if not self._future.is_done and timeout_s is not None:
+                raise LogError(f"no answer from {self._what} within {timeout_s:.0f} s; the record is still in flight") from None
+            raise edge.translate(error, f"cannot write to {self._what}") from error
+        return offset
+
+    def done(self) -> bool:
+        """True once the record is acknowledged or has failed."""
+        return bool(self._future.is_done)
+
+    def error(self) -> Exception | None:
+        """Cause of the failure; None while in flight or once written."""
+        failed = self._future.exception
+        return None if failed is None else edge.translate(failed, f"cannot write to {self._what}")
+
+
+class KafkaProducerOfRecords:
+    """An idempotent producer with a byte budget; safe to share between threads."""
+
+    def __init__(
+        self,
+        admin: Admin,
+        *,
+        max_in_flight_bytes: int,
+        give_up_s: float,
+        linger_ms: float,
+    ) -> None:
+        self._admin, self._costs, self._wait = admin, admin.cpu, Wait(admin.contact)
+        self._budget, self._give_up_s = max_in_flight_bytes, give_up_s
+        configs = settings.producer(admin.connection, give_up_s=give_up_s, linger_ms=linger_ms)
+        self._kafka = admin.contact.reach(lambda: edge.make(KafkaProducer, admin.connection, configs))
+        self._costs.watch(private_api.io_thread(self._kafka), "io_s")
+        self._room = threading.Condition()
+        self._in_flight = 0
+        self._waiting = 0
+        self._failure: LogError | None = None
+
+    def send(self, outgoing: Outgoing) -> KafkaPending:
+        """Send a record; blocks while the byte budget is used up. Raises `LogError` after `give_up_s`."""
+        with self._costs.count("send_s"):
+            size = len(outgoing.value) + _RECORD_OVERHEAD
+            self._reserve(size)
+            try:
+                future = self._append(outgoing)
+            except BaseException:
+                self._release(size)
+                raise
+            return KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
+
+    def _reserve(self, size: int) -> None:
+        with self._room:
+            if self._in_flight and self._in_flight + size > self._budget:
+                self._waiting += 1
+                free = self._room.wait_for(lambda: not self._in_flight or self._in_flight + size <= self._budget, self._give_up_s)
+                self._waiting -= 1
+                if not free:
+                    raise SendFailed(
+                        f"the broker took nothing for {self._give_up_s:.0f} s with {self._in_flight} bytes waiting; is it running?"
+                    )
+            self._in_flight += size
+            self._wait.start()
+
+    def _append(self, outgoing: Outgoing) -> Any:
+        """Pass the record to the client; waits for the topic's metadata during an outage."""
+        self._admin.require([(outgoing.topic, outgoing.partition)])  # waiting for a missing topic would never end
+        deadline = time.monotonic() + self._give_up_s
+        while True:
+            try:
+                return send(self._kafka, outgoing)
+            except errors.KafkaTimeoutError as error:
+                if time.monotonic() > deadline:
+                    raise SendFailed(f"no broker sent metadata of {outgoing.topic} within {self._give_up_s:.0f} s") from error
+            except (errors.KafkaError, ValueError) as error:
+                raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
+
+    def _settle(self, size: int, failure: LogError | None) -> None:
+        """Record that a send was acknowledged or has failed."""
+        if failure is None:
+            self._wait.responded(more=True)
+        elif self._failure is None:
+            self._failure = failure
+        self._release(size)
+
+    def _release(self, size: int) -> None:
+        with self._room:
+            self._in_flight -= size
+            if not self._in_flight:
+                self._wait.end()
+            if self._waiting:
+                self._room.notify_all()
+
+    def check(self) -> None:
+        """Raise the first failure since the last flush; for callers that send without waiting."""
+        if self._failure is not None:
+            raise self._failure
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until every record sent so far is acknowledged. Raises the first failure since the last flush."""
+        try:
+            self._kafka.flush(timeout_s)
+        except errors.KafkaTimeoutError:
+            raise OutcomeUnknown(f"{self._in_flight} bytes are not acknowledged after {timeout_s:.0f} s") from None
+        with self._room:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Finish the records in flight, within `timeout_s`, and stop."""
+        self._costs.unwatch(private_api.io_thread(self._kafka))
+        private_api.close_producer(self._kafka, timeout_s)
+
 
 Visible = Callable[[str, int, int], bool]
 """Returns True if a committed record is at (topic, partition, offset). Raises `LogError` if that cannot be read."""
@@ -40,9 +180,6 @@ class KafkaTransactions:
 
     def __init__(
         self,
-        connection: Connection,
-        costs: CpuCosts,
-        contact: Contact,
         admin: Admin,
         visible: Visible,
         newest: Newest,
@@ -52,11 +189,11 @@ class KafkaTransactions:
         timeout_s: float,
         give_up_s: float,
     ) -> None:
-        self._connection, self._costs, self._admin = connection, costs, admin
+        self._admin, self._costs = admin, admin.cpu
         self._visible, self._newest, self._claim = visible, newest, claim
-        self._contact, self._wait = contact, Wait(contact)
+        self._contact, self._wait = admin.contact, Wait(admin.contact)
         self._id, self._timeout_s, self._give_up_s = transactional_id, timeout_s, give_up_s
-        self._configs = settings.transactional(connection, transactional_id=transactional_id, timeout_s=timeout_s)
+        self._configs = settings.transactional(admin.connection, transactional_id=transactional_id, timeout_s=timeout_s)
         self._identity: Any = None
         """Last producer id and epoch; None before the id was taken: then no other epoch is newer than ours."""
         self._kafka: Any = None
@@ -115,7 +252,7 @@ class KafkaTransactions:
             futures = [send(kafka, record) for record in records]
             if offsets and member is not None:
                 group = ConsumerGroupMetadata(member.group, member.generation, member.member_id, None)
-                private_api.send_offsets(kafka, consumer.to_kafka(offsets), group, self._timeout_s)
+                private_api.send_offsets(kafka, to_kafka(offsets), group, self._timeout_s)
             written = [future.get(max(0.01, end - time.monotonic())).offset for future in futures]
         except (errors.KafkaError, ValueError, TypeError) as error:
             cause = private_api.first_error(kafka) or error  # later calls only report that an earlier one failed
@@ -186,7 +323,7 @@ class KafkaTransactions:
                 raise self._refusal()
             kafka: Any = None
             try:
-                kafka = edge.make(KafkaProducer, self._connection, self._configs)
+                kafka = edge.make(KafkaProducer, self._admin.connection, self._configs)
                 private_api.init_transactions(kafka, self._identity, self._timeout_s)
                 self._require_own_claim()
             except (errors.KafkaError, LogError) as error:

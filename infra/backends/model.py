@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on every linear layer of a model except its output, by `peft`.
+"""The models of a backend: opened, frozen, with low-rank adapters, and written in Hugging Face format bit for bit.
 
-Only the adapters are trained, in float32. Weights are read merged, `W + alpha / rank * B A` as `topics.versions` computes it, under the
-names of the model without adapters.
+Dropout is off, so that a forward pass depends only on weights and tokens.
 """
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,92 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
+from penstock.infra.backends.base import TokenBatch
+from penstock.infra.backends.logprobs.forward import choose_forward
+from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.adapted import Adapted, Adapter
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest
-from penstock.infra.tensors.torch_copy import fitting, from_bytes, seen_bytes
+from penstock.infra.tensors.torch_copy import copy_into, fitting, from_bytes, seen_bytes
+
+TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
+
+
+def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *, tokenizer: str | Path) -> None:
+    """Write a model with these weights, by name and once each, and the tokenizer of another model directory.
+
+    `save_pretrained` is not used because it imports DeepSpeed, which takes seconds.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    save_torch_state_dict(revert_weight_conversion(model, weights), directory, max_shard_size="50GB")
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(Path(tokenizer).glob(pattern)):
+            shutil.copyfile(file, directory / file.name)
+
+
+def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], directory: Path) -> None:
+    """Write the model that `config.json` in `architecture` describes, with these weights. Raises `BackendError`."""
+    weights = list(tensors)
+    dtype = getattr(torch, weights[0].dtype)
+    try:
+        config = transformers.AutoConfig.from_pretrained(architecture, local_files_only=True, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        copy_into(model, weights)
+    except (OSError, ValueError) as error:
+        raise BackendError(f"the recorded weights do not fit the architecture in {architecture}: {str(error).splitlines()[0]}") from error
+    save_model(model, dict(model.named_parameters()), directory, tokenizer=architecture)
+
+
+def open_model(settings: BackendSettings, *, device: torch.device, path: str | None = None) -> Any:
+    """Open the causal language model in `path`, by default `model_path`, without dropout. Raises `BackendError`."""
+    path = path or settings.model_path
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, settings.dtype), local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise BackendError(f"cannot open the model in {path}: {str(error).splitlines()[0]}") from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model.to(device)
+
+
+class FrozenPolicy:
+    """A copy of the model at one version that is not trained."""
+
+    def __init__(self, settings: BackendSettings, *, device: torch.device, path: str | None = None) -> None:
+        """Open the model in `path`, by default version 0 from `model_path`."""
+        self.model = open_model(settings, device=device, path=path).eval().requires_grad_(False)
+        self.forward = choose_forward(self.model, share=settings.share_prompts, device=device)
+        self.device = device
+
+    def load(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace the weights by those of another version."""
+        copy_into(self.model, tensors)
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] logprobs, 0 on untrained tokens."""
+        return host_floats(self.forward(self.model, batch, device=self.device)[0])
+
+
+def host_floats(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    """A tensor as a float32 array in host memory."""
+    array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array
+
 
 NAME = "default"
 FOLDER = "adapter"
@@ -26,7 +106,11 @@ FOLDER = "adapter"
 
 
 class Adapters:
-    """A model's adapters; B is initialised with zeros, so that the initial model is unchanged."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on every linear layer of a model except its output, by `peft`.
+
+    Only they are trained, in float32; B is initialised with zeros. Weights are read merged, `W + alpha / rank * B A` as `topics.versions`
+    computes it, under the names of the model without adapters.
+    """
 
     def __init__(self, model: Any, *, rank: int, alpha: float, seed: int) -> None:
         """Freeze the model and add adapters to it; `A` is random, from the seed. Raises `BackendError`."""

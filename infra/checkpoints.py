@@ -1,25 +1,203 @@
-"""Checkpoints in a directory: written to a temporary folder, flushed, recorded in the ledger, and only then renamed.
+"""A run's checkpoints: written to a temporary folder, flushed, recorded in the ledger, and only then renamed.
 
-A checkpoint is used only if every file verifies and it agrees with the ledger; otherwise the one before it is tried.
+A checkpoint is used only if every file has the digest in its manifest and its state agrees with the ledger; otherwise the one before it is
+tried. While one is written, a thread reads the model without copying it: the model must not change until `Saving.wait_copied` returns.
 """
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from penstock.infra import faults
-from penstock.infra.checkpoints.files import MANIFEST, check_file, sync
-from penstock.infra.checkpoints.rules import Best, Recorded, State, objection, to_keep
-from penstock.infra.checkpoints.saving import STATE, Saving
 from penstock.infra.errors import BackendError, CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush every file below `directory`, and the directories, to the disk."""
+    for path in [*sorted(directory.rglob("*")), directory]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Flush one file, or the names in one directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(directory: Path) -> int:
+    """List every file in `manifest.json`; returns their total size in bytes."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    entries = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+    (directory / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
+    return sum(file.stat().st_size for file in [*files, directory / MANIFEST])
+
+
+def check_file(name: str, file: Path, entry: Mapping[str, object]) -> None:
+    """Raise `CheckpointError` unless a file has the size and SHA-256 of its manifest entry."""
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{name} has {size} bytes, in its manifest {entry['bytes']}")
+    if _sha256(file) != entry["sha256"]:
+        raise CheckpointError(f"{name} is damaged: its SHA-256 is not the one in its manifest")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A run's position at a checkpoint; all other counters follow from the ledger up to there."""
+
+    run: str
+    steps: int
+    """Optimizer steps done."""
+    version: int
+    """The newest published version."""
+    digest: str
+    """Digest of the weights."""
+    seq: int
+    """Number of the ledger's last entry when the checkpoint was started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The ledger's record of a run, with which a checkpoint has to agree."""
+
+    run: str
+    steps: int
+    """Committed steps."""
+    seq: int
+    versions: Collection[int]
+    """Published versions."""
+    digests: Mapping[int, Collection[str]]
+    """Steps done -> digests of the checkpoints recorded at that point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best evaluated checkpoint so far."""
+
+    steps: int
+    accuracy: float
+    """Greedy accuracy on the held-out prompts."""
+
+
+def objection(state: State, recorded: Recorded) -> str | None:
+    """Reason why a complete checkpoint does not belong to this ledger, or None."""
+    if state.run != recorded.run:
+        return f"it is of run {state.run}"
+    if state.steps > recorded.steps or state.seq >= recorded.seq:
+        return f"it is beyond the ledger, which ends at step {recorded.steps} (entry {recorded.seq}; the checkpoint has entry {state.seq})"
+    if state.steps not in recorded.digests:
+        return "the ledger does not record it"
+    if state.digest not in recorded.digests[state.steps]:
+        return f"its weights have the digest {state.digest[:16]}…, recorded is {min(recorded.digests[state.steps])[:16]}…"
+    if state.version not in recorded.versions:
+        return f"version {state.version} was never published"
+    return None
+
+
+def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = None, best: int | None = None) -> set[int]:
+    """The checkpoints to keep: the newest `keep_last`, those at multiples of `keep_every` steps, and the best.
+
+    Example:
+        to_keep({10, 20, 30, 40}, keep_last=1, keep_every=20, best=10)  # -> {10, 20, 40}
+    """
+    selected = {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
+    return selected | {number for number in steps if number == best}
+
+
+BACKEND = "backend"
+"""Folder that the backend writes."""
+STATE = "state.json"
+
+
+@dataclass(slots=True)
+class Saving:
+    """A checkpoint being written."""
+
+    state: State
+    temporary: Path
+    """Folder in which it is written before it gets its name."""
+    explained: Callable[[], AbstractContextManager[None]]
+    """Turns a disk error into one line."""
+    size: int = 0
+    """Bytes, set once all files are durable."""
+    failure: BaseException | None = None
+    _copied: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self, save: Callable[[Path], None], *, in_background: bool) -> None:
+        """Write and flush in a thread; unless `in_background`, `save` itself runs in the caller's thread. `wait` raises its errors."""
+        if not in_background:
+            self._guarded(lambda: self._copy(save))
+        self._thread = threading.Thread(
+            target=self._guarded, args=(lambda: self._run(save if in_background else None),), daemon=True, name="checkpoint"
+        )
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """True once the thread has ended."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait_copied(self) -> None:
+        """Wait until the model has been read."""
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Wait until every file is durable, or raise the error of the thread."""
+        assert self._thread is not None
+        self._thread.join()
+        if self.failure is not None:
+            self.discard()
+            raise self.failure
+
+    def discard(self) -> None:
+        """Delete the temporary folder."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _run(self, save: Callable[[Path], None] | None) -> None:
+        if save is not None:
+            self._copy(save)
+        if self.failure is None:
+            with self.explained():
+                (self.temporary / STATE).write_text(json.dumps(asdict(self.state)), encoding="utf-8")
+                self.size = write_manifest(self.temporary)
+                sync_directory(self.temporary)
+
+    def _copy(self, save: Callable[[Path], None]) -> None:
+        with self.explained():
+            (self.temporary / BACKEND).mkdir(parents=True)
+            save(self.temporary / BACKEND)
+            faults.reach("checkpoint.some")
+        self._copied.set()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:  # `wait` raises it in the owner's thread
+            self.failure = error
+            self._copied.set()
+
 
 BEST = "best.json"
 """File with the number of the best evaluated checkpoint."""

@@ -14,6 +14,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
+"""vLLM imports it in every process with a part of the model."""
+BACKEND = "penstock"
+"""Name of our weight transfer in vLLM."""
 OWNER = "PENSTOCK_ENGINE_OWNER"
 """Environment variable of an engine's processes: process id of the worker."""
 SCRATCH = "PENSTOCK_ENGINE_SCRATCH"

@@ -6,23 +6,146 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kafka import ConsumerRebalanceListener, TopicPartition, errors
+from kafka.coordinator.assignors.abstract import AbstractPartitionAssignor, ConsumerProtocolAssignment, ConsumerProtocolSubscription
+from kafka.coordinator.assignors.range import RangePartitionAssignor
 
 from penstock.infra.errors import LogError
 from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka import settings
+from penstock.infra.kafka import tail as reading
+from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.infra.kafka.cluster.admin import Admin
-from penstock.infra.kafka.cluster.skips import ReadDeadLetters
-from penstock.infra.kafka.cluster.topic_ids import TopicIds
-from penstock.infra.kafka.cpu_meter import CpuCosts
-from penstock.infra.kafka.outage import Contact, Outage
-from penstock.infra.kafka.reading import consumer as reading
-from penstock.infra.kafka.reading.buffer import Buffer
-from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import SESSION_S, Assigned, Commits, Event, Membership, Pools
+from penstock.infra.kafka.guards import ReadDeadLetters, TopicIds
+from penstock.infra.kafka.outage import Outage
+from penstock.infra.log import SESSION_S, Assigned, Commits, Event, Membership, Partition, Pools, Records, Revoked
+from penstock.topics.wire.record import Record
+
+_RECORD_OVERHEAD = 512
+"""[bytes] that a small record occupies beyond its value."""
+
+
+class Buffer:
+    """A bounded queue of events; safe on any thread.
+
+    `revoke` drops the waiting records and commits of the revoked partitions in the same step that queues the `Revoked` event.
+    """
+
+    def __init__(self, *, max_records: int, max_bytes: int) -> None:
+        self.max_records, self._max_bytes = max_records, max_bytes
+        self.membership: Membership | None = None
+        self._events: list[Event] = []
+        self._records = self._bytes = 0
+        self._owned: frozenset[Partition] = frozenset()
+        self._uncommitted: dict[Partition, tuple[int, str]] = {}
+        self._sending: set[Partition] = set()
+        self._failure: LogError | None = None
+        self._change = threading.Condition()
+
+    @property
+    def full(self) -> bool:
+        """True if no more records should be read."""
+        return self._records >= self.max_records or self._bytes >= self._max_bytes
+
+    @property
+    def waiting(self) -> int:
+        """Number of records not taken yet."""
+        return self._records
+
+    def put(self, records: Sequence[Record]) -> None:
+        """Queue records, except those of partitions no longer owned."""
+        with self._change:
+            owned = [record for record in records if (record.topic, record.partition) in self._owned]
+            if owned:
+                self._records += len(owned)
+                self._bytes += sum(len(record.value) for record in owned) + _RECORD_OVERHEAD * len(owned)
+                self._events.append(Records(records=owned))
+                self._change.notify_all()
+
+    def assign(self, assigned: Assigned) -> None:
+        with self._change:
+            self._owned = frozenset(assigned.partitions)
+            self._events.append(assigned)
+            self._change.notify_all()
+
+    def revoke(self) -> None:
+        with self._change:
+            if not self._owned and not any(isinstance(event, Assigned) for event in self._events):
+                return
+            owned, self._owned = self._owned, frozenset()
+            self._uncommitted.clear()
+            self._sending.clear()
+            self._events = [event for event in self._events if not isinstance(event, Records)]
+            self._records = self._bytes = 0
+            self._events.append(Revoked(partitions=owned))
+            self._change.notify_all()
+
+    def end(self, failure: LogError) -> None:
+        """Let `take` raise `failure` once the queue is empty."""
+        with self._change:
+            self._failure = failure
+            self._change.notify_all()
+
+    def wake(self) -> None:
+        """Let a waiting thread check its condition again."""
+        with self._change:
+            self._change.notify_all()
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """All queued events; waits up to `timeout_s` for the first."""
+        with self._change:
+            if not self._events and self._failure is None:
+                self._change.wait_for(lambda: self._events or self._failure is not None, timeout_s)
+            events, self._events = self._events, []
+            if not events and self._failure is not None:
+                raise self._failure
+            self._records = self._bytes = 0
+            for event in events:
+                if isinstance(event, Assigned):
+                    self.membership = event.membership
+            self._change.notify_all()
+            return events
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait until records are taken, for `timeout_s` at most."""
+        with self._change:
+            self._change.wait_for(lambda: not self.full, timeout_s)
+
+    def add_commits(self, offsets: Commits) -> bool:
+        """Queue offsets to commit; returns False and queues none if a partition is not owned."""
+        with self._change:
+            if not self._owned.issuperset(offsets):
+                return False
+            self._uncommitted.update(offsets)
+            self._sending.update(offsets)
+            return True
+
+    def unsent_commits(self) -> Commits:
+        """Commits that failed and have to be sent again; from here on they count as sent."""
+        with self._change:
+            unsent = {partition: commit for partition, commit in self._uncommitted.items() if partition not in self._sending}
+            self._sending.update(unsent)
+            return unsent
+
+    def committed(self, offsets: Mapping[Partition, tuple[int, str]]) -> None:
+        """Record that the log has stored these offsets."""
+        with self._change:
+            for partition, stored in offsets.items():
+                if self._uncommitted.get(partition) == stored:
+                    del self._uncommitted[partition]
+                    self._sending.discard(partition)
+
+    def uncommitted(self, offsets: Mapping[Partition, tuple[int, str]], error: BaseException) -> None:
+        """Record that a commit failed: it is void if the group is rebalancing, and sent again after an outage."""
+        log.debug("commit of %d partitions failed: %s", len(offsets), error)
+        with self._change:
+            for partition, failed in offsets.items():
+                if self._uncommitted.get(partition) == failed:
+                    self._sending.discard(partition)
+
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +162,6 @@ class KafkaMember:
 
     def __init__(
         self,
-        connection: Connection,
-        costs: CpuCosts,
-        contact: Contact,
         admin: Admin,
         group: str,
         topics: Sequence[str],
@@ -56,21 +176,21 @@ class KafkaMember:
     ) -> None:
         self._read_dead_letters, self._session_s = read_dead_letters, session_s
         admin.require((topic, 0) for topic in topics)
-        self._connection, self._costs, self._contact = connection, costs, contact
+        self._admin, self._costs, self._contact = admin, admin.cpu, admin.contact
         self._group, self._topics = group, list(topics)
         self._join_limit_s, self._gathers, self._pools = join_limit_s, gathers, pools
         self._ids = TopicIds(admin)
         self._ids.add(topics)
         self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
-        self._outage = Outage(contact)
+        self._outage = Outage(admin.contact)
         self._incoming: tuple[frozenset[Any], Membership] | None = None
         self._paused: set[Any] = set()
         self._closing = False
-        self._consumer: Any = contact.reach(self._join)
+        self._consumer: Any = self._contact.reach(self._join)
         self._joined_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"log-member-{group}")
         self._thread.start()
-        costs.watch(self._thread, "poll_s")
+        self._costs.watch(self._thread, "poll_s")
 
     @property
     def outage_s(self) -> float:
@@ -111,7 +231,8 @@ class KafkaMember:
     # The methods below run on the polling thread.
 
     def _join(self) -> Any:
-        consumer = reading.make_consumer(self._connection, self._costs, group=self._group, session_s=self._session_s, pools=self._pools)
+        membership = settings.membership(self._session_s, _assignor(self._pools))
+        consumer = reading.make_consumer(self._admin, group=self._group, **membership)
         private_api.subscribe(consumer, self._topics, _Listener(self, consumer))
         return consumer
 
@@ -239,3 +360,36 @@ class _Listener(ConsumerRebalanceListener):
 
     def on_partitions_lost(self, lost: Any) -> None:
         self._member.on_revoked(self._consumer)
+
+
+def _assignor(pools: Pools | None) -> Any:
+    """The assignor of a member: even ranges, or the pools of the members."""
+    # Range assigns equal partition numbers of topics with equal counts to one member; sticky assignors do not.
+    return RangePartitionAssignor() if pools is None else PoolAssignor(pools)
+
+
+class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]
+    """Shares partitions by `Pools`; every member sends the name of its pool."""
+
+    name = "pools"
+    version = 0
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def metadata(self, topics: Sequence[str]) -> Any:
+        """The subscription that this member sends when it joins."""
+        return ConsumerProtocolSubscription(self.version, list(topics), self._pools.own.encode())
+
+    def assign(self, cluster: Any, members: Sequence[Any]) -> Mapping[str, Any]:
+        """Member id -> its partitions; called in the leader of the group."""
+        shares = self._pools.share_out({member.member_id: bytes(member.metadata.user_data or b"").decode() for member in members})
+        return {
+            member.member_id: ConsumerProtocolAssignment(
+                self.version, [(topic, shares[member.member_id]) for topic in sorted(member.metadata.topics)], b""
+            )
+            for member in members
+        }
+
+    def on_assignment(self, assignment: Any, generation: int) -> None:
+        """Do nothing: the assignor is stateless."""

@@ -1,4 +1,4 @@
-"""Creates, checks, lists and deletes topics of a Kafka cluster, and looks up offsets.
+"""Creates, checks, lists and deletes topics of a Kafka cluster, looks up offsets, and ends transactions that the cluster has lost.
 
 An existing topic is never changed; an error of one line names the difference to the specification.
 """
@@ -6,10 +6,11 @@ An existing topic is never changed; an error of one line names the difference to
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from kafka import KafkaAdminClient, TopicPartition, errors
-from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec, ProducerState, TransactionDescription
+from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec, ProducerState, TransactionDescription, TransactionState
 from kafka.protocol.consumer import IsolationLevel
 
 from penstock.infra.errors import LogError
@@ -19,13 +20,26 @@ from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import Copies, Partition
+from penstock.infra.log import FOLLOWING, TRANSACTION_S, Copies, Partition
 from penstock.topics.catalogue import TopicSpec, is_ours
 
 T = TypeVar("T")
 
 UNCLEAN = "unclean.leader.election.enable"
 LISTED = 5
+PATIENCE_S = TRANSACTION_S + 5.0
+"""An active transaction ends within `TRANSACTION_S`, and the last stable offset moves past it."""
+GROUP_OFFSETS = "__consumer_offsets"
+"""Kafka's topic of group offsets: an end lost there hides the start offset from the next owner of a partition."""
+
+_ENDING = (TransactionState.PREPARE_COMMIT, TransactionState.PREPARE_ABORT, TransactionState.PREPARE_EPOCH_FENCE)
+_DECIDED = {
+    TransactionState.PREPARE_COMMIT: True,
+    TransactionState.COMPLETE_COMMIT: True,
+    TransactionState.PREPARE_ABORT: False,
+    TransactionState.PREPARE_EPOCH_FENCE: False,
+    TransactionState.COMPLETE_ABORT: False,
+}
 _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
@@ -46,12 +60,46 @@ class Described(NamedTuple):
     """Of the partition with the fewest."""
 
 
-class Admin:
-    """One admin client, created at first use, shared by all threads of a log."""
+class Weakness(NamedTuple):
+    """A line about the problem and one about the fix."""
 
-    def __init__(self, connection: Connection, costs: CpuCosts, contact: Contact) -> None:
-        self._connection = connection
-        self._costs, self._contact = costs, contact
+    problem: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hanging:
+    """An open transaction in one partition that no coordinator will end.
+
+    A coordinator takes a partition without a leader for deleted: it writes no end there and marks the transaction as complete (Apache Kafka
+    4.1 to 4.3.1, KAFKA-20734). Readers of committed records then wait there for ever, and the next action of the same producer in the
+    partition also decides about these records. A transaction that its coordinator may still end is left alone, and only the coordinator's
+    decision is written.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    """Its first record; committed records after it are unreadable."""
+    producer_id: int
+    epoch: int
+    transactional_id: str | None
+    """None if no coordinator has the producer."""
+    committed: bool | None
+    """The coordinator's decision; None if it is lost."""
+
+    def __str__(self) -> str:
+        """Format it as one line."""
+        decided = {True: "was committed", False: "was aborted", None: "ended with an unknown outcome"}[self.committed]
+        owner = self.transactional_id or f"producer {self.producer_id}"
+        return f"{self.topic}/{self.partition}: the transaction of {owner} at offset {self.offset} {decided}, but its end is missing there"
+
+
+class Admin:
+    """One admin client, created at first use, shared by all threads of a log; carries what all clients of the log share."""
+
+    def __init__(self, connection: Connection, cpu: CpuCosts, contact: Contact) -> None:
+        self.connection, self.cpu, self.contact = connection, cpu, contact
         self._client: Any = None
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
@@ -60,15 +108,15 @@ class Admin:
         """Create the client. Raises `LogUnreachable` within `unreachable_after_s`."""
         with self._lock:
             if self._client is None:
-                edge.probe(self._connection)
-                with self._costs.count("io_s"):
-                    self._client = edge.make(KafkaAdminClient, self._connection, settings.admin(self._connection))
-                self._costs.watch(private_api.io_thread(self._client), "io_s")
+                edge.probe(self.connection)
+                with self.cpu.count("io_s"):
+                    self._client = edge.make(KafkaAdminClient, self.connection, settings.common(self.connection))
+                self.cpu.watch(private_api.io_thread(self._client), "io_s")
 
     def request(self, what: str, call: Callable[[Any], T], timeout_s: float = 30.0) -> T:
         """Send a request, retried while the cluster is unavailable. Raises `LogError` after `timeout_s`, not counting outages."""
-        self._contact.reach(self.connect)
-        wait, end = Wait(self._contact), time.monotonic() + timeout_s
+        self.contact.reach(self.connect)
+        wait, end = Wait(self.contact), time.monotonic() + timeout_s
         wait.start()
         while True:
             try:
@@ -89,10 +137,10 @@ class Admin:
                 return response
 
     def _call(self, call: Callable[[Any], T]) -> T:
-        with self._lock, self._costs.count("io_s"):
+        with self._lock, self.cpu.count("io_s"):
             return call(self._client)
 
-    def topics(self, prefix: str) -> list[str]:
+    def topics(self, prefix: str = "") -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
         names = self.request("cannot list topics", lambda client: client.list_topics())
         return sorted(name for name in names if name.startswith(prefix) and not name.startswith("__"))
@@ -136,8 +184,11 @@ class Admin:
             descriptions[described["name"]] = Described(str(described["topic_id"]), len(replicas), min(replicas))
         return descriptions
 
-    def create(self, specs: Mapping[str, TopicSpec], copies: Copies) -> list[str]:
-        """Create missing topics and compare the existing ones with `specs`; returns warnings."""
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
+        """Create missing topics. Raises `LogError` if an existing one has other partitions or settings.
+
+        Returns a line for each topic with fewer replicas than `copies` requests.
+        """
         existing = self.describe(list(specs))
         missing = {name: spec for name, spec in specs.items() if name not in existing}
         replicas, durable = self._replication(copies)
@@ -193,9 +244,9 @@ class Admin:
                 if actual != value:
                     raise LogError(f"topic {name} has {key}={actual}, expected {value}: use another run id or alter the topic")
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete topics and wait until they are deleted; missing ones are no error."""
-        present = set(self.topics(""))
+    def delete_topics(self, names: Iterable[str]) -> None:
+        """Delete topics with all their records and wait until they are deleted; missing ones are no error."""
+        present = set(self.topics())
         existing = [name for name in names if name in present]
         for name in existing:
             self._counts.pop(name, None)
@@ -203,7 +254,7 @@ class Admin:
             return
         self.request(f"cannot delete topics {', '.join(existing)}", lambda client: client.delete_topics(existing, timeout_ms=20_000))
         end = time.monotonic() + 20
-        while set(existing) & set(self.topics("")):
+        while set(existing) & set(self.topics()):
             if time.monotonic() > end:
                 raise LogError(f"topics {', '.join(existing)} still exist 20 s after they were deleted")
             time.sleep(0.05)
@@ -227,7 +278,7 @@ class Admin:
         return {(tp.topic, tp.partition): value.offset for tp, value in offsets.items()}
 
     def delete_records(self, before: Mapping[Partition, int]) -> None:
-        """Delete the records before these offsets."""
+        """Delete the records before these offsets; disk is freed soon after, by whole segments."""
         if not before:
             return
         self.require(before)
@@ -246,7 +297,7 @@ class Admin:
         states = self.request("cannot look up the producers", lambda client: client.describe_producers(tps)) if tps else {}
         return {(tp.topic, tp.partition): list(state.active_producers) for tp, state in states.items()}
 
-    def transactions(self, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
+    def transactions_of(self, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
         """Producer id -> its transactional id and its coordinator's description; omits producers that no coordinator has."""
         if not producer_ids:
             return {}
@@ -256,41 +307,56 @@ class Admin:
         described = self.request("cannot look up transactions", lambda client: client.describe_transactions(list(names.values())))
         return {number: (name, described[name]) for number, name in names.items() if name in described}
 
+    def weaknesses(self) -> list[Weakness]:
+        """Settings and topics with which the loss of one broker loses acknowledged records; none on a single broker. Raises `LogError`."""
+        brokers = self.brokers()
+        if len(brokers) == 1:
+            return []
+        described = self.describe([name for name in self.topics() if is_ours(name)])
+        resources = [ConfigResource(ConfigResourceType.BROKER, str(broker), None) for broker in brokers]
+        resources += [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in described]
+        found = self.request("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
+        problems = []
+        if unclean := _with_unclean(found.get("broker", {})):
+            why = "an election could lose acknowledged records: set it to false"
+            problems.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
+        elif unclean := _with_unclean(found.get("topic", {})):
+            why = "an election could lose their acknowledged records: set it to false with kafka-configs.sh"
+            problems.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
+        if single := sorted(name for name, topic in described.items() if topic.replicas < 2):
+            why = "one lost broker could take it along: kafka-reassign-partitions.sh adds copies"
+            problems.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
+        return problems
+
+    def hanging(self, topics: Iterable[str], *, patience_s: float = PATIENCE_S) -> list[Hanging]:
+        """Open transactions that no coordinator will end, of these topics and of group offsets; takes `patience_s` if any is open."""
+        partitions = [(topic, number) for topic in (*topics, GROUP_OFFSETS) for number in range(self.partitions(topic) or 0)]
+        before = _open_offsets(self, partitions)
+        if not before:
+            return []
+        time.sleep(patience_s)
+        after = _open_offsets(self, before)
+        stuck = [partition for partition, offset in after.items() if before[partition] == offset]
+        producers = self.producers(stuck)
+        first = {tp: state for tp in stuck for state in producers[tp] if state.current_transaction_start_offset == after[tp]}
+        transactions = self.transactions_of({state.producer_id for state in first.values()})
+        results = [_hanging(tp, state, transactions.get(state.producer_id)) for tp, state in first.items()]
+        return [hanging for hanging in results if hanging is not None]
+
+    def end_hanging(self, hanging: Hanging, *, commit: bool) -> None:
+        """Write the missing end; requires the right to alter the cluster. Raises `LogError`."""
+        where = TopicPartition(hanging.topic, hanging.partition)
+        self.request(
+            f"cannot end the transaction at {hanging.topic}/{hanging.partition}/{hanging.offset}",
+            lambda client: private_api.write_end_marker(client, where, hanging.producer_id, hanging.epoch, commit=commit),
+        )
+
     def close(self) -> None:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            self._costs.unwatch(private_api.io_thread(client))
+            self.cpu.unwatch(private_api.io_thread(client))
             client.close()
-
-
-class Weakness(NamedTuple):
-    """A line about the problem and one about the fix."""
-
-    problem: str
-    fix: str
-
-
-def weaknesses(admin: Admin) -> list[Weakness]:
-    """Settings and topics with which the loss of one broker loses acknowledged records; none on a single broker. Raises `LogError`."""
-    brokers = admin.brokers()
-    if len(brokers) == 1:
-        return []
-    described = admin.describe([name for name in admin.topics("") if is_ours(name)])
-    resources = [ConfigResource(ConfigResourceType.BROKER, str(broker), None) for broker in brokers]
-    resources += [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in described]
-    settings = admin.request("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
-    problems = []
-    if unclean := _with_unclean(settings.get("broker", {})):
-        why = "an election could lose acknowledged records: set it to false"
-        problems.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
-    elif unclean := _with_unclean(settings.get("topic", {})):
-        why = "an election could lose their acknowledged records: set it to false with kafka-configs.sh"
-        problems.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
-    if single := sorted(name for name, topic in described.items() if topic.replicas < 2):
-        why = "one lost broker could take it along: kafka-reassign-partitions.sh adds copies"
-        problems.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
-    return problems
 
 
 def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:
@@ -299,3 +365,31 @@ def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def _open_offsets(admin: Admin, partitions: Iterable[Partition]) -> dict[Partition, int]:
+    """Partition -> start offset of its oldest open transaction; omits partitions without one."""
+    partitions = list(partitions)
+    readable, written = (admin.offsets(partitions, end=True, committed=committed) for committed in (True, False))
+    return {partition: readable[partition] for partition in partitions if readable[partition] < written[partition]}
+
+
+def _hanging(partition: Partition, state: ProducerState, transaction: tuple[str, TransactionDescription] | None) -> Hanging | None:
+    """The transaction as hanging; None while its coordinator has it open or has yet to end it here."""
+    name, described = transaction if transaction is not None else (None, None)
+    committed = None
+    if described is not None:
+        if TopicPartition(*partition) in described.topic_partitions and described.state in (TransactionState.ONGOING, *_ENDING):
+            return None
+        # Since Kafka 4.0 the end of a transaction raises the epoch by one; a larger difference means another transaction.
+        if described.producer_epoch - state.producer_epoch in (0, 1):
+            committed = _DECIDED.get(described.state)
+    return Hanging(
+        topic=partition[0],
+        partition=partition[1],
+        offset=state.current_transaction_start_offset,
+        producer_id=state.producer_id,
+        epoch=state.producer_epoch,
+        transactional_id=name,
+        committed=committed,
+    )

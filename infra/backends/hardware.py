@@ -1,14 +1,57 @@
-"""FLOPs of training a model and peak FLOP/s of its device, for model FLOPs utilisation (MFU).
+"""This machine's processor, the peak FLOP/s of devices, and the FLOPs of training a model, for model FLOPs utilisation (MFU).
 
-Counts only what the model needs, as in PaLM (arXiv 2204.02311, appendix B): no padding and no recomputation.
+FLOPs are what the model needs, as in PaLM (arXiv 2204.02311, appendix B): no padding and no recomputation. Imports nothing heavy.
 """
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+"""Linux's names of instructions that multiply bfloat16: AVX512-BF16, AMX, AVX-NE-CONVERT; on ARM bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """A machine's processor."""
+
+    cores: int
+    """Cores that this process may use."""
+    bfloat16: bool
+    """True if it has instructions that multiply bfloat16; without them bfloat16 is slower than float32."""
+    vendor: str = "unknown"
+    """Libraries choose their matrix multiplication by it."""
+
+
+def this_cpu() -> Cpu:
+    """The processor of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    return described(text, cores=cores)
+
+
+def described(cpuinfo: str, *, cores: int) -> Cpu:
+    """The processor of a `/proc/cpuinfo` text.
+
+    Example:
+        described("vendor_id : GenuineIntel\\nflags : fpu avx512f avx512_bf16", cores=2)
+        # -> Cpu(cores=2, bfloat16=True, vendor="GenuineIntel")
+    """
+    lines = [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())]
+    return Cpu(
+        cores=cores,
+        bfloat16=any(BFLOAT16_FLAGS & set(value.split()) for name, value in lines if name in ("flags", "Features")),
+        vendor=next((value for name, value in lines if name == "vendor_id"), "unknown"),
+    )
+
 
 PEAK_TFLOPS = (
     ("GB200", 2500.0), ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("H200", 989.0), ("GH200", 989.0),

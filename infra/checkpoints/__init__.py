@@ -1,1 +1,0 @@
-"""A run's checkpoints: written in the background, verified, and thinned out."""

@@ -1,1 +1,0 @@
-"""The cluster: its topics and offsets, and transactions whose end it has lost."""

@@ -1,1 +1,0 @@
-"""The process between a child and its parent: it limits the child and ends its remaining processes."""

@@ -1,1 +1,0 @@
-"""Decoding of untrusted Parquet files in a process of its own."""
