@@ -6,7 +6,8 @@ cores, or run on any idle one.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +144,18 @@ def pinning_of(config: Config) -> Mapping[str, tuple[int, ...]]:
     )
 
 
-def pin(pid: int, cores: Sequence[int]) -> None:
-    """Keep a process that has just begun to these cores: the threads and processes that it starts inherit them."""
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that this thread starts in the block run on these cores only; on all of its own if there are none.
+
+    They inherit the cores: a launcher of root has dropped the capability to set those of another process.
+    """
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
     try:
-        os.sched_setaffinity(pid, cores)
-    except ProcessLookupError:
-        return  # it has ended already, which its supervisor sees
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -20,7 +20,7 @@ from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch import restart_policy, run_lock
-from penstock.pipeline.launch.placement import NOT_PLACED, Placement, pin, pinning_of
+from penstock.pipeline.launch.placement import NOT_PLACED, Placement, on_cores, pinning_of
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
@@ -195,11 +195,9 @@ class Supervisor:
         return Failure(f"{worker.name} exited although the run is not over; its log is {worker.log_file}", worker.last_words())
 
     def _start(self, worker: Worker, *, moved: int) -> None:
-        worker.start(moved=moved)
         pinning = pinning_of(self.config)
-        cores = pinning.get(worker.name, pinning.get(""))
-        if cores:
-            pin(worker.pid, cores)
+        with on_cores(pinning.get(worker.name, pinning.get("", ()))):
+            worker.start(moved=moved)
         self._write_pids()
 
     def _write_pids(self) -> None:

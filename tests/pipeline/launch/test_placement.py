@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load
-from penstock.pipeline.launch.placement import VISIBLE, cores_of, pin, place, visible_gpus
+from penstock.pipeline.launch.placement import VISIBLE, cores_of, on_cores, place, visible_gpus
 from penstock.pipeline.runtime.roles import ROLES
-from tests.support.children import child
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
 
@@ -133,9 +132,11 @@ def test_rollout_workers_share_no_core_with_the_trainer_nor_with_others_where_co
     assert {*found[""]} == (left or {*range(count)})
 
 
-def test_a_process_keeps_to_its_core_and_one_that_has_ended_is_passed_over() -> None:
-    core = min(os.sched_getaffinity(0))
-    with child([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        pin(process.pid, (core,))
-        assert os.sched_getaffinity(process.pid) == {core}
-    pin(process.pid, (core,))
+def test_a_process_that_is_started_on_cores_runs_there_and_the_starter_keeps_its_own() -> None:
+    own = os.sched_getaffinity(0)
+    command = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    for cores in ((max(own),), ()):
+        with on_cores(cores):
+            printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        assert printed.strip() == str(sorted(cores or own))
+        assert os.sched_getaffinity(0) == own
