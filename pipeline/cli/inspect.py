@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from penstock.infra.kafka.log import KafkaLog
-    from penstock.pipeline.inspect.audit.anchors import Anchor
+    from penstock.pipeline.inspect.audit.facts import Anchor
     from penstock.pipeline.inspect.audit.source import Source
     from penstock.pipeline.inspect.run_view import RunView
     from penstock.pipeline.inspect.stall import Stuck
@@ -253,7 +253,7 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list[
     from penstock.infra.kafka.settings import librdkafka
     from penstock.infra.paths import run_directory
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
-    from penstock.pipeline.inspect.audit.anchors import of_folder
+    from penstock.pipeline.inspect.audit.facts import of_folder
     from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
     from penstock.pipeline.runtime.registration.run_registry import resolve
 

@@ -19,6 +19,10 @@ class Violation:
 
 
 Rule = Callable[[Facts], Iterator[Violation]]
+PROMPTS = "SELECT count(*) FROM lifecycles WHERE slot IS NOT NULL"
+SAMPLES = "SELECT count(*) FROM samples"
+COUNTED = "SELECT coalesce(sum(json_array_length(numbers)), 0) FROM outcomes"
+"""Samples in outcomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +37,12 @@ class Check:
     rule: Rule
 
 
-def check(name: str, promise: str, **counted: Callable[[Facts], int]) -> Callable[[Rule], Check]:
-    """Decorator that makes a check of a rule; `counted` is `noun=count function`, the noun with _ for a space.
+def check(name: str, promise: str, **counted: Callable[[Facts], int] | str) -> Callable[[Rule], Check]:
+    """Decorator that makes a check of a rule; `counted` is `noun=count`, the noun with _ for a space, the count a function or SQL.
 
     Example:
         @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)
     """
-    ((counts, examined),) = counted.items()
-    return lambda rule: Check(name=name, promise=promise, counts=counts.replace("_", " "), examined=examined, rule=rule)
+    ((noun, count),) = counted.items()
+    examined = (lambda facts: int(facts.value(count))) if isinstance(count, str) else count
+    return lambda rule: Check(name=name, promise=promise, counts=noun.replace("_", " "), examined=examined, rule=rule)

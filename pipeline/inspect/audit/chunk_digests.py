@@ -27,7 +27,7 @@ TREE = "blake3:"
 """Prefix of a BLAKE3 digest."""
 
 Note = Callable[[Record], RecordId]
-Refuse = Callable[[Record, errors.Unusable], None]
+Refuse = Callable[[Record, str, str], None]
 
 
 def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
@@ -67,7 +67,7 @@ class Cursor:
         try:
             chunk = weights.read_chunk(record, run=self._facts.run)[1]
         except errors.Unusable as error:
-            self._refuse(record, error)
+            self._refuse(record, error.kind, str(error))
             self._last = (record.offset, None)
             return True
         self._facts.chunks[where] = ChunkFact(chunk.version, chunk.index, len(chunk.data), hashlib.sha256(chunk.data).hexdigest())

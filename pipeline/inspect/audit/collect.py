@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.pipeline.inspect.audit.anchors import of_trainer
+import numpy as np
+
 from penstock.pipeline.inspect.audit.chunk_digests import verify_versions
 from penstock.pipeline.inspect.audit.facts import (
     INCOMPLETE,
@@ -14,29 +15,18 @@ from penstock.pipeline.inspect.audit.facts import (
     EntryFact,
     Facts,
     ManifestFact,
-    ReplyFact,
     Unusable,
     WorkerFact,
+    of_trainer,
 )
-from penstock.pipeline.inspect.audit.rules import as_object, oldest_trained, terms_of
+from penstock.pipeline.inspect.audit.rules import as_object, oldest_trained, terms_of, trajectory_flaw
 from penstock.pipeline.inspect.audit.source import Source, Unreadable, plain
-from penstock.pipeline.inspect.audit.store.groups import OutcomeFact, OutcomeSamples, PlannedFact, PromptFact
-from penstock.pipeline.inspect.audit.store.hashes import (
-    body_of,
-    hash_of,
-    prompt_hash,
-    sample_hash,
-    sampled_turns,
-    tokens_hash,
-    trajectory_flaw,
-)
-from penstock.pipeline.inspect.audit.store.samples import SampleFact, Samples
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.samples import Rollout
 from penstock.topics.turns import calls, replies
 from penstock.topics.wire import errors
-from penstock.topics.wire.record import Record, RecordId
+from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 RETAINED = ("prompts", "calls", "replies", "rollouts", "groups", "weights", "metrics", "ledger", "dead-letters")
 """Topics in which deleted records are distinguished from lost ones."""
@@ -70,11 +60,9 @@ def empty_facts(source: Source) -> Facts:
     if config_and_info is None:
         raise Unreadable(f"neither the register of runs nor the ledger has the configuration of run {source.run}")
     config, info = config_and_info
-    terms = terms_of(config, info)
     return Facts(
         run=source.run,
-        terms=terms,
-        samples=Samples(terms.samples_per_prompt + terms.oversample),
+        terms=terms_of(config, info),
         changes=info.get("changes", ()),
         schedule=config.get("schedule"),
         status=status,
@@ -103,9 +91,10 @@ def collect(source: Source) -> Facts:
     for topic in ORDER:
         for record in source.read(topic):
             collector.take(record, topic)
-        collector.end_of(topic)
+    collector.end_of_groups()
     for record in source.read("weights", [0]):
         collector.take(record, "weights")
+    collector.facts.complete()
     verify_versions(source, collector.facts, note=collector.note, refuse=collector.refuse)
     return collector.facts
 
@@ -131,7 +120,7 @@ class Collector:
             try:
                 fold(self, record, where)
             except errors.Unusable as error:
-                self.refuse(record, error)
+                self.refuse(record, error.kind, str(error))
 
     def note(self, record: Record) -> RecordId:
         """Count a record; store the hash of its bytes if it has a dead letter."""
@@ -141,24 +130,12 @@ class Collector:
             self.facts.bodies[where] = body_of(record.key, record.headers, record.value)
         return where
 
-    def refuse(self, record: Record, error: errors.Unusable) -> None:
+    def refuse(self, record: Record, kind: str, reason: str) -> None:
         """Add an unusable record."""
-        self._add_unusable(record, error.kind, str(error))
-
-    def _add_unusable(self, record: Record, kind: str, reason: str) -> None:
         where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 
-    def end_of(self, topic: str) -> None:
-        """Finish what needs all records of a topic."""
-        if topic == "prompts":
-            self._count_repeats("prompts", self.facts.prompts.drop_repeats())
-            self.facts.samples.make_room(self.facts.prompts.first)
-        elif topic == "groups":
-            self._end_of_groups()
-            self._count_repeats("groups", self.facts.outcomes.drop_repeats())
-
-    def _end_of_groups(self) -> None:
+    def end_of_groups(self) -> None:
         """Add the parts of incomplete groups as unusable."""
         for records in self._parts.values():
             if self.facts.deleted(RecordId("groups", records[0].partition, records[0].offset)):
@@ -166,8 +143,7 @@ class Collector:
             headers = groups.check(records[0], run=self.facts.run)
             problem = f"only {len(records)} of the {headers.parts} parts of group {headers.group} are in the log"
             for record in records:
-                self._add_unusable(record, INCOMPLETE, problem)
-        self._parts.clear()
+                self.refuse(record, INCOMPLETE, problem)
 
     def _claims(self, record: Record, topic: str) -> tuple[int | None, tuple[int, ...]]:
         """Its group and, in `rollouts`, its samples, if its headers are valid."""
@@ -190,11 +166,12 @@ class Collector:
             self.facts.poison.add(about)
 
     def _prompt(self, record: Record, where: RecordId) -> None:
-        prompt = prompts.read(record, run=self.facts.run)[1]
-        numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
-        self._prompt_ids |= {prompt.group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
-        self.facts.prompts.add(PromptFact(where, *numbers, prompt_hash(prompt, prompt.token_ids), hash_of(record.value)))
-        self._note_first(where, prompt.group)
+        prompt, body = prompts.read(record, run=self.facts.run)[1], hash_of(record.value)
+        if self.facts.terms.turns_by_log:
+            self._prompt_ids[prompt.group] = prompt.token_ids
+        if not self._repeats_group("prompts", prompt.group, where, body):
+            numbers = (prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
+            self._insert("prompts", prompt.group, *where[1:], *numbers, prompt_hash(prompt, prompt.token_ids), body)
 
     def _samples(self, record: Record, where: RecordId) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
@@ -205,40 +182,35 @@ class Collector:
             self._sample(rollout, where, record.timestamp_ms)
 
     def _sample(self, rollout: Rollout, where: RecordId, timestamp_ms: int) -> None:
+        facts, number = self.facts, (rollout.group, where.partition, rollout.sample)
+        first = facts.value("SELECT 1 FROM samples WHERE (group_id, partition, sample, kind) = (?, ?, ?, 'first')", *number)
+        kind = "poison" if where in facts.poison else "again" if first else "first"
         versions = (oldest_trained([rollout]) or 0, int(max(rollout.span_versions)))
-        fact = SampleFact(where, rollout.group, rollout.sample, *versions, timestamp_ms, rollout.worker, sample_hash(rollout))
-        stored = self.facts.samples
-        self._note_first(where, rollout.group)
-        if where in self.facts.poison:
-            stored.poison.append(fact)
-        elif stored.add(fact, rollout.started_ns) and rollout.broken is not None:
-            stored.broken[where.partition, rollout.group, rollout.sample] = rollout.broken
-        stored.most_sequences = max(stored.most_sequences, len(rollout.segments or ((),)))
-        if (flaw := trajectory_flaw(rollout)) is not None:
-            stored.flaws.append((fact, flaw))
-        if (prompt_ids := self._prompt_ids.get(rollout.group)) is not None and (turns := sampled_turns(rollout, prompt_ids)):
-            stored.turns.append((fact, turns))
+        times = (timestamp_ms, rollout.started_ns)
+        texts = (rollout.worker, sample_hash(rollout), rollout.broken, trajectory_flaw(rollout))
+        self._insert("samples", kind, *number, where.offset, *versions, *times, *texts)
+        facts.most_sequences = max(facts.most_sequences, len(rollout.segments or ((),)))
+        if (prompt_ids := self._prompt_ids.get(rollout.group)) is not None:
+            for turn, sampled in enumerate(sampled_turns(rollout, prompt_ids)):
+                self._insert("turns", rollout.group, rollout.sample, turn, *sampled, *where[1:])
 
-    def _note_first(self, where: RecordId, group: int) -> None:
-        """Note the first retained group of a partition whose first records were deleted."""
-        facts, partition = self.facts, where[:2]
-        start = facts.start_offsets.get(partition)
-        if (
-            start
-            and start <= where.offset
-            and partition not in facts.first_retained
-            and (where.topic == "prompts" or group in facts.prompts.first)
-        ):
-            facts.first_retained[partition] = group
+    def _insert(self, table: str, *values: object) -> bool:
+        """Add a row; False if its primary key is not new."""
+        return bool(self.facts.tables.execute(f"INSERT OR IGNORE INTO {table} VALUES ({','.join('?' * len(values))})", values).rowcount)
+
+    def _repeats_group(self, table: str, group: int, where: RecordId, body: bytes) -> bool:
+        """True if this record is identical to its group's first one in its partition; counts it."""
+        query = f"SELECT body FROM {table} WHERE group_id = ? AND partition = ? ORDER BY rowid"
+        repeats = bool(self.facts.value(query, group, where.partition) == body)
+        self._count_repeats(where.topic, repeats)
+        return repeats
 
     def _call(self, record: Record, _: RecordId) -> None:
-        key = calls.read(record, run=self.facts.run)[1].key
-        self._count_repeats("calls", key in self.facts.calls)
-        self.facts.calls.add(key)
+        self._count_repeats("calls", not self._insert("calls", *calls.read(record, run=self.facts.run)[1].key))
 
     def _reply(self, record: Record, where: RecordId) -> None:
         reply = replies.read(record, run=self.facts.run)[1]
-        self.facts.replies.append(ReplyFact(where, reply.key, tokens_hash(reply.token_ids)))
+        self._insert("replies", *reply.key, *where[1:], tokens_hash(reply.token_ids))
 
     def _group(self, record: Record, where: RecordId) -> None:
         headers = groups.check(record, run=self.facts.run)
@@ -248,9 +220,10 @@ class Collector:
         if headers.part != len(parts):
             if not parts:
                 del self._parts[key]
-            if self.facts.start_offsets.get(where[:2]) and where[:2] not in self.facts.first_retained:
+            complete = "SELECT 1 FROM outcomes o JOIN prompts USING (group_id) WHERE o.partition = ?"
+            if self.facts.start_offsets.get(where[:2]) and not self.facts.value(complete, where.partition):
                 return  # earlier parts were deleted
-            self._add_unusable(record, INCOMPLETE, f"part {headers.part} of group {headers.group}, expected part {len(parts)}")
+            self.refuse(record, INCOMPLETE, f"part {headers.part} of group {headers.group}, expected part {len(parts)}")
             return
         parts.append(record)
         if len(parts) == headers.parts:
@@ -261,45 +234,48 @@ class Collector:
             group = groups.read(records, run=self.facts.run)[1]
         except errors.Unusable as error:
             for record in records:
-                self.refuse(record, error)
+                self.refuse(record, error.kind, str(error))
             return
         where, sha256 = RecordId("groups", records[0].partition, records[0].offset), hashlib.sha256()
         for record in records:
             sha256.update(record.value)
-        samples = [sample.rollout for sample in group.samples]
-        facts = (prompt_hash(group, group.prompt_ids), sha256.digest(), self._outcome_samples(group, where), oldest_trained(samples))
-        self.facts.outcomes.add(OutcomeFact(where, group.group, group.outcome, *facts))
-        self._note_first(where, group.group)
+        if not self._repeats_group("outcomes", group.group, where, sha256.digest()):
+            hashes = (prompt_hash(group, group.prompt_ids), sha256.digest())
+            oldest = oldest_trained([sample.rollout for sample in group.samples])
+            self._insert("outcomes", group.group, *where[1:], group.outcome, *hashes, oldest, *self._outcome_samples(group, where))
 
-    def _outcome_samples(self, group: groups.Group, where: RecordId) -> OutcomeSamples:
-        """Compare the samples of an outcome with their first records."""
-        prompt = self.facts.prompts.first.get(group.group)
-        partition = where.partition if prompt is None else prompt.where.partition
-        firsts = [(sample.rollout, self.facts.samples.first(partition, group.group, sample.rollout.sample)) for sample in group.samples]
-        return OutcomeSamples(
-            tuple(rollout.sample for rollout, _ in firsts),
-            tuple(rollout.sample for rollout, first in firsts if first is None),
-            tuple(rollout.sample for rollout, first in firsts if first is not None and first.body != sample_hash(rollout)),
-        )
+    def _outcome_samples(self, group: groups.Group, where: RecordId) -> Iterator[str]:
+        """JSON lists of the samples that an outcome holds, has to hold, that are missing in `rollouts`, and that differ from it."""
+        count, partition = self.facts.terms.samples_per_prompt, "SELECT partition FROM prompts WHERE group_id = ?1 ORDER BY rowid LIMIT 1"
+        query = f"""
+            SELECT sample, body FROM samples WHERE group_id = ?1 AND partition = coalesce(({partition}), ?2) AND kind = 'first'
+            ORDER BY offset, sample
+        """
+        firsts = dict(self.facts.rows(query, group.group, where.partition))
+        hashes = [(sample.rollout.sample, sample_hash(sample.rollout)) for sample in group.samples]
+        counted = list(firsts)[:count] if self.facts.terms.oversample and len(firsts) >= count else range(count)
+        yield str([number for number, _ in hashes])
+        yield str(sorted(counted) if group.outcome in ("scored", "filtered") else [])
+        yield str([number for number, _ in hashes if number not in firsts])
+        yield str([number for number, body in hashes if firsts.get(number, body) != body])
 
     def _entry(self, record: Record, where: RecordId) -> None:
         entry = ledger.read(record, run=self.facts.run)[1]
         self._check_foreign(where)
-        body = hash_of(record.value)
-        if not self._repeats("ledger", entry.seq, body):
-            start = len(self.facts.planned)
-            for planned in entry.plan:
-                planned_at = RecordId("groups", planned.partition, planned.offset)
-                self.facts.planned.add(PlannedFact(planned_at, planned.group, entry.step or 0, _digest(planned.sha256)))
-            light = replace(entry, plan=(), metrics={}) if entry.kind == "step" else entry
-            self.facts.entries.append(EntryFact(where, light, body, range(start, len(self.facts.planned))))
+        if not self._repeats("ledger", entry.seq, record.value):
+            decision = (entry.kind, len(self.facts.entries), entry.seq, entry.step or 0)
+            for planned in entry.plan if entry.kind == "step" else ():
+                self._insert("decided", *decision, planned.group, planned.partition, planned.offset, _digest(planned.sha256))
+            for group in entry.groups if entry.kind == "stale" else ():
+                self._insert("decided", *decision, group, None, None, None)
+            light = replace(entry, plan=(), groups=(), metrics={}) if entry.kind in ("step", "stale") else entry
+            self.facts.entries.append(EntryFact(where, light, len(entry.plan)))
 
     def _manifest(self, record: Record, where: RecordId) -> None:
         manifest = weights.read(record, run=self.facts.run)[1]
         self._check_foreign(where)
-        body = hash_of(record.value)
-        if not self._repeats("weights", manifest.version, body):
-            self.facts.manifests.append(ManifestFact(where, manifest, body))
+        if not self._repeats("weights", manifest.version, record.value):
+            self.facts.manifests.append(ManifestFact(where, manifest))
 
     def _check_foreign(self, where: RecordId) -> None:
         """Raise `Unusable` for an entry or manifest after a gap, which its readers have dead-lettered."""
@@ -309,22 +285,20 @@ class Collector:
     def _measurement(self, record: Record, where: RecordId) -> None:
         measurement = metrics.read(record, run=self.facts.run)[1]
         key = (measurement.worker, measurement.incarnation)
-        fresh = WorkerFact(
-            measurement.worker, measurement.role, measurement.incarnation, measurement.labels.get("host"), measurement.time_ns
-        )
-        if self.facts.start_offsets.get(where[:2]):
-            fresh.seqs.below = measurement.seq  # earlier ones may have been deleted
+        host, first_seq = measurement.labels.get("host"), measurement.seq if self.facts.start_offsets.get(where[:2]) else 0
+        fresh = WorkerFact(measurement.worker, measurement.role, measurement.incarnation, host, measurement.time_ns, first_seq)
         worker = self.facts.workers.setdefault(key, fresh)
-        worker.host = worker.host or measurement.labels.get("host")
-        self._count_repeats("metrics", not worker.seqs.add(measurement.seq))
+        worker.host = worker.host or host
+        repeats = measurement.seq < worker.first_seq or not self._insert("measurements", *key, measurement.seq)
+        self._count_repeats("metrics", repeats)
         if measurement.kind == "final":
             worker.final = where.offset
         if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
             self.facts.anchors = [*(other for other in self.facts.anchors if other.steps > anchor.steps), anchor]
 
-    def _repeats(self, topic: str, number: int, body: bytes) -> bool:
+    def _repeats(self, topic: str, number: int, value: bytes) -> bool:
         """True if this record is identical to the first one of its number; counts it."""
-        key = (topic, number)
+        key, body = (topic, number), hash_of(value)
         if key not in self._first_bodies:
             self._first_bodies[key] = body
             return False
@@ -356,3 +330,85 @@ def _digest(sha256: str) -> bytes:
         if len(digest := bytes.fromhex(sha256)) == 32:
             return digest
     return bytes(32)
+
+
+GROUP_BYTES = 8
+"""Bytes of the hash of a prompt or sample: two different ones are equal once in 2^64 comparisons."""
+
+
+def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
+    """Hash of a record's key, headers and value; an absent header and one without a value differ."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, text in (("", key), *headers):
+        digest.update(f"{len(name)}:{name};{-1 if text is None else len(text)}:".encode("utf-8", "surrogatepass"))
+        digest.update(text or b"")
+    digest.update(value)
+    return digest.digest()
+
+
+def sample_hash(rollout: Rollout) -> bytes:
+    """Hash of all of a sample's fields."""
+    logprobs = np.array(rollout.behaviour_logprobs, np.float32)
+    logprobs[np.isnan(logprobs)] = np.nan  # one bit pattern for every NaN
+    arrays = (
+        np.asarray(rollout.token_ids, np.int32),
+        logprobs,
+        np.asarray(rollout.loss_mask, np.bool_),
+        np.asarray(rollout.span_versions, np.int32),
+        np.asarray(rollout.span_starts, np.int32),
+        *([] if rollout.support is None else [np.asarray(rollout.support, np.int32)]),
+    )
+    fields = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
+    episode = (rollout.segments, rollout.turns, rollout.messages)
+    seeded = (rollout.environment, rollout.environment_version, rollout.environment_seed)
+    digest = hashlib.blake2b(
+        repr((*fields, rollout.started_ns, rollout.ended_ns, rollout.worker, episode, seeded)).encode(), digest_size=GROUP_BYTES
+    )
+    for array in arrays:
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(array.tobytes())
+    return digest.digest()
+
+
+def prompt_hash(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
+    """Hash of the fields that a group's outcome repeats of its prompt."""
+    numbers = (of.group, of.slot, of.min_version, of.samples_per_prompt, of.epoch, of.row, of.created_ns)
+    return hash_of(repr((numbers, of.prompt, of.columns)).encode() + np.asarray(token_ids, np.int32).tobytes())
+
+
+def hash_of(value: bytes | memoryview) -> bytes:
+    """Hash of a payload."""
+    return hashlib.blake2b(value, digest_size=GROUP_BYTES).digest()
+
+
+class SampledTurn(NamedTuple):
+    """Digests of a turn's context and tokens."""
+
+    context: str
+    """SHA-256, as calls and replies name it."""
+    tokens: bytes
+
+
+def sampled_turns(rollout: Rollout, prompt_ids: Any) -> tuple[SampledTurn, ...]:
+    """The policy's turns of a trajectory; empty for a single completion.
+
+    The context of a turn is its segment before it, after the group's prompt if the segment starts with that.
+    """
+    sampled = []
+    bounds = [(start, end, prompt) for start, end, prompt in rollout.segments or ()]
+    for turn in rollout.turns or ():
+        if turn.source == "model":
+            segment_start, prompt = next((start, prompt) for start, end, prompt in bounds if start <= turn.start < end)
+            context = hashlib.sha256(b"" if prompt else _bytes(prompt_ids))
+            context.update(_bytes(rollout.token_ids[segment_start : turn.start]))
+            sampled.append(SampledTurn(context.hexdigest(), tokens_hash(rollout.token_ids[turn.start : turn.end])))
+    return tuple(sampled)
+
+
+def tokens_hash(token_ids: Any) -> bytes:
+    """Hash of generated tokens."""
+    return hashlib.blake2b(_bytes(token_ids), digest_size=16).digest()
+
+
+def _bytes(token_ids: Any) -> bytes:
+    return np.ascontiguousarray(token_ids, "<i4").tobytes()

@@ -1,32 +1,78 @@
 """Facts about the records of a run: numbers and hashes, no payloads.
 
-Facts of each group are in packed rows: a million groups of eight samples take less than a gigabyte.
+Facts of groups and samples are in SQL tables in a temporary file, so that memory does not grow with the run. `rowid` is the order of
+arrival; the first record of a group or sample counts.
+
+Anchors are evidence of committed steps outside the ledger: measurements, checkpoints and `metrics.jsonl`. A ledger that has lost its last
+entries looks complete; records and files written after those entries show that they existed.
 """
 
+import contextlib
+import re
+import sqlite3
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.pipeline.inspect.audit.anchors import Anchor
-from penstock.pipeline.inspect.audit.rules import Terms
-from penstock.pipeline.inspect.audit.store.groups import OutcomeFact, PlannedFact, PromptFact, outcomes_table, planned_table, prompts_table
-from penstock.pipeline.inspect.audit.store.samples import Samples
-from penstock.pipeline.inspect.audit.store.tables import Table
+from penstock.pipeline.inspect.audit.rules import Terms, as_object
 from penstock.topics.ledger import Entry
-from penstock.topics.turns.calls import TurnKey
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.record import RecordId
 
+ANY = sys.maxsize
+DROPPED = """
+    (coalesce(outcome IN ('filtered', 'failed', 'abandoned'), 0) OR (step IS NULL AND outcome IS NULL AND outcome_deleted))
+"""
+"""Condition on a row of `lifecycles`: the group has an outcome that drops it, or may have had one that retention deleted."""
 INCOMPLETE = "incomplete"
 """Kind of an unusable record: a part of a group whose other parts are missing."""
 
 
-class ReplyFact(NamedTuple):
-    """The completion of a call."""
+LAST_BYTES = 1 << 18
+"""Bytes read from the end of `metrics.jsonl`; the newest step is in one of its last lines."""
+_CHECKPOINT = re.compile(r"step-\d{8,}")
 
-    where: RecordId
-    key: TurnKey
-    tokens: bytes
+
+class Anchor(NamedTuple):
+    """Evidence that a number of steps was committed."""
+
+    name: str
+    steps: int
+    """Steps committed when it was written."""
+
+
+def of_folder(directory: Path) -> list[Anchor]:
+    """The anchors in a run's folder; none if the folder does not exist.
+
+    Read them before the log: a running run adds anchors that the end of its ledger read earlier does not cover.
+    """
+    return [*_checkpoints(directory / "checkpoints"), *_points(directory / "metrics.jsonl")]
+
+
+def of_trainer(where: object, values: dict[str, float]) -> Anchor | None:
+    """The anchor in a trainer's measurement; None before its first step."""
+    return Anchor(f"the trainer's measurement at {where}", int(values["step"])) if "step" in values else None
+
+
+def _checkpoints(directory: Path) -> list[Anchor]:
+    anchors = []
+    for path in sorted(directory.glob("step-*")):
+        with contextlib.suppress(OSError, KeyError, ValueError, TypeError):
+            if _CHECKPOINT.fullmatch(path.name):
+                anchors.append(Anchor(f"checkpoint {path.name}", int(as_object((path / "state.json").read_text())["steps"])))
+    return anchors
+
+
+def _points(path: Path) -> list[Anchor]:
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        lines = [as_object(line) for line in file.read().decode(errors="replace").splitlines()]
+    steps = [line["step"] + 1 for line in lines if line.get("kind") == "step" and isinstance(line.get("step"), int)]
+    return [Anchor(path.name, max(steps))] if steps else []
 
 
 class EntryFact(NamedTuple):
@@ -34,9 +80,8 @@ class EntryFact(NamedTuple):
 
     where: RecordId
     entry: Entry
-    body: bytes
-    plan: range = range(0)
-    """Rows of its trained groups in `planned`."""
+    planned: int
+    """Number of groups in its plan."""
 
 
 class ManifestFact(NamedTuple):
@@ -44,7 +89,6 @@ class ManifestFact(NamedTuple):
 
     where: RecordId
     manifest: Manifest
-    body: bytes
 
 
 class ChunkFact(NamedTuple):
@@ -92,29 +136,6 @@ class Unusable(NamedTuple):
 
 
 @dataclass(slots=True)
-class Numbers:
-    """Numbers assigned from 0, received in any order."""
-
-    below: int = 0
-    """All numbers below this have been received."""
-    beyond: set[int] = field(default_factory=set)
-
-    def add(self, number: int) -> bool:
-        """Note a number; False if it was received before."""
-        if number < self.below or number in self.beyond:
-            return False
-        self.beyond.add(number)
-        while self.below in self.beyond:
-            self.beyond.remove(self.below)
-            self.below += 1
-        return True
-
-    def missing(self) -> int:
-        """Number of gaps between the received numbers."""
-        return max(self.beyond, default=self.below - 1) + 1 - self.below - len(self.beyond)
-
-
-@dataclass(slots=True)
 class WorkerFact:
     """One worker process, from its measurements."""
 
@@ -123,12 +144,113 @@ class WorkerFact:
     incarnation: str
     host: str | None
     started_ns: int
-    seqs: Numbers = field(default_factory=Numbers)
+    first_seq: int
+    """Number of its first measurement; those before it were deleted."""
     final: int | None = None
     """Offset of its final measurement; None unless it exited in order."""
 
 
-@dataclass(slots=True)
+CACHE_KIB = 32 << 10
+"""Memory of the tables; the rest is in the temporary file, which has no name and is deleted with the connection."""
+
+SCHEMA = """
+CREATE TABLE prompts (
+    group_id INT, partition INT, offset INT, slot INT, min_version INT, samples INT, created_ns INT,
+    prompt_hash BLOB,  -- of the fields that the group's outcome has to repeat
+    body BLOB          -- hash of the payload
+);
+CREATE INDEX prompts_by_group ON prompts (group_id);
+
+CREATE TABLE calls (group_id INT, sample INT, turn INT, attempt INT, context TEXT, PRIMARY KEY (group_id, sample, turn, attempt, context));
+CREATE TABLE replies (group_id INT, sample INT, turn INT, attempt INT, context TEXT, partition INT, offset INT, tokens BLOB);
+CREATE INDEX replies_by_context ON replies (group_id, sample, context, tokens);
+CREATE TABLE turns (group_id INT, sample INT, number INT, context TEXT, tokens BLOB, partition INT, offset INT);
+
+CREATE TABLE samples (
+    kind TEXT,  -- first; again: a later record of its number; poison: it crashed its readers
+    group_id INT, partition INT, sample INT, offset INT, version_min INT, version_max INT, timestamp_ms INT, started_ns INT, worker TEXT,
+    body BLOB,    -- hash of all its fields
+    broken TEXT,  -- why its environment ended it
+    flaw TEXT     -- of the turns of its trajectory
+);
+CREATE INDEX samples_by_group ON samples (group_id, partition, sample);
+
+CREATE TABLE outcomes (
+    group_id INT, partition INT, offset INT,  -- of its first part
+    outcome TEXT, prompt_hash BLOB,
+    body BLOB,        -- SHA-256 recomputed over the payloads of all parts
+    version_min INT,  -- oldest version that generated a trained token of any sample
+    numbers TEXT,     -- JSON: the samples it holds
+    expected TEXT,    -- JSON: the samples it has to hold
+    absent TEXT,      -- JSON: those that its prompt's partition lacks
+    differing TEXT    -- JSON: those that differ from their first record there
+);
+CREATE INDEX outcomes_by_group ON outcomes (group_id);
+CREATE INDEX outcomes_by_offset ON outcomes (partition, offset);
+
+CREATE TABLE decided (
+    kind TEXT,   -- step: in its plan; stale: listed as stale
+    entry INT,   -- index of the ledger entry
+    seq INT, step INT, group_id INT,
+    partition INT, offset INT, body BLOB  -- of the plan
+);
+CREATE INDEX decided_by_group ON decided (group_id, kind);
+
+CREATE VIEW later_samples AS  -- with the first record of their number
+SELECT s.*, s.rowid AS number, f.offset AS first_offset, f.worker AS first_worker, f.timestamp_ms AS sent_ms, s.body = f.body AS copied,
+    -- Generated although the first was in the log, by clocks: a record's timestamp is its sending time.
+    s.body != f.body AND s.started_ns >= (f.timestamp_ms + 1) * 1000000 AS resampled
+FROM samples s JOIN samples f ON (f.group_id, f.partition, f.sample, f.kind) = (s.group_id, s.partition, s.sample, 'first')
+WHERE s.kind = 'again';
+
+CREATE TABLE measurements (worker TEXT, incarnation TEXT, seq INT, PRIMARY KEY (worker, incarnation, seq));
+
+CREATE TABLE lifecycles (
+    group_id INTEGER PRIMARY KEY,
+    admitted INT,  -- true if its prompt is in the log or may have been deleted
+    partition INT, offset INT, slot INT, min_version INT, samples INT, created_ns INT, prompt_hash BLOB,
+    outcome_partition INT, outcome_offset INT, outcome TEXT, outcome_body BLOB, version_min INT, sample_count INT,
+    outcome_deleted INT,  -- true if its outcome may have been deleted
+    step INT,             -- that trained it
+    stale INT             -- number of the entry that first lists it
+);
+"""
+"""`lifecycles` has a row for each group, from its first prompt, outcome, plan and listing as stale."""
+
+LIFECYCLES = """
+WITH RECURSIVE
+deleted (group_id) AS (SELECT 0 WHERE :deleted_below > 0 UNION ALL SELECT group_id + 1 FROM deleted WHERE group_id + 1 < :deleted_below),
+numbers AS (
+    SELECT group_id FROM prompts UNION SELECT group_id FROM outcomes UNION SELECT group_id FROM decided UNION SELECT group_id FROM deleted
+)
+INSERT INTO lifecycles SELECT
+    numbers.group_id, p.slot IS NOT NULL OR numbers.group_id < :deleted_below,
+    p.partition, p.offset, p.slot, p.min_version, p.samples, p.created_ns, p.prompt_hash,
+    o.partition, o.offset, o.outcome, o.body, o.version_min, json_array_length(o.numbers),
+    CASE
+        WHEN t.step IS NOT NULL THEN t.offset < start_offset('groups', t.partition)  -- the plan names its offset
+        WHEN p.slot IS NOT NULL THEN p.slot < slot_limit('groups', p.partition)
+        ELSE :outcomes_deleted
+    END,
+    t.step, s.seq
+FROM numbers
+LEFT JOIN prompts p ON p.rowid = (SELECT min(rowid) FROM prompts WHERE group_id = numbers.group_id)
+LEFT JOIN outcomes o ON o.rowid = (SELECT min(rowid) FROM outcomes WHERE group_id = numbers.group_id)
+LEFT JOIN decided t ON t.rowid = (SELECT min(rowid) FROM decided WHERE group_id = numbers.group_id AND kind = 'step')
+LEFT JOIN decided s ON s.rowid = (SELECT min(rowid) FROM decided WHERE group_id = numbers.group_id AND kind = 'stale')
+ORDER BY 1
+"""
+
+
+def connect() -> sqlite3.Connection:
+    """Open empty tables."""
+    tables = sqlite3.connect("", isolation_level=None)
+    tables.executescript(f"PRAGMA journal_mode = OFF; PRAGMA cache_size = -{CACHE_KIB}; {SCHEMA}")
+    tables.execute("BEGIN")
+    return tables
+
+
+@dataclass
 class Facts:
     """The facts of one run; lists are in the order of each partition."""
 
@@ -138,20 +260,16 @@ class Facts:
     """The run's `schedule` section in the register of runs."""
     status: str | None
     """The run's status in the register of runs; None if it is not registered."""
-    samples: Samples
     changes: Sequence[Mapping[str, Any]] = ()
     """Changes of data and code while the run was stopped: name, digests and time."""
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
     start_offsets: dict[tuple[str, int], int] = field(default_factory=dict)
     """Topic and partition -> first retained offset."""
-    first_retained: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Truncated topic and partition -> group of its first record; in `rollouts` and `groups` the first one with a prompt."""
-    prompts: Table[PromptFact] = field(default_factory=prompts_table)
-    calls: set[TurnKey] = field(default_factory=set)
-    replies: list[ReplyFact] = field(default_factory=list)
-    outcomes: Table[OutcomeFact] = field(default_factory=outcomes_table)
-    planned: Table[PlannedFact] = field(default_factory=planned_table)
+    tables: sqlite3.Connection = field(default_factory=connect)
+    """Facts of groups and samples."""
+    most_sequences: int = 1
+    """Largest number of trained sequences of one sample: segments of a trajectory."""
     entries: list[EntryFact] = field(default_factory=list)
     """Ledger entries, the first record of each number."""
     manifests: list[ManifestFact] = field(default_factory=list)
@@ -168,6 +286,51 @@ class Facts:
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     """Topic -> number of records identical to an earlier one."""
+
+    def rows(self, query: str, *values: object, **named: object) -> Iterator[Any]:
+        """The rows of a query of the tables."""
+        return self.tables.execute(query, named or values)
+
+    def value(self, query: str, *values: object, **named: object) -> Any:
+        """The first column of a query's first row; None if there is no row."""
+        return next(self.rows(query, *values, **named), (None,))[0]
+
+    def complete(self) -> None:
+        """Join the facts of each group in `lifecycles`, once all records are read."""
+        limits = {
+            partition: self._slot_limit(partition, table)
+            for topic, table in (("rollouts", "samples"), ("groups", "outcomes"))
+            for partition in self.truncated(topic)
+        }
+        self.tables.create_function("start_offset", 2, lambda *partition: self.start_offsets.get(partition, 0))
+        self.tables.create_function("slot_limit", 2, lambda *partition: limits.get(partition, 0))
+        sources = ("prompts", "outcomes", "decided WHERE kind = 'step'")
+        last = max(self.value(f"SELECT coalesce(max(group_id), -1) FROM {source}") for source in sources)
+        deleted_below = min(self.prompts_below, last + 1)
+        self.tables.execute(LIFECYCLES, {"deleted_below": deleted_below, "outcomes_deleted": bool(self.truncated("groups"))})
+
+    def _slot_limit(self, partition: tuple[str, int], table: str) -> int:
+        """The first slot of which nothing in a partition was deleted.
+
+        Under `submission` order no group after the first retained one was trained when that was written, so no version had been published
+        that admits more. By arrival many groups may have overtaken the first retained one: there is no limit.
+        """
+        first = f"SELECT slot FROM {table} t JOIN prompts p USING (group_id) WHERE t.partition = ? ORDER BY t.offset, p.rowid LIMIT 1"
+        slot = self.value(first, partition[1])
+        if slot is None or self.terms.order != "submission":
+            return ANY
+        return self.terms.round_groups * (slot // self.terms.round_groups + 1 + self.terms.max_lag)
+
+    @cached_property
+    def prompts_below(self) -> int:
+        """Retention may have deleted prompts of groups below this one: prompts of a partition have ascending numbers."""
+        first = "SELECT coalesce((SELECT group_id FROM prompts WHERE partition = ? ORDER BY offset LIMIT 1), ?)"
+        return max((self.value(first, partition, ANY) for _, partition in self.truncated("prompts")), default=0)
+
+    @cached_property
+    def versions_below(self) -> int:
+        """Retention may have deleted manifests of versions below this one."""
+        return min(self.first_manifests(), default=ANY) if self.start_offsets.get(("weights", 0)) else 0
 
     @property
     def closed(self) -> Entry | None:
@@ -197,15 +360,3 @@ class Facts:
     def published_ns(self) -> dict[int, int]:
         """Version -> time of its first publication; lost chunks may be sent again much later."""
         return {fact.manifest.version: fact.manifest.created_ns for fact in reversed(self.manifests)}
-
-    def plan(self, fact: EntryFact) -> Iterator[PlannedFact]:
-        """The groups of an entry's plan, in its order."""
-        return (self.planned[row] for row in fact.plan)
-
-    def stale(self) -> dict[int, int]:
-        """Group -> number of the ledger entry that first lists it as stale."""
-        entries: dict[int, int] = {}
-        for fact in self.entries:
-            for group in fact.entry.groups if fact.entry.kind == "stale" else ():
-                entries.setdefault(group, fact.entry.seq)
-        return entries

@@ -1,35 +1,25 @@
 """The audit of a run: its checks, duplicates and notes, as plain data and as text. The last line of the text is the summary."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.inspect.audit.anchors import Anchor
 from penstock.pipeline.inspect.audit.check import Check, Violation
 from penstock.pipeline.inspect.audit.checks import dead_letters, groups, prompts, steps, trajectories, versions
 from penstock.pipeline.inspect.audit.checks.dead_letters import accounted, unaccounted
 from penstock.pipeline.inspect.audit.checks.groups import group_statuses
 from penstock.pipeline.inspect.audit.checks.prompts import one_clock
-from penstock.pipeline.inspect.audit.checks.retention import Retention
 from penstock.pipeline.inspect.audit.collect import collect
-from penstock.pipeline.inspect.audit.facts import Facts
+from penstock.pipeline.inspect.audit.facts import Anchor, Facts
 from penstock.pipeline.inspect.audit.rules import as_object
 from penstock.pipeline.inspect.audit.source import Source, Unreadable
-from penstock.pipeline.inspect.audit.store.samples import LaterSample
 from penstock.topics.metrics import EVERY_RUN_HAS
-
-
-def resampled(facts: Facts) -> list[LaterSample]:
-    """Samples generated again although they were in the log, by clocks: a record's timestamp is its sending time."""
-    different = (pair for pair in facts.samples.later if pair.again.body != pair.first.body)
-    return [pair for pair in different if pair.started_ns >= (pair.first.timestamp_ms + 1) * 1_000_000]
 
 
 def duplicates(facts: Facts) -> dict[str, int]:
     """Kind -> number of records that repeat others; readers drop them all."""
-    later = facts.samples.later
-    copies = sum(pair.first.body == pair.again.body for pair in later)
+    ((later, copies),) = facts.rows("SELECT count(*), coalesce(sum(copied), 0) FROM later_samples")
     listed = {
         (partition, offset)
         for fact in facts.manifests
@@ -38,7 +28,7 @@ def duplicates(facts: Facts) -> dict[str, int]:
     counts = {
         "prompts": facts.repeats.get("prompts", 0),
         "samples sent twice": copies,
-        "samples drawn twice": len(later) - copies,
+        "samples drawn twice": later - copies,
         "groups": facts.repeats.get("groups", 0),
         "ledger": facts.repeats.get("ledger", 0),
         "manifests": facts.repeats.get("weights", 0),
@@ -76,7 +66,8 @@ def _deleted(facts: Facts) -> Iterator[str]:
             yield f"records were deleted: {where}; what only they show is not checked"
     if facts.truncated("prompts") or facts.truncated("groups"):
         unknown = group_statuses(facts).get("gone", 0)
-        yield f"of {len(Retention(facts).groups())} groups the prompt was deleted, of {unknown} the final status"
+        absent = facts.value("SELECT count(*) FROM lifecycles WHERE admitted AND slot IS NULL")
+        yield f"of {absent} groups the prompt was deleted, of {unknown} the final status"
 
 
 def _poison(facts: Facts) -> Iterator[str]:
@@ -96,15 +87,17 @@ def _clocks(facts: Facts) -> Iterator[str]:
 
 
 def _missing_measurements(facts: Facts) -> Iterator[str]:
-    if gaps := sum(worker.seqs.missing() for worker in facts.workers.values()):
+    spans = facts.rows("SELECT worker, incarnation, max(seq) + 1 - count(*) FROM measurements GROUP BY worker, incarnation")
+    if gaps := sum(missing - facts.workers[worker, incarnation].first_seq for worker, incarnation, missing in spans):
         yield f"{gaps} measurements are missing between others of their process"
 
 
 def _lost_samples(facts: Facts) -> Iterator[str]:
-    retention = Retention(facts)
-    samples = [(facts.prompts.first.get(sample.group), sample) for sample in facts.samples.astray()]
-    absent = sum(prompt is None and not retention.prompt(sample.group) for prompt, sample in samples)
-    if lost := absent + sum(prompt is not None and prompt.where.partition != sample.where.partition for prompt, sample in samples):
+    query = """
+        SELECT count(*) FROM samples s LEFT JOIN lifecycles l USING (group_id)
+        WHERE s.partition != l.partition OR (slot IS NULL AND group_id >= ?)
+    """
+    if lost := facts.value(query, facts.prompts_below):
         yield f"{lost} samples belong to no prompt of their partition"
 
 
@@ -126,10 +119,10 @@ def _digests(facts: Facts) -> Iterator[str]:
 
 
 def _resampled(facts: Facts) -> Iterator[str]:
-    if again := resampled(facts):
-        workers = Counter(sample.again.worker for sample in again)
-        by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.most_common())
-        yield f"{len(again)} samples were started after their first record had been sent ({by_worker}); --json lists them"
+    query = "SELECT worker, count(*) AS again FROM later_samples WHERE resampled GROUP BY worker ORDER BY again DESC, min(number)"
+    if workers := dict(facts.rows(query)):
+        by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.items())
+        yield f"{sum(workers.values())} samples were started after their first record had been sent ({by_worker}); --json lists them"
 
 
 def _rebased(facts: Facts) -> Iterator[str]:
@@ -177,14 +170,6 @@ class Result:
     violations: tuple[Violation, ...]
 
 
-def examine(facts: Facts, checks: Iterable[Check] | None = None) -> list[Result]:
-    """Apply these checks to a run, by default all."""
-    return [
-        Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts)))
-        for check in (all_checks() if checks is None else checks)
-    ]
-
-
 def all_checks() -> tuple[Check, ...]:
     """Every check of an audit."""
     return tuple(check for module in MODULES for check in module.CHECKS)
@@ -213,7 +198,8 @@ def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
     facts.anchors.extend(anchors)
     if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
         raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
-    return Audit(facts=facts, results=tuple(examine(facts)))
+    results = [Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts))) for check in all_checks()]
+    return Audit(facts=facts, results=tuple(results))
 
 
 def summary(audited: Audit) -> str:
@@ -224,7 +210,7 @@ def summary(audited: Audit) -> str:
     """
     facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
     counts = [
-        (len(facts.prompts.first) + len(Retention(facts).groups()), "group"),
+        (facts.value("SELECT count(*) FROM lifecycles WHERE admitted"), "group"),
         (len({fact.entry.step for fact in facts.steps()}), "step"),
         (len(facts.first_manifests()), "version"),
         (sum(duplicates(facts).values()), "duplicate"),
@@ -250,16 +236,7 @@ def as_table(audited: Audit) -> dict[str, Any]:
         "versions": len(facts.first_manifests()),
         "duplicates": duplicates(facts),
         "dead_letters": dead_letter_kinds(facts),
-        "redrawn": [
-            {
-                "group": pair.again.group,
-                "sample": pair.again.sample,
-                "first": {"where": str(pair.first.where), "worker": pair.first.worker, "sent_s": pair.first.timestamp_ms / 1000},
-                "again": {"where": str(pair.again.where), "worker": pair.again.worker, "started_s": pair.started_ns / 1e9},
-                "after_s": (pair.started_ns - pair.first.timestamp_ms * 1_000_000) / 1e9,
-            }
-            for pair in resampled(facts)
-        ],
+        "redrawn": list(_redrawn(facts)),
         "checks": [
             {
                 "check": result.check.name,
@@ -272,6 +249,21 @@ def as_table(audited: Audit) -> dict[str, Any]:
         ],
         "notes": list(notes(facts)),
     }
+
+
+def _redrawn(facts: Facts) -> Iterator[dict[str, Any]]:
+    query = """
+        SELECT group_id, sample, 'rollouts/' || partition || '/', first_offset, first_worker, sent_ms, offset, worker, started_ns
+        FROM later_samples WHERE resampled ORDER BY number
+    """
+    for group, sample, partition, first, first_worker, sent_ms, again, worker, started_ns in facts.rows(query):
+        yield {
+            "group": group,
+            "sample": sample,
+            "first": {"where": f"{partition}{first}", "worker": first_worker, "sent_s": sent_ms / 1000},
+            "again": {"where": f"{partition}{again}", "worker": worker, "started_s": started_ns / 1e9},
+            "after_s": (started_ns - sent_ms * 1_000_000) / 1e9,
+        }
 
 
 def as_text(audited: Audit) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from penstock.pipeline.inspect.audit.source import Unreadable
 from penstock.topics.samples import Rollout
 
@@ -96,6 +98,30 @@ def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
         if mask.any():
             trained |= {version for version, start, end in spans if mask.all() or mask[start:end].any()}
     return min(trained or sampled, default=None)
+
+
+def trajectory_flaw(rollout: Rollout) -> str | None:
+    """Flaw of a trajectory's turns, or None: turns are contiguous, and only the policy's tokens have mask and logprob."""
+    if rollout.turns is None:
+        return None
+    end, generated = 0, np.zeros(len(rollout.token_ids), np.bool_)
+    for turn in rollout.turns:
+        if turn.start != end:
+            return f"a turn starts at token {turn.start}, the one before it ends at {end}"
+        end = turn.end
+        generated[turn.start : end] = turn.source == "model"
+        if turn.reward is not None and turn.source != "model":
+            return f"a turn of {turn.source} has a reward"
+    if end != len(generated):
+        return f"its turns end at token {end} of {len(generated)}"
+    for name, has in (("in the loss mask", rollout.loss_mask), ("with a logprob", ~np.isnan(rollout.behaviour_logprobs))):
+        if (wrong := np.flatnonzero(np.asarray(has) != generated)).size:
+            ours = generated[wrong[0]]
+            return f"token {wrong[0]} is {'not ' * bool(ours)}{name}, {'and' if ours else 'but not'} the policy's"
+    starts = {start: prompt for start, _, prompt in rollout.segments or ()}
+    if starts and any(generated[start : start + prompt].any() for start, prompt in starts.items()):
+        return "a segment's prompt holds generated tokens"
+    return None
 
 
 def as_object(text: str | None) -> dict[str, Any]:

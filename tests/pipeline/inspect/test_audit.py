@@ -21,7 +21,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors import stream
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.inspect.audit import chunk_digests
-from penstock.pipeline.inspect.audit.anchors import of_folder
+from penstock.pipeline.inspect.audit.facts import of_folder
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
 from penstock.pipeline.inspect.audit.rules import LAG_OF_MODE, Terms, oldest_trained, terms_of
@@ -368,7 +368,7 @@ def kept(*, groups: int, tokens: int = 4) -> int:
     own = [tracemalloc.Filter(inclusive=True, filename_pattern=f"*/{folder}/*") for folder in ("pipeline/inspect/audit", "topics")]
     held = tracemalloc.take_snapshot().filter_traces(own)  # without what other threads have allocated
     tracemalloc.stop()
-    assert len(facts.samples) == 8 * groups
+    assert facts.value("SELECT count(*) FROM samples") == 8 * groups
     return sum(trace.size for trace in held.traces)
 
 

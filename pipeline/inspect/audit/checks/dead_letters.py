@@ -6,7 +6,6 @@ A record without a dead letter is a violation only if the log proves that its re
 from collections.abc import Callable, Iterator, Mapping
 
 from penstock.pipeline.inspect.audit.check import Violation, check
-from penstock.pipeline.inspect.audit.checks.retention import Retention
 from penstock.pipeline.inspect.audit.facts import INCOMPLETE, DeadLetterFact, Facts, Unusable
 from penstock.topics import weights
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -66,11 +65,8 @@ def unaccounted(facts: Facts) -> list[Unusable]:
     if facts.closed is None:
         return []
     named = {fact.about for fact in facts.dead_letters} | replaced_chunks(facts)
-    unnamed = [record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named]
-    if not unnamed:
-        return []
-    retention = Retention(facts)
-    return [record for record in unnamed if record.kind != INCOMPLETE and not _dropped_unread(facts, record, retention)]
+    unnamed = (record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named)
+    return [record for record in unnamed if record.kind != INCOMPLETE and not _dropped_unread(facts, record)]
 
 
 def replaced_chunks(facts: Facts) -> set[RecordId]:
@@ -82,48 +78,51 @@ def replaced_chunks(facts: Facts) -> set[RecordId]:
     return listed - current
 
 
-def _dropped_unread(facts: Facts, record: Unusable, retention: Retention) -> bool:
+def _dropped_unread(facts: Facts, record: Unusable) -> bool:
     """True if its reader dropped it as a duplicate by its valid headers, or may have done so because the original may be deleted."""
     topic, partition, offset = record.where
     if record.group is None:
         return False
-    outcome = facts.outcomes.first.get(record.group)
+    query = """
+        SELECT slot, sample_count, outcome_partition != :partition OR outcome_offset < :offset, outcome_deleted FROM lifecycles
+        WHERE group_id = :group
+    """
+    unknown = (None, None, None, bool(facts.truncated("groups")))
+    slot, sample_count, earlier, outcome_deleted = next(facts.rows(query, partition=partition, offset=offset, group=record.group), unknown)
     if topic == "groups":
         # It is unknown which of two partitions was read first.
-        if outcome is None:
-            return retention.outcome(record.group)
-        return outcome.where.partition != partition or outcome.where.offset < offset
+        return bool(outcome_deleted if earlier is None else earlier)
     if topic == "rollouts":
-        if (outcome is not None and not outcome.samples.numbers) or retention.samples(partition, record.group):
+        if sample_count == 0 or facts.value("SELECT coalesce(?, 0) < slot_limit('rollouts', ?)", slot, partition):
             return True  # the group may have ended before the sample arrived
-        firsts = [facts.samples.first(partition, record.group, sample) for sample in record.samples]
-        return all(first is not None and first.where.offset < offset for first in firsts)
+        query = "SELECT offset FROM samples WHERE group_id = ? AND partition = ? AND sample = ? AND kind = 'first' AND offset < ?"
+        return all(facts.value(query, record.group, partition, sample, offset) is not None for sample in record.samples)
     return False
 
 
 def _read_up_to(facts: Facts, topic: str, partition: int) -> int:
     """The offset up to which the log proves that a partition was read; -1 if it proves none."""
-    read = _READ.get(topic)
-    return max(read(facts, partition), default=-1) if read is not None else -1
+    if topic in _READ_BY_GROUP:
+        return int(facts.value(_READ_BY_GROUP[topic], partition))
+    return max(_READ[topic](facts, partition), default=-1) if topic in _READ else -1
 
 
-def _sampled_prompts(facts: Facts, partition: int) -> list[int]:
-    """Offsets of the prompts that have samples."""
-    sampled = {sample.group for sample in facts.samples if sample.where.partition == partition}
-    return [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in sampled]
-
-
-def _scored_samples(facts: Facts, partition: int) -> list[int]:
-    """Offsets of the samples of groups whose outcome holds samples."""
-    samples = (sample for sample in facts.samples.firsts() if sample.where.partition == partition)
-    ended = ((sample, facts.outcomes.first.get(sample.group)) for sample in samples)
-    return [sample.where.offset for sample, outcome in ended if outcome is not None and outcome.samples.numbers]
-
-
-def _used_groups(facts: Facts, partition: int) -> list[int]:
-    """Offsets of the outcomes that were trained or stale."""
-    trained, stale, here = facts.planned.first, facts.stale(), (fact for fact in facts.outcomes if fact.where.partition == partition)
-    return [fact.where.offset for fact in here if fact.group in trained or fact.group in stale]
+_READ_BY_GROUP = {
+    "prompts": """
+        SELECT coalesce(max(offset), -1) FROM prompts p WHERE partition = ?
+        AND EXISTS (SELECT 1 FROM samples s WHERE s.group_id = p.group_id AND s.partition = p.partition)
+    """,
+    "rollouts": """
+        SELECT coalesce(max(s.offset), -1) FROM samples s JOIN lifecycles USING (group_id)
+        WHERE s.partition = ? AND kind = 'first' AND sample_count > 0
+    """,
+    "groups": """
+        SELECT coalesce(max(o.offset), -1) FROM outcomes o WHERE partition = ?
+        AND EXISTS (SELECT 1 FROM decided d WHERE d.group_id = o.group_id)
+    """,
+}
+"""Topic -> the newest record of a partition that was read, as the log proves: of prompts with samples, of samples in outcomes, and of
+outcomes that were trained or stale."""
 
 
 def _listed_weights(facts: Facts, partition: int) -> list[int]:
@@ -155,9 +154,6 @@ def _tracker_end(facts: Facts) -> int:
 
 
 _READ: Mapping[str, Callable[[Facts, int], list[int]]] = {
-    "prompts": _sampled_prompts,
-    "rollouts": _scored_samples,
-    "groups": _used_groups,
     "weights": _listed_weights,
     "ledger": _tracked_ledger,
     "metrics": _tracked_metrics,

@@ -1,103 +1,95 @@
 """Checks on outcomes and on the final status of groups, against the prompts and samples in the log."""
 
-import heapq
+import json
 from collections.abc import Iterator
 from functools import partial
-from itertools import groupby
 
-from penstock.pipeline.inspect.audit.check import Violation, check
-from penstock.pipeline.inspect.audit.checks.retention import Retention
-from penstock.pipeline.inspect.audit.facts import INCOMPLETE, Facts
+from penstock.pipeline.inspect.audit.check import COUNTED, PROMPTS, Violation, check
+from penstock.pipeline.inspect.audit.facts import DROPPED, INCOMPLETE, Facts
 from penstock.pipeline.inspect.audit.rules import DROPS
-from penstock.pipeline.inspect.audit.store.groups import OutcomeFact
-
-WITH_SAMPLES = frozenset({"scored", "filtered"})
+from penstock.topics.wire.record import RecordId
 
 
-@check("one-outcome", "one outcome a group, all parts of it", outcomes=lambda facts: len(facts.outcomes))
+@check("one-outcome", "one outcome a group, all parts of it", outcomes="SELECT count(*) FROM outcomes")
 def one_outcome(facts: Facts) -> Iterator[Violation]:
     """A group has one outcome, complete with all its parts; identical repetitions are duplicates."""
-    first = facts.outcomes.first
-    for outcome in facts.outcomes.later():
-        other = first[outcome.group]
-        same = "the same outcome" if outcome.sha256 == other.sha256 else f"another outcome, {other.outcome}"
-        yield Violation(text=f"group {outcome.group} has {same} at {other.where}", group=outcome.group, where=outcome.where)
+    query = """
+        SELECT group_id, o.body = outcome_body, l.outcome, outcome_partition, outcome_offset, o.partition, o.offset
+        FROM outcomes o JOIN lifecycles l USING (group_id)
+        WHERE (o.partition, o.offset) != (outcome_partition, outcome_offset) ORDER BY o.rowid
+    """
+    for group, equal, other, partition, offset, *where in facts.rows(query):
+        same = "the same outcome" if equal else f"another outcome, {other}"
+        text = f"group {group} has {same} at {RecordId('groups', partition, offset)}"
+        yield Violation(text=text, group=group, where=RecordId("groups", *where))
     named = {fact.about for fact in facts.dead_letters}
     for record in facts.unusable:
-        if record.kind == INCOMPLETE and record.where not in named and record.group not in first:
+        if record.kind == INCOMPLETE and record.where not in named and not facts.value(_HAS_OUTCOME, record.group):
             yield Violation(text=record.reason, group=record.group, where=record.where)
 
 
-@check("group-place", "an outcome is in its prompt's partition and repeats the prompt", outcomes=lambda facts: len(facts.outcomes))
+_HAS_OUTCOME = "SELECT 1 FROM outcomes WHERE group_id = ?"
+
+
+@check("group-place", "an outcome is in its prompt's partition and repeats the prompt", outcomes="SELECT count(*) FROM outcomes")
 def partition(facts: Facts) -> Iterator[Violation]:
     """An outcome is in its prompt's partition and repeats the prompt's fields."""
-    admitted = facts.prompts.first
-    for outcome in facts.outcomes:
-        prompt = admitted.get(outcome.group)
-        if prompt is None:
-            continue  # the check one-fate reports it
-        violation = partial(Violation, group=outcome.group, where=outcome.where)
-        if prompt.where.partition != outcome.where.partition:
-            yield violation(text=f"its prompt is at {prompt.where}, in another partition")
-        if prompt.prompt_hash != outcome.prompt_hash:
-            yield violation(text=f"prompt, slot, version or row differ from the prompt at {prompt.where}")
+    # The check one-fate reports outcomes without a prompt.
+    query = """
+        SELECT group_id, o.partition, o.offset, l.partition, l.offset, o.prompt_hash != l.prompt_hash
+        FROM outcomes o JOIN lifecycles l USING (group_id)
+        WHERE o.partition != l.partition OR o.prompt_hash != l.prompt_hash ORDER BY o.rowid
+    """
+    for group, partition, offset, *prompt, differs in facts.rows(query):
+        violation, where = partial(Violation, group=group, where=RecordId("groups", partition, offset)), RecordId("prompts", *prompt)
+        if where.partition != partition:
+            yield violation(text=f"its prompt is at {where}, in another partition")
+        if differs:
+            yield violation(text=f"prompt, slot, version or row differ from the prompt at {where}")
 
 
-@check(
-    "group-samples",
-    "an outcome holds the first K samples as first recorded",
-    samples=lambda facts: sum(len(outcome.samples.numbers) for outcome in facts.outcomes),
-)
+@check("group-samples", "an outcome holds the first K samples as first recorded", samples=COUNTED)
 def samples(facts: Facts) -> Iterator[Violation]:
     """An outcome holds the first K samples in `rollouts`, each as its first record; a failed or abandoned group holds none."""
-    admitted, retention = facts.prompts.first, Retention(facts)
-    for outcome in facts.outcomes:
-        numbers, absent, differing = outcome.samples
-        violation = partial(Violation, group=outcome.group, where=outcome.where)
-        prompt = admitted.get(outcome.group)
-        partition = prompt.where.partition if prompt else outcome.where.partition
-        unknown = retention.samples(partition, outcome.group)
-        if list(numbers) != (expected := _expected(facts, outcome, partition, unknown=unknown)):
-            yield violation(text=f"{outcome.outcome} with samples {list(numbers)}, not {expected}")
-        if unknown:
+    query = """
+        SELECT group_id, o.partition, o.offset, o.outcome, numbers, expected, absent, differing, coalesce(l.partition, o.partition),
+            coalesce(slot, 0) < slot_limit('rollouts', coalesce(l.partition, o.partition))
+        FROM outcomes o JOIN lifecycles l USING (group_id)
+        WHERE numbers != expected OR absent != '[]' OR differing != '[]' ORDER BY o.rowid
+    """
+    for group, partition, offset, outcome, held, expected, absent, differing, place, deleted in facts.rows(query):
+        violation = partial(Violation, group=group, where=RecordId("groups", partition, offset))
+        numbers, count = json.loads(held), facts.terms.samples_per_prompt
+        any_k = deleted and facts.terms.oversample and expected != "[]" and len(set(numbers)) == len(numbers) == count
+        if held != expected and not any_k:
+            yield violation(text=f"{outcome} with samples {held}, not {expected}")
+        if deleted:
             continue  # the first record of each may have been deleted
-        for number in absent:
-            yield violation(text=f"sample {number} is missing in rollouts/{partition}")
-        for number in differing:
-            first = facts.samples.first(partition, outcome.group, number)
-            assert first is not None
-            yield violation(text=f"sample {number} differs from its first record at {first.where}")
+        for number in json.loads(absent):
+            yield violation(text=f"sample {number} is missing in rollouts/{place}")
+        for number in json.loads(differing):
+            first = "SELECT offset FROM samples WHERE group_id = ? AND partition = ? AND sample = ? AND kind = 'first'"
+            where = RecordId("rollouts", place, facts.value(first, group, place, number))
+            yield violation(text=f"sample {number} differs from its first record at {where}")
 
 
-def _expected(facts: Facts, outcome: OutcomeFact, partition: int, *, unknown: bool) -> list[int]:
-    """The numbers of the samples that an outcome has to hold; any K of the started ones if it is `unknown` which came first."""
-    count, numbers = facts.terms.samples_per_prompt, outcome.samples.numbers
-    if outcome.outcome not in WITH_SAMPLES:
-        return []
-    if unknown and facts.terms.oversample and len(set(numbers)) == len(numbers) == count:
-        return list(numbers)
-    firsts = facts.samples.of_group(partition, outcome.group)[:count] if facts.terms.oversample else []
-    return sorted(fact.sample for fact in firsts) if len(firsts) == count else list(range(count))
-
-
-@check("one-fate", "every admitted group has exactly one final status", groups=lambda facts: len(facts.prompts.first))
+@check("one-fate", "every admitted group has exactly one final status", groups=PROMPTS)
 def one_status(facts: Facts) -> Iterator[Violation]:
     """Each admitted group is trained, filtered, stale, failed, abandoned or unused; no other group has a final status."""
-    admitted, outcomes, trained, stale = facts.prompts.first, facts.outcomes.first, facts.planned.first, facts.stale()
-    retention = Retention(facts)
-    for group, _ in groupby(heapq.merge(admitted, outcomes, trained, sorted(stale))):
-        outcome = outcomes.get(group)
-        where = outcome.where if outcome else None
-        step = planned.step if (planned := trained.get(group)) else None
+    query = """
+        SELECT group_id, slot IS NULL, step, stale, outcome, outcome_partition, outcome_offset, outcome_deleted FROM lifecycles
+        WHERE slot IS NULL OR step IS NOT NULL OR stale IS NOT NULL ORDER BY group_id
+    """
+    for group, absent, step, stale, outcome, partition, offset, outcome_deleted in facts.rows(query):
+        where = RecordId("groups", partition, offset) if outcome else None
         statuses = [f"trained in step {step}"] if step is not None else []
-        statuses += [f"stale in ledger entry {stale[group]}"] if group in stale else []
-        statuses += [outcome.outcome] if outcome and outcome.outcome in DROPS else []
-        if group not in admitted and not retention.prompt(group):
-            status = ", ".join(statuses) or (outcome.outcome if outcome else "")
-            yield Violation(text=f"was never admitted and is {status}", group=group, step=step, where=where)
+        statuses += [f"stale in ledger entry {stale}"] if stale is not None else []
+        statuses += [outcome] if outcome in DROPS else []
+        if absent and group >= facts.prompts_below:
+            yield Violation(text=f"was never admitted and is {', '.join(statuses) or outcome}", group=group, step=step, where=where)
         elif len(statuses) > 1:
             yield Violation(text=f"has {len(statuses)} final statuses: {', '.join(statuses)}", group=group, step=step, where=where)
-        elif statuses and outcome is None and not retention.outcome(group):
+        elif statuses and outcome is None and not outcome_deleted:
             yield Violation(text=f"is {statuses[0]} without an outcome in groups", group=group, step=step)
 
 
@@ -106,16 +98,14 @@ def group_statuses(facts: Facts) -> dict[str, int]:
 
     `gone`: the final status may have been deleted.
     """
-    outcomes, trained, stale, retention = facts.outcomes.first, facts.planned.first, facts.stale(), Retention(facts)
     unfinished = "open" if facts.closed is None else "unused"
-    counts = dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", unfinished), 0)
-    for group in (*facts.prompts.first, *retention.groups()):
-        outcome = outcomes.get(group)
-        otherwise = "gone" if retention.drop(group) else unfinished
-        dropped = outcome.outcome if outcome and outcome.outcome in DROPS else otherwise
-        status = "trained" if group in trained else "stale" if group in stale else dropped
-        counts[status] = counts.get(status, 0) + 1
-    return counts
+    query = f"""
+        SELECT CASE
+            WHEN step IS NOT NULL THEN 'trained' WHEN stale IS NOT NULL THEN 'stale'
+            WHEN {DROPPED} THEN coalesce(outcome, 'gone') ELSE ? END AS status, count(*)
+        FROM lifecycles WHERE admitted GROUP BY status
+    """
+    return dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", unfinished), 0) | dict(facts.rows(query, unfinished))
 
 
 CHECKS = (one_outcome, partition, samples, one_status)

@@ -1,18 +1,18 @@
 """Checks on the ledger's order, and on the plans of its steps."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from penstock.pipeline.inspect.audit.check import Violation, check
-from penstock.pipeline.inspect.audit.checks.retention import ANY, Retention
-from penstock.pipeline.inspect.audit.facts import EntryFact, Facts
-from penstock.pipeline.inspect.audit.rules import DROPS, as_object
-from penstock.pipeline.inspect.audit.store.groups import OutcomeFact
+from penstock.pipeline.inspect.audit.facts import ANY, DROPPED, Facts
+from penstock.pipeline.inspect.audit.rules import as_object
+from penstock.topics.wire.record import RecordId
 
 
 def _planned(facts: Facts) -> int:
-    return len(facts.planned)
+    return sum(fact.planned for fact in facts.steps())
 
 
 @check("ledger-order", "entries without gap, run-opened first, run-closed last", entries=lambda facts: len(facts.entries))
@@ -41,17 +41,17 @@ def order(facts: Facts) -> Iterator[Violation]:
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
-    most = ANY if facts.truncated("rollouts") else facts.samples.most_sequences
+    most = ANY if facts.truncated("rollouts") else facts.most_sequences
     for number, fact in enumerate(facts.steps()):
         entry = fact.entry
         violation = partial(Violation, step=entry.step, where=fact.where)
         if entry.step != number:
             yield violation(text=f"step {entry.step}, expected step {number}")
-        if len(fact.plan) != terms.prompts_per_step:
-            yield violation(text=f"{len(fact.plan)} groups, a step has {terms.prompts_per_step}")
+        if fact.planned != terms.prompts_per_step:
+            yield violation(text=f"{fact.planned} groups, a step has {terms.prompts_per_step}")
         if entry.version != (learner := terms.learner_version(entry.step or 0)):
             yield violation(text=f"trained version {entry.version}, step {entry.step} belongs to version {learner}")
-        ends, samples = entry.boundaries, len(fact.plan) * terms.samples_per_prompt * most
+        ends, samples = entry.boundaries, fact.planned * terms.samples_per_prompt * most
         if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
             yield violation(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
         if number >= terms.steps:
@@ -76,14 +76,16 @@ def reached(facts: Facts) -> Iterator[Violation]:
 @check("trained-once", "every trained group is in exactly one step", groups=_planned)
 def trained_once(facts: Facts) -> Iterator[Violation]:
     """No group is in two steps, or twice in one."""
-    first, again = facts.planned.first, {planned.group for planned in facts.planned.later()}
-    seen = set[int]()
-    for fact in facts.steps() if again else ():
-        for planned in facts.plan(fact):
-            if planned.group in seen:
-                text = f"group {planned.group} was trained in step {first[planned.group].step} already"
-                yield Violation(text=text, group=planned.group, step=fact.entry.step, where=fact.where)
-            seen |= {planned.group} & again
+    query = f"""
+        SELECT entry, group_id, l.step FROM decided d JOIN lifecycles l USING (group_id)
+        WHERE kind = 'step' AND NOT {_FIRST} ORDER BY d.rowid
+    """
+    for entry, group, first in facts.rows(query):
+        yield _violation(facts, entry, group)(text=f"group {group} was trained in step {first} already")
+
+
+_FIRST = "d.rowid = (SELECT min(rowid) FROM decided WHERE group_id = d.group_id AND kind = 'step')"
+"""Condition on a planned group `d`: no earlier plan has it."""
 
 
 @check(
@@ -95,69 +97,65 @@ def submission(facts: Facts) -> Iterator[Violation]:
     """Under `submission` order a plan takes the lowest group that is neither trained nor dropped."""
     if facts.terms.order != "submission":
         return
-    stale, outcomes, admitted = facts.stale(), facts.outcomes.first, facts.prompts.first.groups
-    again, seen, retention = {planned.group for planned in facts.planned.later()}, set[int](), Retention(facts)
-    reached, position = -1, 0
-    for fact in facts.steps():
-        for planned in facts.plan(fact):
-            violation = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
-            if planned.group in seen:
-                continue  # the check trained-once reports it
-            seen |= {planned.group} & again
-            if planned.group < reached:
-                yield violation(text=f"group {planned.group} is trained after group {reached}")
-                continue
-            while position < len(admitted) and (skipped := admitted[position]) <= planned.group:
-                position += 1
-                dropped = stale.get(skipped, fact.entry.seq) < fact.entry.seq or _drops(outcomes.get(skipped)) or retention.drop(skipped)
-                if skipped < planned.group and not dropped:
-                    yield violation(text=f"group {skipped}, which was not dropped, was skipped for group {planned.group}")
-            reached = planned.group
+    admitted = facts.rows(f"SELECT group_id, stale, {DROPPED} FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id")
+    reached, following = -1, next(admitted, None)
+    # The check trained-once reports repetitions.
+    for entry, seq, group in facts.rows(f"SELECT entry, seq, group_id FROM decided d WHERE {_FIRST} ORDER BY rowid"):
+        violation = _violation(facts, entry, group)
+        if group < reached:
+            yield violation(text=f"group {group} is trained after group {reached}")
+            continue
+        while following is not None and following[0] <= group:
+            skipped, stale, dropped = following
+            following = next(admitted, None)
+            if skipped < group and not dropped and (stale is None or stale >= seq):
+                yield violation(text=f"group {skipped}, which was not dropped, was skipped for group {group}")
+        reached = group
 
 
 @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)
 def plans(facts: Facts) -> Iterator[Violation]:
     """Every group of a plan is at the offset the plan names, with the digest it names."""
-    for fact in facts.steps():
-        for planned in facts.plan(fact):
-            violation, where = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where), planned.where
-            if facts.deleted(where):
-                continue
-            outcome = facts.outcomes.first.get(planned.group)
-            if outcome is None or outcome.where != where:
-                outcome = next(facts.outcomes.at(where), None)
-            if outcome is None:
-                yield violation(text=f"no group starts at {where}")
-            elif outcome.group != planned.group:
-                yield violation(text=f"group {outcome.group} is at {where}")
-            elif outcome.body != planned.body:
-                yield violation(text=f"the group at {where} has SHA-256 {outcome.sha256[:16]}…, planned was {planned.sha256[:16]}…")
+    query = """
+        SELECT entry, d.group_id, d.partition, d.offset, d.body, o.group_id, o.body
+        FROM decided d LEFT JOIN outcomes o ON o.partition = d.partition AND o.offset = d.offset
+        WHERE kind = 'step' AND (o.group_id IS NOT d.group_id OR o.body != d.body) AND d.offset >= start_offset('groups', d.partition)
+        ORDER BY d.rowid
+    """
+    for entry, group, partition, offset, planned, other, body in facts.rows(query):
+        where, violation = RecordId("groups", partition, offset), _violation(facts, entry, group)
+        if other is None:
+            yield violation(text=f"no group starts at {where}")
+        elif other != group:
+            yield violation(text=f"group {other} is at {where}")
+        else:
+            yield violation(text=f"the group at {where} has SHA-256 {body.hex()[:16]}…, planned was {planned.hex()[:16]}…")
 
 
-@check("lag", "nothing is trained beyond max_lag, nothing within it is stale", groups=lambda facts: _planned(facts) + len(facts.stale()))
+@check(
+    "lag",
+    "nothing is trained beyond max_lag, nothing within it is stale",
+    groups=lambda facts: _planned(facts) + facts.value("SELECT count(DISTINCT group_id) FROM decided WHERE kind = 'stale'"),
+)
 def lag(facts: Facts) -> Iterator[Violation]:
     """Nothing older than max_lag is trained, and nothing within it is listed as stale."""
-    terms, outcomes = facts.terms, facts.outcomes.first
-    for fact in facts.entries:
-        if fact.entry.kind in ("step", "stale"):
-            learner = terms.learner_version(fact.entry.step or 0)
-            for group in _decided(facts, fact):
-                outcome = outcomes.get(group)
-                if outcome is None or outcome.version_min is None or outcome.where in facts.poison:
-                    continue  # plans and one-fate report it; unreadable groups are listed as stale
-                behind = learner - outcome.version_min
-                violation = partial(Violation, group=group, step=fact.entry.step, version=outcome.version_min, where=outcome.where)
-                if (behind > terms.max_lag) != (fact.entry.kind == "stale"):
-                    was = "trained" if fact.entry.kind == "step" else "listed as stale"
-                    yield violation(text=f"{was} {behind} versions behind the learner's {learner}, max_lag is {terms.max_lag}")
+    terms = facts.terms
+    # Groups without an outcome or samples are reported by plans and one-fate.
+    query = """
+        SELECT entry, kind, d.step / :steps AS learner, group_id, version_min, outcome_partition, outcome_offset
+        FROM decided d JOIN lifecycles l USING (group_id)
+        WHERE (learner - version_min > :max_lag) != (kind = 'stale') ORDER BY d.rowid
+    """
+    for entry, kind, learner, group, version, *where in facts.rows(query, steps=terms.steps_per_version, max_lag=terms.max_lag):
+        if (outcome := RecordId("groups", *where)) not in facts.poison:  # unreadable groups are listed as stale
+            was = "trained" if kind == "step" else "listed as stale"
+            text = f"{was} {learner - version} versions behind the learner's {learner}, max_lag is {terms.max_lag}"
+            yield replace(_violation(facts, entry, group)(text=text), version=version, where=outcome)
 
 
-def _decided(facts: Facts, fact: EntryFact) -> Iterable[int]:
-    return fact.entry.groups if fact.entry.kind == "stale" else (planned.group for planned in facts.plan(fact))
-
-
-def _drops(outcome: OutcomeFact | None) -> bool:
-    return outcome is not None and outcome.outcome in DROPS
+def _violation(facts: Facts, entry: int, group: int) -> Callable[..., Violation]:
+    """Violation of a ledger entry about one of its groups."""
+    return partial(Violation, group=group, step=facts.entries[entry].entry.step, where=facts.entries[entry].where)
 
 
 def _kinds(facts: Facts) -> Counter[str]:

@@ -4,7 +4,6 @@ from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
 from penstock.pipeline.inspect.audit.check import Violation, check
-from penstock.pipeline.inspect.audit.checks.retention import Retention
 from penstock.pipeline.inspect.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
 from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
@@ -46,7 +45,7 @@ def _entry_flaws(
         yield f"version {version} came at step {entry.step} with {done} steps committed, it belongs to step {belongs}"
     manifest = manifests.get(version)
     if manifest is None:
-        if not Retention(facts).version(version):
+        if version >= facts.versions_below:
             yield f"version {version} has an entry in the ledger and no manifest"
     elif manifest.manifest.step != entry.step:
         yield f"the manifest of version {version} has step {manifest.manifest.step}"
@@ -90,10 +89,10 @@ def chunks(facts: Facts) -> Iterator[Violation]:
 )
 def digests(facts: Facts) -> Iterator[Violation]:
     """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
-    manifests, broken, retention = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}, Retention(facts)
+    manifests, broken = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
-        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, retention)):
+        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, facts.versions_below)):
             if text is not None:
                 yield Violation(text=text, version=version, where=fact.where)
     for entry, where in [(fact.entry, fact.where) for fact in facts.entries]:
@@ -112,9 +111,9 @@ def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | Non
     return None
 
 
-def _base_flaws(manifest: Manifest, manifests: Container[int], retention: Retention) -> Iterator[str]:
+def _base_flaws(manifest: Manifest, manifests: Container[int], versions_below: int) -> Iterator[str]:
     base = manifest.base_version
-    if base is not None and not (base < manifest.version and (base in manifests or retention.version(base))):
+    if base is not None and not (base < manifest.version and (base in manifests or base < versions_below)):
         yield f"version {manifest.version} is to be applied to version {base}, which is not before it"
     if (base is None) != (manifest.encoding == "full"):
         yield f"encoding {manifest.encoding} with base version {base}"

@@ -1,1 +1,0 @@
-"""Packed facts about records: numbers, and hashes of compared payloads."""
