@@ -11,10 +11,11 @@ from pathlib import Path
 from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Tail
+from penstock.infra.log import Partition, Tail
 from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 from penstock.pipeline.archive.rows import read_tables
+from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
@@ -102,7 +103,7 @@ def export(
         note = archive.note() or _new_note(log, archive, record.created_ns)
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
-        ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in selected}
+        ends = {topic: _offsets(log.end_offsets, archive, topic, count) for topic, count in note.partitions.items() if topic in selected}
         work = Work(archive, BulkReader(log.connection, log.read_dead_letters), Exported(run=run, directory=str(archive.path)), notify)
         with work:
             for topic, offsets in ends.items():
@@ -129,19 +130,15 @@ def _new_note(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
                 continue
             raise ValueError(f"run {archive.run} has no topic {name!r}: its log was deleted or access is denied")
         partitions[topic] = count
-    first_offsets = {}
-    for topic, count in partitions.items():
-        name = kind_of(topic, 0).kafka_name(archive.run)
-        offsets = log.beginning_offsets([(name, partition) for partition in range(count)])
-        first_offsets[topic] = [offsets[name, partition] for partition in range(count)]
+    first_offsets = {topic: _offsets(log.beginning_offsets, archive, topic, count) for topic, count in partitions.items()}
     note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=first_offsets)
     archive.write_note(note)
     return note
 
 
-def _ends(log: KafkaLog, archive: Archive, topic: str, count: int) -> list[int]:
+def _offsets(read: Callable[[list[Partition]], dict[Partition, int]], archive: Archive, topic: str, count: int) -> list[int]:
     name = kind_of(topic, 0).kafka_name(archive.run)
-    offsets = log.end_offsets([(name, partition) for partition in range(count)])
+    offsets = read([(name, partition) for partition in range(count)])
     return [offsets[name, partition] for partition in range(count)]
 
 
@@ -151,7 +148,7 @@ class Work:
     def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
         self._reader = reader
-        self._notify, self._next_progress_s = notify, time.monotonic() + PROGRESS_EVERY_S
+        self._progress = Progress(notify, every_s=PROGRESS_EVERY_S)
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
@@ -220,8 +217,3 @@ class Work:
         self._reader.close()
         if self._failure is not None:
             raise self._failure
-
-    def _progress(self, text: str) -> None:
-        if time.monotonic() > self._next_progress_s:
-            self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
-            self._notify(text)

@@ -14,6 +14,7 @@ from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
+from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.runtime.registration.run_registry import find, write, write_status
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topics_of
 from penstock.topics.wire.record import Record
@@ -55,7 +56,7 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, n
 def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation, imported: Imported, notify: Callable[[str], None]) -> None:
     """Write all records and count them. Raises `ValueError` for rows that cannot be records, and `LogError`."""
     archive, note, run = archived.archive, complete(archived.archive), imported.run
-    writer, progress, ends = BulkWriter(log.connection), _Progress(notify), dict[Partition, int]()
+    writer, progress, ends = BulkWriter(log.connection), Progress(notify, every_s=PROGRESS_EVERY_S), dict[Partition, int]()
     for kind in reversed(list(KINDS.values())):  # from cause to effect
         for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():
             count = 0
@@ -113,16 +114,3 @@ def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Re
     for record in archived.records(kind, partition):
         relocation.note(kind, record)
         yield relocation.apply(kind, record)
-
-
-class _Progress:
-    """Sends a progress line every few seconds."""
-
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify, self._next_s = notify, time.monotonic() + PROGRESS_EVERY_S
-
-    def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if now > self._next_s:
-            self._next_s = now + PROGRESS_EVERY_S
-            self._notify(text)

@@ -152,21 +152,11 @@ class ArchivedTables:
     """The files of an archive, read lazily."""
 
     def __init__(self, archived: ArchivedLog) -> None:
-        self._archived = archived
-
-    @property
-    def log(self) -> Log:
-        """The archived records."""
-        return cast(Log, self._archived)
-
-    @property
-    def run(self) -> str:
-        """The archived run."""
-        return self._archived.run
+        self.log, self.run, self._archive = cast(Log, archived), archived.run, archived.archive
 
     def rows(self, name: str) -> pa.Table | Scanned:
         """The table over all its files."""
-        kind, archive = KINDS[name], self._archived.archive
+        kind, archive = KINDS[name], self._archive
         files = [str(path) for partition in archive.partitions(kind) for path in archive.files(kind, partition)]
         return Scanned(files=files, schema=kind.schema) if files else kind.schema.empty_table()
 

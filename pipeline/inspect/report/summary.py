@@ -339,14 +339,14 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Reports every few seconds how long the log has been read; may be called for every record."""
+    """Sends a line every few seconds, by default how long the log has been read; may be called for every record."""
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify = notify
+    def __init__(self, notify: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
+        self._notify, self._every_s = notify, every_s
         self._started = self._line_at = time.monotonic()
 
-    def __call__(self) -> None:
+    def __call__(self, text: str | None = None) -> None:
         now = time.monotonic()
-        if now - self._line_at >= LINE_EVERY_S:
+        if now - self._line_at >= self._every_s:
             self._line_at = now
-            self._notify(f"reading the log, for {now - self._started:.0f} s")
+            self._notify(text or f"reading the log, for {now - self._started:.0f} s")
