@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, TrustCode, at, emit, notify, reading
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, TrustCode, at, emit, notify, on_broker, reading
 from penstock.pipeline.runtime.reporting.log_lines import exact_output
 
 if TYPE_CHECKING:
@@ -43,14 +43,13 @@ def status(
     from penstock.pipeline.inspect.live.saved_view import newest
     from penstock.pipeline.inspect.run_view import read_view
     from penstock.pipeline.inspect.status import WATCHED, silences, standing, standstill_s
-    from penstock.pipeline.runtime.registration.run_registry import resolve
     from penstock.pipeline.runtime.topic_reader import RunReader
 
     if follow:
         _follow(run, bootstrap, security, json=json)
         return
-    with at(bootstrap, security) as log:
-        reader = RunReader(log, resolve(log, run))
+    with on_broker(run, bootstrap, security) as (log, run_id):
+        reader = RunReader(log, run_id)
         completions = Completions(reader.run)
         saved, since = newest(log, reader.run)
         # Read the newest groups again for their texts: the saved view may include all of them, without texts.
@@ -91,12 +90,11 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.inspect.live.view import LiveView, Terminal
     from penstock.pipeline.inspect.run_status import has_ended
-    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if json:
         raise ConfigError("give either --follow or --json")
-    with at(bootstrap, security, attends=False) as log:
-        view = LiveView(log, resolve(log, run), console=Terminal(), plain=False)
+    with on_broker(run, bootstrap, security) as (log, run_id):
+        view = LiveView(log, run_id, console=Terminal(), plain=False)
         try:
             view.poll(0.0)
             while not has_ended(view.view):
@@ -255,12 +253,11 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list[
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
     from penstock.pipeline.inspect.audit.facts import of_folder
     from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
-    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if (archived := open_archive(run)) is not None:
         return [], ArchivedSource(archived)
-    with at(bootstrap, security) as log:
-        run_id, connection = resolve(log, run), log.connection
+    with on_broker(run, bootstrap, security) as (log, run_id):
+        connection = log.connection
     return of_folder(run_directory(run_id)), KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), notify=notify)
 
 

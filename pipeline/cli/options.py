@@ -77,18 +77,25 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 
 
 @contextmanager
-def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["Log", str]]:
-    """The log of a run or of an archived folder, and the run's id; if the command `executes` the run's code, `latest` is this user's."""
+def on_broker(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["KafkaLog", str]]:
+    """The log at the broker, and the run's id; if the command `executes` the run's code, `latest` is this user's."""
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
+    with at(bootstrap, security) as log:
+        yield log, resolve(log, run, executes=executes)
+
+
+@contextmanager
+def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["Log", str]]:
+    """The log of an archived folder, or else as `on_broker`; and the run's id."""
     if "/" in run or Path(run).is_dir():
         from penstock.pipeline.archive.archived_log import open_archive
 
         if (archived := open_archive(run)) is not None:
             yield cast("Log", archived), archived.run
             return
-    with at(bootstrap, security) as log:
-        yield log, resolve(log, run, executes=executes)
+    with on_broker(run, bootstrap, security, executes=executes) as found:
+        yield found
 
 
 def refuse_folder(log: "Log", what: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, reading, refuse_folder
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, on_broker, reading, refuse_folder
 from penstock.pipeline.runtime.reporting.log_lines import print_json
 
 if TYPE_CHECKING:
@@ -103,11 +103,9 @@ def export_topics(
 ) -> None:
     """Export a run's topics as Parquet, restorable byte for byte; a second export adds the new records."""
     from penstock.pipeline.archive import export
-    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     names = [name.strip() for option in topics or () for name in option.split(",") if name.strip()]
-    with at(bootstrap, security) as log:
-        run_id = resolve(log, run)
+    with on_broker(run, bootstrap, security) as (log, run_id):
         if not follow:
             _print_export(export.export(log, run_id, directory, topics=names, notify=notify), json=json)
             return
@@ -171,12 +169,10 @@ def adopt(
 ) -> None:
     """Show an imported run, or one of an earlier release, and sign it with a new key of this machine."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.runtime.registration.run_registry import resolve
     from penstock.pipeline.runtime.registration.trust import adopt_run, shown
     from penstock.topics.catalogue import control_topics_of
 
-    with at(bootstrap, security) as log:
-        run_id = resolve(log, run, executes=True)
+    with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         text = shown(log, run_id)
         if text is not None and not yes:
             notify(text)
@@ -234,10 +230,8 @@ def unblock(
     json: Json = False,
 ) -> None:
     """List transactions whose end the cluster has lost, so that readers wait for them; --yes writes the missing ends."""
-    from penstock.pipeline.runtime.registration.run_registry import resolve
 
-    with at(bootstrap, security) as log:
-        run_id = resolve(log, run, executes=True)
+    with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         hanging = log.hanging(log.topics(f"{run_id}."))
         ended = (
             [(transaction, commit if transaction.committed is None else transaction.committed) for transaction in hanging] if yes else []
@@ -268,10 +262,8 @@ def skip(
 ) -> None:
     """Make every reader skip a batch that is damaged on the broker's disk; recorded as a dead letter."""
     from penstock.pipeline.archive.skip import skip as skip_batch
-    from penstock.pipeline.runtime.registration.run_registry import resolve
 
-    with at(bootstrap, security) as log:
-        run_id = resolve(log, run, executes=True)
+    with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         skipped, follows = skip_batch(log, run_id, topic, partition, offset)
     if json:
         emit({"run": run_id, "topic": topic, "partition": partition, "first": skipped.start, "last": skipped.stop - 1})
