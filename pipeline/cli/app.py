@@ -19,11 +19,10 @@ from penstock.pipeline.cli.inspect import explain as explain_group
 from penstock.pipeline.cli.machine import app as broker_app
 from penstock.pipeline.cli.machine import doctor
 from penstock.pipeline.cli.machine import models as model_app
-from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.runs import app as runs_app
 from penstock.pipeline.cli.topics import app as topics_app
-from penstock.pipeline.cli.train import check, create, fork, init, run, worker
+from penstock.pipeline.cli.train import check, create, fork, init, plan, run, worker
 from penstock.pipeline.launch.shutdown import silence
 from penstock.pipeline.runtime.reporting.log_lines import VisibleStream, visible_errors
 
