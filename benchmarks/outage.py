@@ -22,9 +22,10 @@ from typing import Any
 import psutil
 
 from benchmarks.support.command import PENSTOCK, failed, launched, read_report, report_of, run_parser
-from penstock.infra.broker import embedded
+from penstock.infra.broker import embedded, login
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Start
+from penstock.pipeline.config.security import VARIABLE
 
 GROWTH_LIMIT_MB, BACK_LIMIT_S, START_LIMIT_S = 200.0, 10.0, 300.0
 HEARD_BEFORE_S = 2.0
@@ -200,6 +201,8 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["PENSTOCK_HOME"] = str(home)
     broker, tag = home / "broker-home", f"{int(time.time()):x}"
     bootstrap = embedded.start(home=broker).bootstrap
+    if (own := login.read(broker / "broker")) is not None:  # the run looks for a login in its own state directory
+        os.environ[VARIABLE] = json.dumps(own.security())
     settings = [*chosen.settings, f"kafka.bootstrap={bootstrap}"]
     try:
         plain = report_of(chosen.config, f"plain-{tag}", settings) if chosen.compare else None
