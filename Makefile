@@ -180,7 +180,7 @@ $(MODEL)/config.json: $(wildcard pipeline/data/tiny/*.py) | $(STAMP)/installed
 	@$(BIN)/penstock model tiny $(MODEL)
 	@touch $@
 
-$(SMOLLM2)/config.json: infra/backends/smollm2.py | $(STAMP)/installed
+$(SMOLLM2)/config.json: infra/backends/model.py | $(STAMP)/installed
 	@rm -rf $(SMOLLM2)
 	@$(BIN)/penstock model smollm2 $(SMOLLM2)
 	@touch $@

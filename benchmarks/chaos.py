@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.support import chaos_figures
 from benchmarks.support.command import PENSTOCK, launched, read_report, report_of, run_parser, with_numbers
-from penstock.infra.broker import embedded, login, probe
+from penstock.infra.broker import access, embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 
@@ -102,9 +102,9 @@ class Chaos:
     def _await_broker(self, event: dict[str, Any]) -> None:
         """Record when the killed broker serves again."""
         host, _, port = embedded.status(self.home).bootstrap.rpartition(":")
-        password = login.read(self.home / "broker")
+        password = access.read_login(self.home / "broker")
         while time.time() - event["at"] < BROKER_LIMIT_S:
-            if embedded.status(self.home).running and probe.cluster_id(host, int(port), timeout_s=1.0, login=password):
+            if embedded.status(self.home).running and access.cluster_id(host, int(port), timeout_s=1.0, login=password):
                 event["back_at"] = time.time()
                 return
             time.sleep(0.05)

@@ -81,3 +81,8 @@ class CheckpointError(PenstockError):
 
 class TrackingError(PenstockError):
     """The experiment tracker refused a request or cannot be reached."""
+
+
+def one_line(error: BaseException, *, characters: int = 200) -> str:
+    """Type and message of an error of a library, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:characters]

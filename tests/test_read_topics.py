@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.infra.broker.login import FILE
+from penstock.infra.broker.access import LOGIN_FILE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics import groups
 from penstock.topics.catalogue import CONTROL, topics_of
@@ -45,7 +45,7 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
     producer.flush(30.0)
     log.close()
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), broker, run_id, str(penstock_home / "broker" / FILE)],
+        [sys.executable, str(EXAMPLE), broker, run_id, str(penstock_home / "broker" / LOGIN_FILE)],
         capture_output=True,
         text=True,
         timeout=180,

@@ -31,6 +31,18 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """[B, L-1] logprobs with gradient, and [B, L-1] entropies if they are computed."""
 
 
+@contextlib.contextmanager
+def strict_or_error() -> Iterator[None]:
+    """Raise `BackendError` if torch rejects an operation under `trainer.deterministic = "strict"`; also a decorator."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        text = str(error).split(", but")[0].splitlines()[0]
+        raise BackendError(f"trainer.deterministic = 'strict': {text}. Set trainer.deterministic = 'warn'") from error
+
+
 class LocalModel:
     """The part of a backend that does not depend on its optimizer; subclasses set `module` to the module that runs forward."""
 
@@ -58,7 +70,7 @@ class LocalModel:
         self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if own_reference else None
         self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
         self.flop_count, self.flops = FlopCount.of_model(self.model), 0.0
-        self.steps = 0
+        self.steps, self.has_gradient = 0, False
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for AdamW: weight decay on matrices, none on norms and biases."""
@@ -84,11 +96,18 @@ class LocalModel:
         self.flops += self.flop_count.of(batch.attention_mask, computed=computed)
         return (logprobs, entropies), counts | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
 
-    def loss_of(self, outputs: Outputs, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, float]]:
-        """Loss and statistics of a forward pass."""
+    @strict_or_error()
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        outputs, counts = self.run_forward(batch)
         loss: torch.Tensor
         loss, stats = loss_fn(*outputs) if self.settings.entropy_bonus else loss_fn(outputs[0])
-        return loss, stats
+        self.run_backward(loss)
+        self.has_gradient = True
+        return {"loss_sum": float(loss.detach()), **counts, **stats}
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss."""
+        loss.backward()
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
@@ -233,18 +252,6 @@ def checked_norm(norm: float, *, step: int) -> float:
 
 
 @contextlib.contextmanager
-def strict_or_error() -> Iterator[None]:
-    """Raise `BackendError` if torch rejects an operation under `trainer.deterministic = "strict"`; also a decorator."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "does not have a deterministic implementation" not in str(error):
-            raise
-        text = str(error).split(", but")[0].splitlines()[0]
-        raise BackendError(f"trainer.deterministic = 'strict': {text}. Set trainer.deterministic = 'warn'") from error
-
-
-@contextlib.contextmanager
 def saving(directory: Path) -> Iterator[None]:
     """Raise the `OSError` that torch's writer wraps in a RuntimeError, or else `BackendError`."""
     try:
@@ -282,22 +289,16 @@ class TorchBackend(LocalModel):
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         self.optimizer = self.adamw(groups)
-        self.has_gradient = False
         self.offloaded: list[torch.Tensor] = []
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
         self.rank, self.ranks = 0, 1
         if torch.distributed.is_initialized():
             self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
-    @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         if self.large and not self.has_gradient:
             return_freed_memory()
-        outputs, counts = self.run_forward(batch)
-        loss, stats = self.loss_of(outputs, loss_fn)
-        loss.backward()
-        self.has_gradient = True
-        return {"loss_sum": float(loss.detach()), **counts, **stats}
+        return super().backward(batch, loss_fn, denominator=denominator)
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:

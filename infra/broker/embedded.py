@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.broker import jars, login, ports, probe, process, settings
-from penstock.infra.broker.login import Login
+from penstock.infra.broker import access, jars, process, settings
+from penstock.infra.broker.access import Login
 from penstock.infra.broker.process import environment, find_java
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, state_path, writable, write_private
@@ -66,7 +66,7 @@ class _Files:
         """Written by a broker that was stopped, after it left its controller; deleted by the next one."""
 
     def info(self, *, started_s: float | None = None, risk: str | None = None) -> BrokerInfo:
-        pid, last_ports = process.running(self.pid_file), ports.remembered(self.directory)
+        pid, last_ports = process.running(self.pid_file), access.remembered_ports(self.directory)
         return BrokerInfo(
             bootstrap=f"{settings.HOST}:{last_ports.client}" if last_ports else "",
             pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s,
@@ -92,17 +92,17 @@ def start(*, home: Path | None = None, port: int | None = None, progress: Callab
 def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
     start_s = time.monotonic()
     files.log.parent.mkdir(parents=True, exist_ok=True)
-    login.started.add(files.directory)
+    access.started.add(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
         if process.running(files.pid_file) is not None:
-            last_ports = ports.remembered(files.directory)
+            last_ports = access.remembered_ports(files.directory)
             if last_ports is None or port not in (None, last_ports.client):
                 raise BrokerError(f"the broker of {files.home} already runs at another port: stop it with `penstock broker stop` first")
             if _await_ready(files, last_ports.client):
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
         process.end(files.fencing, timeout_s=0.0)  # left by a killed start
-        risk = _launch(files, ports.choose(files.directory, port), progress)
+        risk = _launch(files, access.choose_ports(files.directory, port), progress)
         return files.info(started_s=time.monotonic() - start_s, risk=risk)
 
 
@@ -111,7 +111,7 @@ def stop(home: Path | None = None) -> bool:
     files = _Files(state_path() if home is None else home.absolute())
     if not files.directory.is_dir():
         return False
-    login.started.discard(files.directory)
+    access.started.discard(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: None):
         process.end(files.fencing, timeout_s=0.0)  # left by a killed start
         if process.running(files.pid_file) is None:
@@ -165,7 +165,7 @@ def _end(files: _Files, *, timeout_s: float) -> None:
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
 
 
-def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None]) -> str | None:
+def _launch(files: _Files, chosen: access.Ports, progress: Callable[[str], None]) -> str | None:
     """Start the broker; returns the possible cost of the start, None if there is none. Raises `BrokerError`."""
     java, class_path = find_java(), jars.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
@@ -193,7 +193,7 @@ def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None])
     raise BrokerError(f"the broker stopped while starting: {_errors(files, since) or _last_lines(_text(files.console))}; see {files.log}")
 
 
-def _run(files: _Files, chosen: ports.Ports, java: list[str], since: int) -> bool:
+def _run(files: _Files, chosen: access.Ports, java: list[str], since: int) -> bool:
     """Start Kafka; returns True once it serves, False if it ended first."""
     command = [*java, "kafka.Kafka", "server.properties"]
     process.spawn(command, directory=files.directory, output=files.console, pid_file=files.pid_file, log_bytes=since)
@@ -206,7 +206,7 @@ def _run(files: _Files, chosen: ports.Ports, java: list[str], since: int) -> boo
     return ready
 
 
-def _fence_predecessor(files: _Files, chosen: ports.Ports, java: list[str]) -> bool:
+def _fence_predecessor(files: _Files, chosen: access.Ports, java: list[str]) -> bool:
     """Run the controller alone until it has fenced the killed broker; returns False if it did not.
 
     A broker must not start on metadata in which it already leads its partitions. It takes over the transactions of its predecessor, cannot
@@ -256,19 +256,19 @@ def _newest(directory: Path) -> tuple[str, int]:
     return (segments[-1].name, segments[-1].stat().st_size) if segments else ("", 0)
 
 
-def _write_properties(files: _Files, chosen: ports.Ports, *, data: str) -> None:
+def _write_properties(files: _Files, chosen: access.Ports, *, data: str) -> None:
     text = settings.server_properties(port=chosen.client, controller_port=chosen.controller, data=data, password=secrets.token_urlsafe())
     write_private(files.properties, text)
 
 
-def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
+def _format(files: _Files, chosen: access.Ports, java: list[str]) -> None:
     """Create the storage under another name and rename it, so that an interrupted start leaves no incomplete one."""
     data, unfinished = files.directory / "data", files.directory / "data.unfinished"
     if data.exists():
         raise BrokerError(f"{data} has no meta.properties, so it is not a broker's storage: move it away, or set PENSTOCK_HOME elsewhere")
     shutil.rmtree(unfinished, ignore_errors=True)
     _write_properties(files, chosen, data=unfinished.name)
-    tool = ["kafka.tools.StorageTool", "format", "--standalone", "--config", "server.properties", "--cluster-id", ports.new_cluster_id()]
+    tool = ["kafka.tools.StorageTool", "format", "--standalone", "--config", "server.properties", "--cluster-id", access.new_cluster_id()]
     done = subprocess.run(
         [*java, *tool],
         cwd=files.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False, umask=0o077,
@@ -295,15 +295,15 @@ def _await_ready(files: _Files, port: int) -> bool:
 def _cluster_id(files: _Files, port: int) -> str | None:
     """The cluster id of the broker at this port; sets the password of a broker that does not have it yet."""
     own = settings.own_password(_text(files.properties))
-    user = login.read(files.directory) if own is None else login.ensure(files.directory)
+    user = access.read_login(files.directory) if own is None else access.ensure_login(files.directory)
     try:
-        return probe.cluster_id(settings.HOST, port, timeout_s=2.0, login=user)
-    except probe.Refused:
+        return access.cluster_id(settings.HOST, port, timeout_s=2.0, login=user)
+    except access.Refused:
         if own is None:
             raise BrokerError("the running broker asks for no password: `penstock broker stop`, then start it again") from None
         # Another program at the port must not get this password: the log proves that the port is the running broker's.
         if user is not None and _listens(files, port):
-            probe.set_password(settings.HOST, port, user, by=Login(settings.OWN_USER, own), timeout_s=2.0)
+            access.set_password(settings.HOST, port, user, by=Login(settings.OWN_USER, own), timeout_s=2.0)
         return None
 
 
@@ -320,8 +320,8 @@ def _listens(files: _Files, port: int) -> bool:
         since = 0
     if rotated:
         raise BrokerError(
-            f"the broker does not know the password in {files.directory / login.FILE}, and its log has been rotated, without which it gets "
-            "none: `penstock broker stop`, then start it again"
+            f"the broker does not know the password in {files.directory / access.LOGIN_FILE}, and its log has been rotated, without which "
+            "it gets none: `penstock broker stop`, then start it again"
         )
     return False
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
-from penstock.infra.broker import login
+from penstock.infra.broker import access
 from penstock.infra.errors import LogError
 
 TOKEN_FILE, TOKEN_COMMAND = "sasl_oauth_token_file", "sasl_oauth_token_command"
@@ -77,7 +77,7 @@ class Connection:
 
     def credentials(self) -> Mapping[str, Any]:
         """The login of this user's embedded broker if it is at this address, else `security`. Raises `BrokerError`."""
-        own = login.at(self.bootstrap)
+        own = access.login_at(self.bootstrap)
         return self.security if own is None else own.security()
 
     def servers(self) -> list[tuple[str, str]]:

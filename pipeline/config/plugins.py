@@ -4,6 +4,7 @@ A user's folder is appended to `sys.path`, and a file with the name of another m
 never replace ours.
 """
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -12,7 +13,7 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -20,7 +21,6 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from penstock.infra.errors import ConfigError
-from penstock.infra.sandbox.own_sources import digest_of
 
 
 class PluginError(ConfigError):
@@ -79,7 +79,7 @@ def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
     origin, _ = split(spec)
     if origin.endswith(".py"):
         file = _file(origin, base_dir)
-        return digest_of(file, _read(spec, file))
+        return digest_of_sources(file, _read(spec, file))
     _append_to_path(base_dir)
     try:
         module = importlib.util.find_spec(origin)
@@ -213,3 +213,33 @@ def one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"
+
+
+def digest_of_sources(file: Path, text: bytes) -> str:
+    """SHA-256 (hex) of a file's bytes or, if it imports modules of its own folder, of all of them; none is executed."""
+    files = {file: text}
+    waiting = [file]
+    while waiting:
+        for imported in _imported(files[waiting.pop()], file.parent):
+            if imported not in files:
+                files[imported] = imported.read_bytes()
+                waiting.append(imported)
+    if len(files) == 1:
+        return hashlib.sha256(text).hexdigest()
+    lines = sorted(f"{path.relative_to(file.parent)} {hashlib.sha256(content).hexdigest()}" for path, content in files.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _imported(text: bytes, folder: Path) -> Iterator[Path]:
+    """The files in a folder that a source may import: a module, or all of a package."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return  # loading it reports the error
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for top in {name.partition(".")[0] for name in names}:
+            module, package = folder / f"{top}.py", folder / top
+            yield from [module] if module.is_file() else []
+            yield from package.rglob("*.py") if (package / "__init__.py").is_file() else ()

@@ -22,7 +22,7 @@ from kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from penstock.infra.broker import embedded, login, settings
+from penstock.infra.broker import access, embedded, settings
 from penstock.pipeline.launch.acls import Rule
 from tests.support.bare_clients import python_client
 
@@ -105,7 +105,7 @@ class SecuredBroker:
                 f'{module}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
             ),
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": f"User:{login.USER};User:{settings.OWN_USER}",
+            "super.users": f"User:{access.USER};User:{settings.OWN_USER}",
         }
         return "".join(f"{name}={value}\n" for name, value in lines.items())
 

@@ -15,7 +15,7 @@ from typing import Any
 from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 
-from penstock.infra.broker import jars, ports, probe, process, settings
+from penstock.infra.broker import access, jars, process, settings
 from penstock.infra.broker.process import find_java
 
 LIMIT_S = 150.0
@@ -48,7 +48,7 @@ class ThreeBrokers:
     def __init__(self, home: Path) -> None:
         self.home = home
         free = iter(_free_ports(2 * len(NODES)))
-        self.ports = {node: ports.Ports(client=next(free), controller=next(free)) for node in NODES}
+        self.ports = {node: access.Ports(client=next(free), controller=next(free)) for node in NODES}
         java = find_java()
         memory = [option for option in settings.JVM if not option.startswith(("-Xmx", "-Xms"))]
         self._java = [str(java.program), *memory, "-Xmx256m", "-Xms96m", *(settings.JVM_FROM_22 if java.major >= 22 else ())]
@@ -81,7 +81,7 @@ class ThreeBrokers:
 
         def serves() -> bool:
             assert process.running(self._pid_file(node)) is not None, f"node {node} ended: see {self._directory(node) / 'logs'}"
-            return probe.cluster_id(settings.HOST, self.ports[node].client, timeout_s=2.0) is not None
+            return access.cluster_id(settings.HOST, self.ports[node].client, timeout_s=2.0) is not None
 
         self.wait(serves, f"node {node} serves")
 
@@ -169,7 +169,7 @@ class ThreeBrokers:
         return self._directory(node) / "process.json"
 
     def _make_storage(self) -> None:
-        cluster = ports.new_cluster_id()
+        cluster = access.new_cluster_id()
         formats = []
         for node in NODES:
             directory = self._directory(node)
@@ -202,5 +202,5 @@ def _answered(until: Callable[[], bool]) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    found = [port for port in range(20000 + os.getpid() % 9000, 30000) if ports.is_free(port)]
+    found = [port for port in range(20000 + os.getpid() % 9000, 30000) if access.is_free(port)]
     return found[:count]

@@ -11,7 +11,7 @@ from blake3 import blake3
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 import penstock
-from penstock.infra.broker.login import FILE
+from penstock.infra.broker.access import LOGIN_FILE
 from penstock.topics.catalogue import topics_of
 from tests.support.bare_clients import c_client
 from tests.support.paths import ROOT
@@ -22,7 +22,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: RecordedRun, penstock_home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "read_topics.py"), recorded.bootstrap, recorded.run, str(penstock_home / "broker" / FILE)],
+        [sys.executable, str(ROOT / "examples" / "read_topics.py"), recorded.bootstrap, recorded.run,
+         str(penstock_home / "broker" / LOGIN_FILE)],
         capture_output=True, text=True, timeout=180, check=False, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.mlflow.registry import ModelVersion, RegisteredCheckpoints
+from penstock.infra.mlflow.tracking import ModelVersion, RegisteredCheckpoints
 from penstock.pipeline.inspect.html.build import Limits, build, write
 from penstock.pipeline.inspect.report.summary import REPORTS
 from penstock.pipeline.inspect.report.text import as_text

@@ -6,7 +6,6 @@ all bits depend only on the request and the weights.
 
 import heapq
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupInFlight, GroupRequest, Span, check_tensors, uniforms
 from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
-from penstock.infra.errors import EngineError
+from penstock.infra.errors import EngineError, one_line
 from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import over
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ends = Callable[[npt.NDArray[np.int32]], bool]
@@ -120,7 +120,10 @@ class TransformersEngine:
         if not self.idle:
             raise EngineError(f"version {version} came while {self.pending} groups are in flight: load weights between groups")
         started = time.perf_counter()
-        values = [(self._parameters[tensor.name], _tensor(tensor)) for tensor in check_tensors(tensors, self._shapes, version=version)]
+        values = [
+            (self._parameters[tensor.name], over(tensor.data, tensor.dtype, tensor.shape))
+            for tensor in check_tensors(tensors, self._shapes, version=version)
+        ]
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
@@ -271,18 +274,7 @@ def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "c
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
-        raise EngineError(f"cannot load the model in {path} ({_one_line(error)}): {advice}") from error
+        raise EngineError(f"cannot load the model in {path} ({one_line(error)}): {advice}") from error
     if missing := info["missing_keys"]:
         raise EngineError(f"the weights in {path} lack {len(missing)} parameters, first {min(missing)}: {advice}")
     return model.to(device).eval().requires_grad_(False)
-
-
-def _tensor(tensor: TensorBytes) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of read-only bytes, which are not written here
-        flat = torch.frombuffer(tensor.data, dtype=getattr(torch, tensor.dtype)) if tensor.nbytes else torch.empty(0)
-    return flat.reshape(tensor.shape)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

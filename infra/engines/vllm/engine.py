@@ -29,8 +29,8 @@ from penstock.infra.engines.base import (
 from penstock.infra.engines.vllm.model_info import parameter_shapes
 from penstock.infra.engines.vllm.process import watch_processes
 from penstock.infra.engines.vllm.rows import Counts, Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
-from penstock.infra.engines.vllm.start import check_installed, engine_arguments, one_line, start_vllm
-from penstock.infra.errors import EngineError
+from penstock.infra.engines.vllm.start import check_installed, engine_arguments, start_vllm
+from penstock.infra.errors import EngineError, one_line
 from penstock.infra.tensors.stream import TensorBytes
 
 WAIT_S = 0.1
@@ -305,7 +305,7 @@ class VllmEngine:
         """Mark the engine as unusable; returns the error to raise, with its cause."""
         if isinstance(error, EngineError):
             return error
-        cause = one_line(error)
+        cause = one_line(error, characters=400)
         if self._own_process:
             if self._exited.is_set():  # its pipe closes a moment before its exit code is available
                 for process in self._processes:

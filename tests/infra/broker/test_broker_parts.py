@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import embedded, jars, ports, probe, process
+from penstock.infra.broker import access, embedded, jars, process
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory
 
@@ -168,17 +168,17 @@ def test_without_a_broker_status_says_so_and_stop_has_nothing_to_do(tmp_path: Pa
 
 
 def test_ports_are_remembered_and_a_taken_controller_port_is_replaced(tmp_path: Path) -> None:
-    first = ports.choose(tmp_path, None)
-    assert ports.choose(tmp_path, None) == first == ports.remembered(tmp_path)
+    first = access.choose_ports(tmp_path, None)
+    assert access.choose_ports(tmp_path, None) == first == access.remembered_ports(tmp_path)
     with socket.create_server(("127.0.0.1", first.controller)):
-        second = ports.choose(tmp_path, None)
+        second = access.choose_ports(tmp_path, None)
     assert second.client == first.client
     assert second.controller != first.controller
 
 
 def test_a_port_out_of_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="70000"):
-        ports.choose(tmp_path, 70000)
+        access.choose_ports(tmp_path, 70000)
 
 
 def test_a_pid_that_now_belongs_to_another_program_is_neither_found_nor_killed(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_what_is_not_a_kafka_broker_is_not_taken_for_one(answer: bytes) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     with server:
-        assert probe.cluster_id("127.0.0.1", server.getsockname()[1], timeout_s=2) is None
+        assert access.cluster_id("127.0.0.1", server.getsockname()[1], timeout_s=2) is None
         thread.join()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import embedded, login, ports, probe, settings
-from penstock.infra.broker.login import Login
+from penstock.infra.broker import access, embedded, settings
+from penstock.infra.broker.access import Login
 from penstock.infra.errors import BrokerError, LogError
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
@@ -34,8 +34,8 @@ OPEN = {
 # Told the two ports and nothing else: prints what it was allowed to do.
 STRANGER = """
 import struct, sys
-from penstock.infra.broker.login import Login
-from penstock.infra.broker.probe import Refused, Session
+from penstock.infra.broker.access import Login
+from penstock.infra.broker.access import Refused, Session
 APIS = {"produce": (0, 12), "fetch": (1, 12), "offsets": (2, 6), "list topics": (3, 2), "create": (19, 5), "delete": (20, 5),
         "acls": (30, 2), "settings": (33, 1), "groups": (16, 3), "passwords": (51, 0), "vote": (52, 0),
         "fetch a snapshot": (59, 0), "register": (62, 0)}
@@ -78,7 +78,7 @@ def upgraded(new_home: Callable[[], Path]) -> Iterator[tuple[Path, str, KafkaLog
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "server_properties", without_password)
         before = embedded.start(home=home)
-        assert login.read(home / "broker") is None
+        assert access.read_login(home / "broker") is None
         old = KafkaLog(before.bootstrap, give_up_s=3)
         (topic,) = make_topics(old, "kept", "a", partitions=1)
         write(old, topic, [b"before"])
@@ -112,10 +112,10 @@ def test_a_log_that_was_opened_without_a_password_gives_up_in_one_line(upgraded:
 def test_what_holds_a_password_is_its_users_alone_and_no_log_or_argument_has_it(upgraded: tuple[Path, str, KafkaLog]) -> None:
     home, _, _ = upgraded
     directory, pid = home / "broker", embedded.status(home).pid
-    user, own = login.read(directory), settings.own_password((directory / "server.properties").read_text())
+    user, own = access.read_login(directory), settings.own_password((directory / "server.properties").read_text())
     assert user is not None
     assert own is not None
-    for name in (login.FILE, "server.properties", "ports.json"):
+    for name in (access.LOGIN_FILE, "server.properties", "ports.json"):
         assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600, name
     logged = b"".join(file.read_bytes() for file in (directory / "logs").iterdir())
     shown = logged + Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
@@ -128,7 +128,7 @@ def test_what_holds_a_password_is_its_users_alone_and_no_log_or_argument_has_it(
 @pytest.mark.parametrize("uid", [None, NOBODY], ids=["without the state directory", "of another user"])
 def test_a_process_that_is_told_the_ports_does_nothing(upgraded: tuple[Path, str, KafkaLog], uid: int | None) -> None:
     home, topic, _ = upgraded
-    command, chosen = [sys.executable, "-c", STRANGER], ports.remembered(home / "broker")
+    command, chosen = [sys.executable, "-c", STRANGER], access.remembered_ports(home / "broker")
     if uid is not None:
         command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *command]
         if (
@@ -151,7 +151,7 @@ def test_a_process_that_is_told_the_ports_does_nothing(upgraded: tuple[Path, str
 
 def test_a_password_that_was_removed_or_changed_is_replaced_while_the_broker_runs(upgraded: tuple[Path, str, KafkaLog]) -> None:
     home, topic, _ = upgraded
-    before, file = embedded.status(home), home / "broker" / login.FILE
+    before, file = embedded.status(home), home / "broker" / access.LOGIN_FILE
     for lost in (True, False):
         old = file.read_text()
         file.unlink()
@@ -217,7 +217,7 @@ def test_another_program_at_the_brokers_port_learns_no_password_and_is_not_the_b
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=serve, args=(server,))
         thread.start()
-        assert probe.cluster_id("127.0.0.1", server.getsockname()[1], timeout_s=30, login=user) is None
+        assert access.cluster_id("127.0.0.1", server.getsockname()[1], timeout_s=30, login=user) is None
         thread.join()
     assert b"p=" in heard
     assert b"hunter2" not in heard
@@ -235,14 +235,14 @@ def test_the_login_goes_to_the_address_of_the_own_broker_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bootstrap: str, *, own: bool
 ) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
-    monkeypatch.setattr(login, "started", set())
+    monkeypatch.setattr(access, "started", set())
     directory = tmp_path / "broker"
     directory.mkdir()
     write_private(directory / "ports.json", '{"client": 20001, "controller": 20002}')
-    assert login.at(bootstrap) is None
-    made = login.ensure(directory)
-    assert login.ensure(directory) == made
-    assert login.at(bootstrap) == (made if own else None)
+    assert access.login_at(bootstrap) is None
+    made = access.ensure_login(directory)
+    assert access.ensure_login(directory) == made
+    assert access.login_at(bootstrap) == (made if own else None)
     if own:
         settings_of_c = librdkafka(Connection(bootstrap=bootstrap.strip(), client_id="c", security={"ssl_cafile": "/no/such"}))
         assert settings_of_c["sasl.password"] == made.password
@@ -251,9 +251,9 @@ def test_the_login_goes_to_the_address_of_the_own_broker_alone(
 
 @pytest.mark.parametrize("text", ["", "sasl.username=penstock\n", "sasl.password=x\n", "\n\n", "\x00", "pässword"])
 def test_a_damaged_file_of_the_password_is_one_line_that_says_what_to_do(tmp_path: Path, text: str) -> None:
-    (tmp_path / login.FILE).write_text(text, encoding="utf-8")
+    (tmp_path / access.LOGIN_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(BrokerError) as refused:
-        login.read(tmp_path)
+        access.read_login(tmp_path)
     assert re.search(r"client\.properties .*: remove it, then", str(refused.value))
     assert "\n" not in str(refused.value)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import embedded, login
+from penstock.infra.broker import access, embedded
 from penstock.infra.errors import LogError, LogUnreachable, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection
@@ -101,7 +101,7 @@ def test_at_the_own_broker_its_login_counts_whatever_is_given_and_others_get_one
     security["sasl_plain_password"] = "wr0ng"
     for own in (bootstrap, bootstrap.replace("127.0.0.1", "localhost")):
         KafkaLog(own, security=security, unreachable_after_s=30).close()
-    monkeypatch.setattr(login, "started", set())
+    monkeypatch.setattr(access, "started", set())
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     for patience_s in (2, 10, 60):  # a busy broker's refusal takes its time
         message = refused_at(bootstrap, security=security, unreachable_after_s=patience_s)

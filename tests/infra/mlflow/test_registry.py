@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.mlflow.registry import ModelVersion, RegisteredCheckpoints
-from penstock.infra.mlflow.tracking import MlflowRun, Target, connect
+from penstock.infra.mlflow.tracking import MlflowRun, ModelVersion, RegisteredCheckpoints, Target, connect
 
 DATA = [
     {"name": "sums", "source": "/data/arithmetic.py:sums", "digest": "a" * 64, "rows": 200, "context": "training"},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.infra.backends.deepspeed import shards
+from penstock.infra.backends.deepspeed import backend
 from penstock.infra.errors import BackendError
 
 
@@ -29,7 +29,7 @@ def test_a_function_that_a_file_names_is_not_called(tmp_path: Path, function: An
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": {}, "random": Calls(function, f"{tmp_path}/made")}, file)
     with pytest.raises(BackendError, match=r"is not loaded: it names \S+, which DeepSpeed does not store$"):
-        shards.check(tmp_path)
+        backend.check_stored(tmp_path)
     assert not (tmp_path / "made").exists()
 
 
@@ -38,7 +38,7 @@ def test_a_function_that_a_file_names_is_not_called(tmp_path: Path, function: An
 def test_a_file_or_folder_that_others_may_write_is_refused(tmp_path: Path, path: str, mode: int) -> None:
     torch.save({"steps": 1}, tmp_path / "x.pt")
     (tmp_path / "x.pt").chmod(0o600)
-    assert shards.read(tmp_path / "x.pt") == {"steps": 1}
+    assert backend.read_stored(tmp_path / "x.pt") == {"steps": 1}
     (tmp_path / path).chmod(mode)
     with pytest.raises(BackendError, match="can be written by other users: chmod"):
-        shards.read(tmp_path / "x.pt")
+        backend.read_stored(tmp_path / "x.pt")
