@@ -1,6 +1,6 @@
 """Facts about the records of a run: numbers and hashes, no payloads.
 
-Facts of groups and samples are in SQL tables in a temporary file, so that memory does not grow with the run. `rowid` is the order of
+Facts of groups and samples are in SQL tables in a temporary file: memory grows with steps and versions only. `rowid` is the order of
 arrival; the first record of a group or sample counts.
 
 Anchors are evidence of committed steps outside the ledger: measurements, checkpoints and `metrics.jsonl`. A ledger that has lost its last
