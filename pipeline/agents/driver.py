@@ -20,8 +20,9 @@ import numpy.typing as npt
 from penstock.infra.sandbox.sessions import CallFailed, Session, SessionLost, Sessions
 from penstock.pipeline.agents.generation import Generate, Generation
 from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
-from penstock.pipeline.data.conversation import ChatTemplate, Conversation, TemplateRefused
-from penstock.pipeline.data.conversation.messages import text_of
+from penstock.pipeline.data.conversation.messages import TemplateRefused, text_of
+from penstock.pipeline.data.conversation.segments import Conversation
+from penstock.pipeline.data.conversation.template import ChatTemplate
 from penstock.pipeline.data.messages import TOOLS, tools_of
 
 BACKOFF_S = 0.5

@@ -25,7 +25,7 @@ from penstock.pipeline.agents.driver import Episode, Limits, seed_of
 from penstock.pipeline.agents.environments.sources import AGENT, CHILD
 from penstock.pipeline.agents.generation import Generate, Generation
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
-from penstock.pipeline.data.conversation import Template
+from penstock.pipeline.data.conversation.messages import Template
 
 
 class EpisodeEngine(Protocol):

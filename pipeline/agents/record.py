@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Finish, GroupRequest, Span
-from penstock.pipeline.data.conversation import Segment
+from penstock.pipeline.data.conversation.segments import Segment
 from penstock.topics.samples import ENVIRONMENT, GENERATED, MODEL, Turn
 
 

@@ -18,7 +18,8 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.agents.driver import Limits
 from penstock.pipeline.agents.engine import TrajectoryEngine
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.data.conversation import Template, template_of
+from penstock.pipeline.data.conversation.messages import Template
+from penstock.pipeline.data.conversation.template import template_of
 from penstock.pipeline.data.tokenization import digests
 
 _LOADING = threading.Lock()

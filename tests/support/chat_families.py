@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from penstock.pipeline.data.conversation import ChatTemplate
+from penstock.pipeline.data.conversation.template import ChatTemplate
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "chat_templates"
 _TEXTS = [

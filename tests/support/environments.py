@@ -15,7 +15,7 @@ from penstock.pipeline.agents.driver import Episode, Limits
 from penstock.pipeline.agents.environments.sources import CHILD
 from penstock.pipeline.agents.generation import Generation
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
-from penstock.pipeline.data.conversation import PlainTemplate
+from penstock.pipeline.data.conversation.template import PlainTemplate
 
 COUNTING = '''
 import os, time

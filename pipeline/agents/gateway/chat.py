@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.agents.generation import Generation
-from penstock.pipeline.data.conversation import AssistantTurn, Context
 from penstock.pipeline.data.conversation.messages import Message, Tools
+from penstock.pipeline.data.conversation.segments import AssistantTurn, Context
 
 _CHANGES_THE_POLICY = ("logit_bias", "functions", "function_call", "audio", "web_search_options", "guided_json", "structured_outputs")
 """Unsupported fields: they change the policy's distribution, or need more than text generation."""

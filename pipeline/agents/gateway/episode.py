@@ -29,8 +29,8 @@ from penstock.pipeline.agents.gateway.chat import BadRequest, events
 from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds, TrajectoryEnded
 from penstock.pipeline.agents.generation import Generate
 from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
-from penstock.pipeline.data.conversation import Conversation, Template
-from penstock.pipeline.data.conversation.messages import text_of
+from penstock.pipeline.data.conversation.messages import Template, text_of
+from penstock.pipeline.data.conversation.segments import Conversation
 from penstock.pipeline.data.references import with_facts
 from penstock.topics.wire.well_formed import well_formed_json
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from penstock.pipeline.agents.gateway.chat import BadRequest, ChatRequest, chat_request, completion
 from penstock.pipeline.agents.generation import Generate, Generation
-from penstock.pipeline.data.conversation import Context, Conversation, TemplateRefused
-from penstock.pipeline.data.conversation.messages import Message
+from penstock.pipeline.data.conversation.messages import Message, TemplateRefused
+from penstock.pipeline.data.conversation.segments import Context, Conversation
 
 MAX_OPEN = 64
 """Largest number of concurrent requests of one agent."""

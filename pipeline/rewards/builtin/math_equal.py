@@ -5,9 +5,21 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from penstock.pipeline.rewards.builtin.math_parser import FUNCTIONS, GREEK, MAX_CHARACTERS, MINUS_ONE, Tree, Unreadable, parse
+from penstock.pipeline.rewards.builtin.math_parser import (
+    FUNCTIONS,
+    GREEK,
+    MAX_CHARACTERS,
+    MINUS_ONE,
+    Tree,
+    Unreadable,
+    parse,
+    proportional,
+    renamed,
+    same_value,
+    symbols,
+    value,
+)
 from penstock.pipeline.rewards.builtin.math_text import ROW_END, UNITS, compact, normalised
-from penstock.pipeline.rewards.builtin.math_values import proportional, renamed, same_value, symbols, value
 
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DATE_OR_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?|\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}", re.IGNORECASE)

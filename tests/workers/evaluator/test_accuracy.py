@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.rewards.functions import Score
-from penstock.workers.evaluator.accuracy import EarlyStopping, pass_at, summary
+from penstock.workers.evaluator.evaluator import EarlyStopping, pass_at, summary
 
 
 def score(*rewards: float) -> Score:

@@ -16,7 +16,7 @@ from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
 from penstock.pipeline.agents.generation import Generation
 from penstock.pipeline.agents.record import EpisodeState, trajectory_of
 from penstock.pipeline.config.schema import SamplingSection
-from penstock.pipeline.data.conversation import Conversation
+from penstock.pipeline.data.conversation.segments import Conversation
 from penstock.pipeline.inspect.audit.rules import trajectory_flaw
 from penstock.pipeline.learner.training_samples import sequences
 from penstock.pipeline.rewards.functions import completions_of, episodes_of

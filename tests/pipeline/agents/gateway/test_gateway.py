@@ -12,7 +12,7 @@ import pytest
 
 from penstock.pipeline.agents.gateway.episode import Gateway
 from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
-from penstock.pipeline.data.conversation import Conversation
+from penstock.pipeline.data.conversation.segments import Conversation
 from tests.support.chat_families import FAMILIES, stop_ids, template, tokenizer
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 

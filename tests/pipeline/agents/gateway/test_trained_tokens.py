@@ -13,7 +13,7 @@ from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.agents.driver import Limits
 from penstock.pipeline.agents.engine import TrajectoryEngine
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
-from penstock.pipeline.data.conversation import template_of
+from penstock.pipeline.data.conversation.template import template_of
 from penstock.pipeline.data.tokenization import digests
 from tests.support.chat_families import source, tokenizer
 

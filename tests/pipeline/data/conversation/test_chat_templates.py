@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.conversation import Context, Conversation, Segment, TemplateRefused
+from penstock.pipeline.data.conversation.messages import TemplateRefused
+from penstock.pipeline.data.conversation.segments import Context, Conversation, Segment
 from tests.support.chat_families import FAMILIES, answer, ids_of, source, stop_ids, template, tokenizer, version_of
 
 ADD = {

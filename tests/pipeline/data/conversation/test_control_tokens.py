@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from penstock.pipeline.data.conversation import ChatTemplate, PlainTemplate
 from penstock.pipeline.data.conversation.control_tokens import ControlTokens
+from penstock.pipeline.data.conversation.template import ChatTemplate, PlainTemplate
 from tests.support.any_text import ANY_TEXT
 from tests.support.chat_families import FAMILIES, ids_of, stop_ids, template, tokenizer
 

@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.infra.errors import ConfigError
-from penstock.pipeline.data.conversation import ChatTemplate, PlainTemplate, TemplateRefused
+from penstock.pipeline.data.conversation.messages import TemplateRefused
+from penstock.pipeline.data.conversation.template import ChatTemplate, PlainTemplate
 from tests.support.chat_families import ids_of, stop_ids, template, tokenizer
 
 USER = {"role": "user", "content": "What is 3 + 4?"}

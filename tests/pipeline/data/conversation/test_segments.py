@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.conversation import Conversation
+from penstock.pipeline.data.conversation.segments import Conversation
 from tests.support.chat_families import answer, ids_of, stop_ids, template
 
 ASKED = [{"role": "user", "content": "What is 3 + 4?"}]
