@@ -5,12 +5,10 @@ FLOPs are what the model needs, as in PaLM (arXiv 2204.02311, appendix B): no pa
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
 """Linux's names of instructions that multiply bfloat16: AVX512-BF16, AMX, AVX-NE-CONVERT; on ARM bf16."""
@@ -107,11 +105,10 @@ class FlopCount:
             attention=config.num_hidden_layers * config.num_attention_heads * width,
         )
 
-    def of(self, attention_mask: npt.NDArray[np.bool_], *, computed: int) -> float:
-        """FLOPs for the real tokens of a micro-batch [B, L]; with shared prompts only `computed` of them pass through the model."""
-        lengths = attention_mask.sum(1, dtype=np.float64)
-        real = float(lengths.sum())
+    def of(self, lengths: Sequence[int], *, computed: int) -> float:
+        """FLOPs for sequences of these lengths; with shared prompts only `computed` of their tokens pass through the model."""
+        real = sum(lengths)
         if not real:
             return 0.0
         linear = (4.0 * self.parameters + 2.0 * self.trained) * real
-        return (linear + 12.0 * self.attention * float((lengths**2).sum())) * min(1.0, computed / real)
+        return (linear + 12.0 * self.attention * float(sum(length * length for length in lengths))) * min(1.0, computed / real)

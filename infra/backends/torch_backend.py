@@ -93,7 +93,7 @@ class LocalModel:
         with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
             logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
         counts = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
-        self.flops += self.flop_count.of(batch.attention_mask, computed=computed)
+        self.flops += self.flop_count.of(batch.attention_mask.sum(1).tolist(), computed=computed)
         return (logprobs, entropies), counts | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
 
     @strict_or_error()
