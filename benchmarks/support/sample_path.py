@@ -124,6 +124,8 @@ def observe(bootstrap: str, *, steps: int = 1) -> dict[str, str]:
         config = config_of(Path(folder) / "model", Path(folder), run={"steps": steps, "seed": 7}, rollout={"workers": 1})
         create(config, log=log, run_id=run, notify=lambda _: None)
         log.close()
+        for module in ("torch", "transformers", *(MODULES[role].module for role in ROLES)):
+            importlib.import_module(module)  # under a profile function imports take minutes
         threading.setprofile(trace)
         try:
             threads = [threading.Thread(target=work, args=(role,), name=role) for role in ROLES]
