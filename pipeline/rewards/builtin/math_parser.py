@@ -1,7 +1,7 @@
 """Parses an expression in LaTeX or plain text into a tree, in time linear in its length, and evaluates trees.
 
-A tree is a `Fraction`, `("symbol", name)` or `(operation, tree, ...)`. Its value is exact if rational and small, else it has 100 digits; the
-size of operands bounds the time of an operation.
+A tree is a `Fraction`, `("symbol", name)` or `(operation, tree, ...)`. Its value is exact if rational and small, else it has 100 digits;
+the size of operands bounds the time of an operation.
 """
 
 import math
