@@ -11,7 +11,7 @@ import pytest
 
 from penstock.infra.engines import toy
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.data import order
+from penstock.pipeline.data.run_data import order
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.topics import prompts
 from penstock.topics.samples import Rollout

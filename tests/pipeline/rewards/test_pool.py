@@ -1,5 +1,7 @@
 """Rewards run in children as users write them; what hangs, crashes or raises costs its own sample."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -323,3 +325,9 @@ def test_cancelled_groups_do_not_come_back_and_others_do(score: Scorer) -> None:
     while pool.pending:
         ended |= {result.key for result in pool.poll(1.0)}
     assert ended == {0, 2}
+
+
+def test_a_child_process_imports_neither_the_configuration_nor_a_model_library() -> None:
+    program = f"import sys, {CHILD.partition(':')[0]}; print([name for name in ('pydantic', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=True)
+    assert done.stdout.strip() == "[]"
