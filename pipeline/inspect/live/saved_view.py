@@ -106,8 +106,8 @@ def from_json(run: str, text: str) -> RunView:
         plain[name] = {tuple(row[:count]) if count > 1 else row[0]: row[count:] if is_tuple else row[count] for row in plain[name]}
     plain["worked"] = {"spans": plain["worked"], "stops": plain["stops"]}
     (view,) = _adapter().validate_python([{"run": run, **{name: plain[name] for name in _SAVED}}])
-    for known in view.workers.values():
-        known.recent, known.values = deque(known.recent, RATE_WINDOW), known.incarnations.get(known.incarnation, {})
+    for restored in view.workers.values():
+        restored.recent, restored.values = deque(restored.recent, RATE_WINDOW), restored.incarnations.get(restored.incarnation, {})
     return view
 
 
