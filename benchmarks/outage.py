@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.support.command import PENSTOCK, failed, launched, read_report, report_of, run_parser
-from penstock.infra.broker import embedded, login
+from penstock.infra.broker import access, embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Start
 from penstock.pipeline.config.security import VARIABLE
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["PENSTOCK_HOME"] = str(home)
     broker, tag = home / "broker-home", f"{int(time.time()):x}"
     bootstrap = embedded.start(home=broker).bootstrap
-    if (own := login.read(broker / "broker")) is not None:  # the run looks for a login in its own state directory
+    if (own := access.read_login(broker / "broker")) is not None:  # the run looks for a login in its own state directory
         os.environ[VARIABLE] = json.dumps(own.security())
     settings = [*chosen.settings, f"kafka.bootstrap={bootstrap}"]
     try:

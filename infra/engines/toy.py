@@ -33,12 +33,7 @@ class ToyEngine:
     """
 
     def __init__(
-        self,
-        *,
-        vocabulary: int = 100,
-        delay_s: float = 0.0,
-        capacity: int = 1,
-        parameters: Mapping[str, tuple[int, ...]] | None = None,
+        self, *, vocabulary: int = 100, delay_s: float = 0.0, capacity: int = 1, parameters: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
         self._capacity = capacity
         self.version = DIRECTORY_VERSION

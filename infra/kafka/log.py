@@ -114,10 +114,7 @@ class KafkaLog(Admin):
     ) -> KafkaProducerOfRecords:
         """Return a writer of single records; use `linger_ms` 0 if the caller waits for each record."""
         return KafkaProducerOfRecords(
-            self,
-            max_in_flight_bytes=max_in_flight_bytes,
-            give_up_s=self._patience_s(give_up_s),
-            linger_ms=linger_ms,
+            self, max_in_flight_bytes=max_in_flight_bytes, give_up_s=self._patience_s(give_up_s), linger_ms=linger_ms
         )
 
     def read_dead_letters(self, topic: str) -> list[Record]:

@@ -71,14 +71,7 @@ class KafkaPending:
 class KafkaProducerOfRecords:
     """An idempotent producer with a byte budget; safe to share between threads."""
 
-    def __init__(
-        self,
-        admin: Admin,
-        *,
-        max_in_flight_bytes: int,
-        give_up_s: float,
-        linger_ms: float,
-    ) -> None:
+    def __init__(self, admin: Admin, *, max_in_flight_bytes: int, give_up_s: float, linger_ms: float) -> None:
         self._admin, self._costs, self._wait = admin, admin.cpu, Wait(admin.contact)
         self._budget, self._give_up_s = max_in_flight_bytes, give_up_s
         configs = settings.producer(admin.connection, give_up_s=give_up_s, linger_ms=linger_ms)

@@ -10,19 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, RecordMissing
-from penstock.infra.log import (
-    Assigned,
-    Commits,
-    Committed,
-    Event,
-    Membership,
-    Partition,
-    Pools,
-    Records,
-    Revoked,
-    Start,
-    check_commits,
-)
+from penstock.infra.log import Assigned, Commits, Committed, Event, Membership, Partition, Pools, Records, Revoked, Start, check_commits
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 

@@ -36,13 +36,7 @@ class Sessions:
     """
 
     def __init__(
-        self,
-        target: str,
-        *,
-        size: int,
-        init: object = None,
-        start_timeout_s: float = 180.0,
-        rules: ChildRules = ENVIRONMENT,
+        self, target: str, *, size: int, init: object = None, start_timeout_s: float = 180.0, rules: ChildRules = ENVIRONMENT
     ) -> None:
         if size < 1:
             raise ValueError(f"size {size}: expected at least 1")
