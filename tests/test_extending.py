@@ -31,7 +31,7 @@ from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime import roles
 from penstock.pipeline.runtime.factories import make_backend, make_engine
 from penstock.pipeline.scheduling import rules
-from penstock.topics import catalogue
+from penstock.topics import catalogue, metrics
 from tests.support.paths import ROOT
 
 ROW = re.compile(r"^\| ([a-z ]+) \| (.+) \| (.+) \|$", re.MULTILINE)
@@ -166,6 +166,11 @@ def test_a_new_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     cli.app.command(rich_help_panel="Look")(toy)
     assert cli.main(["toy"]) == cli.FAILED
     assert capsys.readouterr().out == "a toy\n"
+
+
+def test_a_new_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(metrics.TABLES, "train", {**metrics.TRAIN, "toys_N": "toys of each kind"})
+    assert metrics.meaning_of("train/toys_3") == "toys of each kind"
 
 
 def test_a_new_configuration_key() -> None:

@@ -1,5 +1,6 @@
 """The audit of a run: its checks, duplicates and notes, as plain data and as text. The last line of the text is the summary."""
 
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,11 +195,14 @@ class Audit:
 
 def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
     """Read a run and apply all checks; `anchors` are evidence read before from other places. Raises `Unreadable`."""
-    facts = collect(source)
-    facts.anchors.extend(anchors)
-    if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
-        raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
-    results = [Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts))) for check in all_checks()]
+    try:
+        facts = collect(source)
+        facts.anchors.extend(anchors)
+        if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
+            raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
+        results = [Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts))) for check in all_checks()]
+    except sqlite3.OperationalError as error:
+        raise Unreadable(f"the audit cannot write a temporary file ({error}): set TMPDIR to a folder with more space") from error
     return Audit(facts=facts, results=tuple(results))
 
 

@@ -20,7 +20,7 @@ from penstock.infra.checkpoints import State
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors import stream
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.inspect.audit import chunk_digests
+from penstock.pipeline.inspect.audit import chunk_digests, facts
 from penstock.pipeline.inspect.audit.facts import of_folder
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
@@ -39,6 +39,14 @@ from tests.support.bare_clients import c_client
 from tests.support.listed_records import Listed
 from tests.support.paths import ROOT
 from tests.support.strategies import a_rollout
+
+
+def test_a_full_temporary_folder_is_one_line_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "SCHEMA", f"PRAGMA max_page_count = 12; {facts.SCHEMA}")
+    with pytest.raises(
+        Unreadable, match=r"cannot write a temporary file \(database or disk is full\): set TMPDIR to a folder with more space$"
+    ):
+        audit(Listed(RUN, a_story()))
 
 
 def test_the_audit_imports_nothing_of_ours_but_topics_and_no_client_that_a_worker_uses() -> None:
@@ -364,12 +372,12 @@ def kept(*, groups: int, tokens: int = 4) -> int:
     source = Listed(RUN, as_records(told))
     gc.collect()
     tracemalloc.start()
-    facts = audit(source).facts
+    found = audit(source).facts
     gc.collect()
     own = [tracemalloc.Filter(inclusive=True, filename_pattern=f"*/{folder}/*") for folder in ("pipeline/inspect/audit", "topics")]
     held = tracemalloc.take_snapshot().filter_traces(own)  # without what other threads have allocated
     tracemalloc.stop()
-    assert facts.value("SELECT count(*) FROM samples") == 8 * groups
+    assert found.value("SELECT count(*) FROM samples") == 8 * groups
     return sum(trace.size for trace in held.traces)
 
 
