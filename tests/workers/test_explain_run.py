@@ -162,7 +162,8 @@ def test_the_stages_of_a_trained_group_add_up_to_its_life(
     stages = {stage["name"]: stage for stage in found["times"]}
     whole = [stage for name, stage in stages.items() if not name.startswith("of it")]
     assert [stage["name"] for stage in whole] == [
-        "waited for a worker", "drawing", "waited for the scorer", "reward functions", "waiting for the trainer", "training", "publishing",
+        "waited for a worker", "generation", "waited for the scorer", "reward functions", "waiting for the trainer",
+        "training", "publishing",
     ]  # fmt: skip
     assert all(stage["seconds"] >= 0 for stage in whole)
     assert sum(stage["seconds"] for stage in whole) == pytest.approx(found["moments"]["published"] - found["moments"]["admitted"])

@@ -38,7 +38,7 @@ class GroupTimestamps:
 
 STAGES: Sequence[tuple[str, str, str]] = (
     ("waited for a worker", "admitted", "begun"),
-    ("drawing", "begun", "last_ended"),
+    ("generation", "begun", "last_ended"),
     ("of it waiting for the slowest sample", "first_ended", "last_ended"),
     ("scoring", "last_ended", "scored"),
     ("waited for the scorer", "last_ended", "judged"),
@@ -114,7 +114,7 @@ def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
         return f"samples: {progress.samples} of {progress.samples_requested} are there"
     if progress.min_version > progress.newest_version:
         newest = f"the newest is {progress.newest_version}" if progress.newest_version >= 0 else "none is published"
-        return f"weights: it may be drawn under version {progress.min_version} or newer, {newest}"
+        return f"weights: it may be generated under version {progress.min_version} or newer, {newest}"
     return "a rollout worker: none of its samples is there"
 
 
@@ -282,7 +282,7 @@ def _why(history: GroupHistory) -> str:
     match history.fate:
         case "trained" if step is not None:
             position = 1 + [planned.group for planned in step.plan].index(history.number)
-            return f"step {step.step}, place {position} of {len(step.plan)} in its plan, under learner version {step.version}"
+            return f"step {step.step}, position {position} of {len(step.plan)} in its plan, under learner version {step.version}"
         case "stale":
             return _why_stale(history)
         case "open":

@@ -47,20 +47,20 @@ def _section(name: str, lines: Iterable[str]) -> list[str]:
 
 def _prompt(prompt: Plain | None, group: int) -> list[str]:
     if prompt is None:
-        return [f"prompt    nobody can read the prompt of group {group}"]
+        return [f"prompt    of group {group}: unreadable"]
     return [
         f"prompt    {json.dumps(prompt['prompt'], ensure_ascii=False)} ({prompt['tokens']} tokens)",
         f"          row {prompt['row']} of the data, epoch {prompt['epoch']}; columns {_short(prompt['columns'])}",
         f"admitted  {_clock(prompt['admitted_s'])} at {prompt['place']}, slot {prompt['slot']}, "
-        f"{prompt['samples_per_prompt']} samples to be drawn under version {prompt['min_version']} or newer",
+        f"{prompt['samples_per_prompt']} samples requested under version {prompt['min_version']} or newer",
     ]
 
 
 def _samples(life: Plain, zero: float | None) -> list[str]:
     samples = life["samples"]
     if not samples:
-        return ["none is kept" if life["gone"] else "none was drawn" if life["fate"] not in ("open",) else "none yet"]
-    head = ["sample", "by", "versions", "begun", "ended", "tokens", "finish", "place"]
+        return ["deleted by retention" if life["gone"] else "none was generated" if life["fate"] not in ("open",) else "none yet"]
+    head = ["sample", "by", "versions", "started", "ended", "tokens", "finish", "record"]
     rows = [
         [
             f"{sample['sample']}{'' if sample['counts'] else ' (surplus)'}",
@@ -92,7 +92,7 @@ def _trajectory(sample: Plain) -> str:
     broken = f"; {last['finish']}" if last["source"] == "environment" else ""
     episode = f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
     seconds_of = sample.get("time_spent") or {}
-    names = {"waited_s": "waited for engines", "drawing_s": "drawing", "environment_s": "environment"}
+    names = {"waited_s": "waited for engines", "drawing_s": "generating", "environment_s": "environment"}
     return "; ".join([episode, *(f"{names[name]} {seconds:.3f} s" for name, seconds in seconds_of.items())])
 
 
@@ -145,7 +145,7 @@ def _outcome(life: Plain, zero: float | None) -> list[str]:
         lines.append(f"because {outcome['reason']}")
     if outcome["policy_version_min"] is not None:
         oldest, newest = outcome["policy_version_min"], outcome["policy_version_max"]
-        lines.append(f"drawn under version {oldest}" if oldest == newest else f"drawn under versions {oldest} to {newest}")
+        lines.append(f"generated under version {oldest}" if oldest == newest else f"generated under versions {oldest} to {newest}")
     if stale is not None:
         lines.append(
             "stale at {at} s, when step {before_step} took its groups: learner version {learner_version}, lag {lag}, max_lag {max_lag}; "
@@ -160,7 +160,7 @@ def _step(step: Plain | None) -> list[str]:
     measured = step["metrics"]
     batches = ", ".join(str(number) for number in step["micro_batches"])
     lines = [
-        f"step {step['step']}, ledger entry {step['entry']}: place {step['place'] + 1} of {len(step['plan'])} "
+        f"step {step['step']}, ledger entry {step['entry']}: position {step['place'] + 1} of {len(step['plan'])} "
         f"(groups {first_of(step['plan'], most=SHOWN_NUMBERS)}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
         f"(samples end at {first_of(step['boundaries'], most=SHOWN_NUMBERS)})",
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
@@ -196,7 +196,7 @@ def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
         for record in records[:SHOWN_RECORDS]
     ]
     more = [f"… and {len(records) - SHOWN_RECORDS} more; --json has all"] if len(records) > SHOWN_RECORDS else []
-    return columns([["written", "place", "is", ""], *rows]) + more
+    return columns([["written", "record", "is", ""], *rows]) + more
 
 
 def _after(moment: float | None, zero: float | None) -> str:

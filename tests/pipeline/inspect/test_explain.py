@@ -97,7 +97,7 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
     later = Teller()
     held = later.group([0.0, 1.0], version=3)[0]
     assert (
-        "it may be drawn under version 3 or newer, the newest is 0"
+        "it may be generated under version 3 or newer, the newest is 0"
         in explained([later.record(), later.opened(), later.version(0), held], 0)["why"]
     )
 
@@ -123,7 +123,7 @@ def test_a_plan_is_read_from_where_the_ledger_says() -> None:
     plan = planned(written(told), [1, 0])
     step = teller.entry("step", step=0, version=0, plan=plan, boundaries=(2, 4), metrics={"grad_norm": 4.0})
     found = explained([*told, step, teller.version(1)], 0)
-    assert found["why"] == "step 0, place 2 of 2 in its plan, under learner version 0"
+    assert found["why"] == "step 0, position 2 of 2 in its plan, under learner version 0"
     assert [one["micro_batch"] for one in found["samples"]] == [1, 1]
     advantages = [one["advantage"] for one in found["samples"]]
     assert advantages == pytest.approx([-0.7070068, 0.7070068], rel=1e-5)  # (0 - 0.5) / (0.7071068 + 1e-4)
@@ -137,7 +137,7 @@ def test_a_plan_is_read_from_where_the_ledger_says() -> None:
 def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
     found = explained(list(Teller(steps=3).whole()), 1)
     found["step"] |= {"plan": list(range(1, 1001)), "boundaries": [4000]}
-    line = next(line for line in text.as_page(found).splitlines() if "place 1 of 1000" in line)
+    line = next(line for line in text.as_page(found).splitlines() if "position 1 of 1000" in line)
     assert "(groups 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, … 1000 in all)" in line
     assert "(samples end at 4000)" in line
 
@@ -275,7 +275,7 @@ def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_
     assert found["gone"] == lines
     assert found["why"].endswith(f", unless more is gone: {'; '.join(lines)}")
     page = text.as_page(found)
-    assert "none is kept" in page and f"deleted\n  {lines[0]}" in page
+    assert "deleted by retention" in page and f"deleted\n  {lines[0]}" in page
     assert as_json.explain(log, RUN, 1, notify=quiet)["gone"] == []
     assert collect(log, RUN)["gone"] == lines
 
@@ -292,7 +292,7 @@ def test_stages_lie_between_moments_that_are_known() -> None:
     found = stages(GroupTimestamps(admitted=10.0, begun=11.0, first_ended=12.0, last_ended=14.0, scored=15.0))
     assert [(one.name, one.begins_s, one.seconds) for one in found] == [
         ("waited for a worker", 0.0, 1.0),
-        ("drawing", 1.0, 3.0),
+        ("generation", 1.0, 3.0),
         ("of it waiting for the slowest sample", 2.0, 2.0),
         ("scoring", 4.0, 1.0),
     ]
