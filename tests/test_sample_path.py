@@ -5,6 +5,8 @@ A file is on the way if one of its functions is called with the sample, its id o
 
 import re
 
+import pytest
+
 from benchmarks.support.command import ROOT
 from benchmarks.support.sample_path import observe
 
@@ -30,5 +32,6 @@ def test_a_sample_passes_few_files_in_few_folders() -> None:
     assert len({room(file) for file in files}) <= MOST_ROOMS
 
 
+@pytest.mark.slow
 def test_the_page_names_the_files_that_a_sample_passes(broker: str) -> None:
     assert sorted(listed()) == sorted(observe(broker))

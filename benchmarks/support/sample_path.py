@@ -39,6 +39,7 @@ WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "
 LAST = ("workers/trainer/worker.py", "Trainer.end")
 """Called after the last step; later calls shut down the workers."""
 ROLES = ("feeder", "rollout", "scorer", "trainer")
+LIMIT_S = 400.0
 
 
 class Trace:
@@ -128,11 +129,14 @@ def observe(bootstrap: str, *, steps: int = 1) -> dict[str, str]:
             importlib.import_module(module)  # under a profile function imports take minutes
         threading.setprofile(trace)
         try:
-            threads = [threading.Thread(target=work, args=(role,), name=role) for role in ROLES]
+            threads = [threading.Thread(target=work, args=(role,), name=role, daemon=True) for role in ROLES]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()
+                thread.join(LIMIT_S)
+                if thread.is_alive():
+                    stop.set()
+                    raise TimeoutError(f"the {thread.name} of run {run} has not ended after {LIMIT_S:g} s")
         finally:
             threading.setprofile(None)  # type: ignore[arg-type]  # None takes it away
     if failures:
