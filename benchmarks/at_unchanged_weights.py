@@ -26,8 +26,8 @@ from penstock.pipeline.algorithms.losses import summarise, token_weights
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 from penstock.pipeline.learner.train_step import Objective
-from penstock.pipeline.learner.training_samples import TokenSequence, pack
 from penstock.pipeline.runtime.factories import make_backend, make_engine
 from penstock.pipeline.scheduling.rules import MODES
 

@@ -101,7 +101,7 @@ def test_a_new_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.pipeline.learner.training_samples import advantage_function
+    from penstock.pipeline.learner.micro_batches import advantage_function
 
     monkeypatch.setitem(algorithms.ADVANTAGES, "toy", lambda rewards: np.asarray(rewards, np.float32) * 2)
     assert advantage_function(config(algorithm={"advantage": "toy"}).advantage, trust_code=False)([1.0, 3.0]).tolist() == [2.0, 6.0]

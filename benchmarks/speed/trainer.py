@@ -28,7 +28,7 @@ def groups(model: str, *, count: int, samples: int, step: int) -> Any:
     from transformers import AutoTokenizer
 
     from examples.arithmetic import sums
-    from penstock.pipeline.learner.training_samples import TokenSequence, pack
+    from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 
     random, tokenizer, rows = np.random.default_rng(step), AutoTokenizer.from_pretrained(model), sums()
     made = []

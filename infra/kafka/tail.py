@@ -263,14 +263,14 @@ class KafkaTail:
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
         """Commit offsets for the group; raises LogError when that fails or there is no group."""
         if self._group is None:
-            raise LogError("a tail without a group cannot commit")
+            raise LogError("a reader without a consumer group cannot commit offsets")
         with edge.translated(f"cannot commit offsets of group {self._group}"):
             self._consumer.commit(to_kafka(offsets), timeout_ms=int(timeout_s * 1000))
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
         """The group's committed offsets for the partitions of this tail."""
         if self._group is None:
-            raise LogError("a tail without a group has no committed offsets")
+            raise LogError("a reader without a consumer group has no committed offsets")
         partitions: Sequence[Any] = list(self._consumer.assignment())
         with edge.translated(f"cannot read committed offsets of group {self._group}"):
             offsets = private_api.fetch_committed(self._consumer, partitions, timeout_s)

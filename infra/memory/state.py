@@ -231,14 +231,14 @@ class MemoryTail:
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
         check_commits(offsets)
         if self._group is None:
-            raise LogError("a tail without a group cannot commit")
+            raise LogError("a reader without a consumer group cannot commit offsets")
         with self._state.change:
             commits = {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
             self._state.group(self._group).offsets |= commits
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
         if self._group is None:
-            raise LogError("a tail without a group has no committed offsets")
+            raise LogError("a reader without a consumer group has no committed offsets")
         with self._state.change:
             commits = self._state.group(self._group).offsets
             return {partition: commits.get(partition, Committed(offset=None)) for partition in self._reader.positions}

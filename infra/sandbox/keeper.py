@@ -282,6 +282,7 @@ def _exceeded(tree: ProcessTree, section: str, most_gb: float, most_processes: i
 
 
 def _end_as(status: int | None) -> None:
+    """Exit as the child did, by its wait status: with the same code, or by the same signal; as if killed if None."""
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         if code != -signal.SIGKILL:

@@ -202,11 +202,11 @@ def acls(
 ) -> None:
     """Print the least rights of each role's Kafka user, as commands of `kafka-acls.sh`; needs no broker."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.launch.acls import all_rules, as_command
+    from penstock.pipeline.runtime.roles import acl_rules, as_acl_command
     from penstock.topics.catalogue import check_run_id
 
     try:
-        rules = all_rules(check_run_id(run))
+        rules = acl_rules(check_run_id(run))
         users = {role: user.format(run=run, role=role) for role in rules}
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{error}; --user takes {{run}} and {{role}}") from error
@@ -216,7 +216,7 @@ def acls(
     for role, rights in rules.items():
         print(f"# {role}")
         for rule in rights:
-            print(as_command(rule, user=users[role]))
+            print(as_acl_command(rule, user=users[role]))
 
 
 @app.command()

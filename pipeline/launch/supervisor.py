@@ -25,7 +25,7 @@ from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.runtime.exit_status import BROKEN, ENDED, NO_RETRY
-from penstock.pipeline.runtime.reporting.health import HEALTH
+from penstock.pipeline.runtime.reporting.health_and_metrics import HEALTH
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
 from penstock.topics.metrics import activity_of
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.infra.backends.base import Backend
-from penstock.pipeline.learner.training_samples import TokenSequence, pack
+from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 from penstock.topics.ledger import Planned
 
 if TYPE_CHECKING:

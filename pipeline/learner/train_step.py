@@ -21,10 +21,10 @@ from penstock.pipeline.algorithms import losses
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
-from penstock.pipeline.learner import training_samples
+from penstock.pipeline.learner import micro_batches
+from penstock.pipeline.learner.micro_batches import MicroBatcher, TokenSequence, boundaries, lowered_rewards, pack
+from penstock.pipeline.learner.micro_batches import denominator as denominator_of
 from penstock.pipeline.learner.ranks import Ranks
-from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, lowered_rewards, pack
-from penstock.pipeline.learner.training_samples import denominator as denominator_of
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 from penstock.topics.ledger import Planned
@@ -85,8 +85,8 @@ class Objective:
 
         return cls(
             batch_loss=batch_loss,
-            advantages=training_samples.combined_advantages(
-                training_samples.advantage_function(config.advantage, trust_code=True), combine=algorithm.combine
+            advantages=micro_batches.combined_advantages(
+                micro_batches.advantage_function(config.advantage, trust_code=True), combine=algorithm.combine
             ),
             proximal=config.proximal,
             truncated=algorithm.truncated,
@@ -100,7 +100,7 @@ class Objective:
         )
 
     def sequences(self, group: Group) -> list[TokenSequence]:
-        return training_samples.sequences(group, advantages=self.advantages, truncated=self.truncated)
+        return micro_batches.sequences(group, advantages=self.advantages, truncated=self.truncated)
 
     def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
         inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch)}

@@ -24,7 +24,7 @@ from penstock.pipeline.config.security import VARIABLE, credentials, security_se
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.leases import SILENT_S
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust
-from penstock.pipeline.runtime.reporting.health import Health, serve
+from penstock.pipeline.runtime.reporting.health_and_metrics import Health, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, pass_on_warnings, print_line
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals

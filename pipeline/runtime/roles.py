@@ -1,4 +1,4 @@
-"""The roles of a run in one table: order, colour, number of workers, topics read and written; and the DAG as text and as Mermaid.
+"""The roles of a run in one table: order, colour, number of workers, topics read and written; also as a graph, and as Kafka permissions.
 
 No other module has a list of roles. A role's module is imported by name, in the process that runs it.
 """
@@ -306,3 +306,57 @@ def as_mermaid() -> str:
 
 def _node(topic: str) -> str:
     return f"t_{topic.replace('-', '_').replace('.', '_')}"
+
+
+LAUNCHER, READER = "launcher", "reader"
+"""Users who create and start runs, and users who only read, with every command of each."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AclRule:
+    """One operation that a user may do on one resource: reading and writing imply DESCRIBE, an idempotent producer needs none."""
+
+    resource: str
+    """topic, group or transactional-id."""
+    name: str
+    pattern: str
+    """literal, or prefixed: every name with this prefix."""
+    operation: str
+
+
+def _acl_rules_of(role: Role, run: str) -> list[AclRule]:
+    """The rules of one role of a run."""
+    grants = [AclRule("topic", _kafka_name(run, topic), "literal", "READ") for topic in role.reads]
+    grants.append(AclRule("topic", f"{run}.", "prefixed", "DESCRIBE"))  # where topics end, so as to read all of them up to one moment
+    grants += [AclRule("topic", _kafka_name(run, topic), "literal", "WRITE") for topic in role.writes]
+    if role.keeps_offsets:
+        grants.append(AclRule("group", f"{run}.{role.name}", "literal", "READ"))
+    if role.writes_alone:  # a role of many workers has an id for each
+        pattern = "literal" if role.single else "prefixed"
+        grants.append(AclRule("transactional-id", f"{run}.{role.name}", pattern, "WRITE"))
+    return sorted(grants)
+
+
+def acl_rules(run: str) -> dict[str, list[AclRule]]:
+    """The rules of every role, of who launches, and of who looks."""
+    own = f"{run}."
+    looks = [AclRule("topic", own, "prefixed", "READ"), AclRule("topic", catalogue.RUNS_TOPIC, "literal", "READ")]
+    # librdkafka, which exports and audits, describes its group although it joins none.
+    looks += [AclRule("group", name, "literal", "DESCRIBE") for name in (f"{run}.audit", "penstock-bulk")]
+    launches = [AclRule("topic", own, "prefixed", operation) for operation in ("CREATE", "DESCRIBE_CONFIGS")]
+    launches += [AclRule("topic", catalogue.RUNS_TOPIC, "literal", operation) for operation in ("CREATE", "DESCRIBE_CONFIGS", "WRITE")]
+    launches += [AclRule("topic", f"{run}.{topic}", "literal", "WRITE") for topic in ("run", "control-launcher")]
+    launches += [AclRule("transactional-id", f"{run}.{LAUNCHER}", "literal", "WRITE")]
+    grants = {role.name: _acl_rules_of(role, run) for role in ROLES.values()}
+    return {LAUNCHER: sorted([*looks, *launches]), **grants, READER: sorted(looks)}
+
+
+def as_acl_command(rule: AclRule, *, user: str) -> str:
+    """The arguments of Kafka's own tool that add a rule."""
+    name = f"--{rule.resource} '{rule.name}' --resource-pattern-type {rule.pattern}"
+    return f"kafka-acls.sh --add --allow-principal 'User:{user}' --operation {rule.operation} {name}"
+
+
+def _kafka_name(run: str, topic: str) -> str:
+    assert topic in TOPICS, topic
+    return topic if topic == catalogue.RUNS_TOPIC else f"{run}.{topic}"

@@ -448,7 +448,7 @@ def test_a_tail_keeps_offsets_for_a_group_of_its_own(log: Log, run_id: str) -> N
     assert again.committed() == {(topic, 0): Committed(offset=None), (topic, 1): Committed(offset=5, metadata="so far")}
     again.close()
     alone = log.tail({(topic, 0): "earliest"})
-    with pytest.raises(LogError, match="without a group"):
+    with pytest.raises(LogError, match="without a consumer group"):
         alone.commit({(topic, 0): (1, "")})
     alone.close()
 

@@ -23,7 +23,7 @@ from kafka.admin import (
 )
 
 from penstock.infra.broker import access, embedded, settings
-from penstock.pipeline.launch.acls import Rule
+from penstock.pipeline.runtime.roles import AclRule
 from tests.support.bare_clients import python_client
 
 MECHANISM = "SCRAM-SHA-512"
@@ -51,7 +51,7 @@ class SecuredBroker:
                 [UserScramCredentialUpsertion(name, ScramMechanism.SCRAM_SHA_512, password, iterations=4096)]
             )
 
-    def allow(self, user: str, rules: Iterable[Rule]) -> None:
+    def allow(self, user: str, rules: Iterable[AclRule]) -> None:
         """Allow a user what these rules say."""
         acls = [
             ACL(

@@ -19,8 +19,8 @@ from penstock.pipeline.inspect.explain.group_history import read_group
 from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.learner.ledger_history import read_ledger_history, read_planned
+from penstock.pipeline.learner.micro_batches import denominator, pack
 from penstock.pipeline.learner.train_step import Objective
-from penstock.pipeline.learner.training_samples import denominator, pack
 from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 from tests.support.recorded_run import RecordedRun
 

@@ -13,9 +13,8 @@ from penstock.infra.kafka.settings import Connection, librdkafka
 from penstock.infra.log import Log
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import audit
-from penstock.pipeline.launch.acls import Rule, all_rules
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.runtime.roles import ROLES
+from penstock.pipeline.runtime.roles import ROLES, AclRule, acl_rules
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, config_of
@@ -41,7 +40,7 @@ def credentials(broker: SecuredBroker, role: str, run: str = RUN) -> Mapping[str
 
 def add_users(broker: SecuredBroker, run: str) -> None:
     """A user for each role of a run, with the rules that are printed."""
-    for role, rules in all_rules(run).items():
+    for role, rules in acl_rules(run).items():
         broker.add_user(f"{run}-{role}", f"pw-{role}")
         broker.allow(f"{run}-{role}", rules)
 
@@ -86,12 +85,12 @@ def test_a_run_is_whole_with_the_least_rights_and_no_role_has_more(new_home: Cal
         reader = librdkafka(Connection(bootstrap=broker.secure, client_id="a", security=credentials(broker, "reader")))
         assert audit(KafkaSource(broker.secure, RUN, settings=reader)).clean
         wanted = ["TOPIC_AUTHORIZATION_FAILED", "TRANSACTIONAL_ID_AUTHORIZATION_FAILED", "TOPIC_AUTHORIZATION_FAILED"]
-        assert {role: refusals(broker, role) for role in all_rules(RUN)} == dict.fromkeys(all_rules(RUN), wanted)
+        assert {role: refusals(broker, role) for role in acl_rules(RUN)} == dict.fromkeys(acl_rules(RUN), wanted)
     finally:
         broker.close()
 
 
-def may(rules: list[Rule], resource: str, operation: str, names: list[str]) -> set[str]:
+def may(rules: list[AclRule], resource: str, operation: str, names: list[str]) -> set[str]:
     """Those of the resources on which the rules allow the operation."""
     fitting = [rule for rule in rules if (rule.resource, rule.operation) == (resource, operation)]
     return {name for name in names for rule in fitting if (name.startswith if rule.pattern == "prefixed" else name.__eq__)(rule.name)}
@@ -151,7 +150,7 @@ def test_of_its_own_run_and_of_another_tenants_each_user_may_do_what_the_rules_s
         written(c_client(broker.plain), topics)
         ids = [f"{run}.{name}" for run in tenants for name in ("launcher", "feeder", "scorer-0", "trainer")]
         for run in tenants:
-            for role, rules in all_rules(run).items():
+            for role, rules in acl_rules(run).items():
                 user = credentials(broker, role, run)
                 settings = librdkafka(Connection(bootstrap=broker.secure, client_id="a", security=user))
                 assert written(settings, topics) == may(rules, "topic", "WRITE", topics), (run, role)

@@ -3,9 +3,8 @@
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.acls import all_rules
 from penstock.pipeline.runtime.leases import WriterLease, new_token
-from penstock.pipeline.runtime.roles import TOPICS
+from penstock.pipeline.runtime.roles import TOPICS, acl_rules
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.upkeep import owners
 from penstock.topics.upkeep.owners import OWNER_KINDS, Owner
@@ -19,7 +18,7 @@ CLAIM = Owner(writer="trainer", token="t", kind="taken", host="here", time_ns=1)
 READERS = {**MODULES, "owners": owners}
 WRITTEN = {**EXAMPLES, "owners": CLAIM}
 WRITES = {
-    role: {rule.name for rule in rules if (rule.resource, rule.operation) == ("topic", "WRITE")} for role, rules in all_rules(RUN).items()
+    role: {rule.name for rule in rules if (rule.resource, rule.operation) == ("topic", "WRITE")} for role, rules in acl_rules(RUN).items()
 }
 
 

@@ -15,7 +15,7 @@ from typing import Final, Self
 from penstock.infra.log import Partition, Start, Tail
 from penstock.infra.tensors.parameter_count import vocabulary
 from penstock.pipeline.algorithms.advantages import HIGH, RewardScale, zero_variance
-from penstock.pipeline.learner.training_samples import untrainable
+from penstock.pipeline.learner.micro_batches import untrainable
 from penstock.pipeline.rewards.scoring import UNTRAINED
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import POISON

@@ -15,9 +15,9 @@ from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_g
 from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.recorded_run import StoredDeadLetter, read_run
 from penstock.pipeline.inspect.report.formats import rebased_fields
-from penstock.pipeline.learner import training_samples
+from penstock.pipeline.learner import micro_batches
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.training_samples import TokenSequence
+from penstock.pipeline.learner.micro_batches import TokenSequence
 from penstock.pipeline.runtime.topic_reader import Read, drain
 from penstock.pipeline.scheduling import rules
 from penstock.topics.catalogue import topic_name
@@ -294,16 +294,16 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
     denominator. It is -dL/dlogprob if current, proximal and behaviour policy are equal, for every built-in loss without its KL term.
     Raises `PluginError` if the user's advantage function is missing, `ValueError` if it needs `trust_code`.
     """
-    function = training_samples.advantage_function(config.advantage, trust_code=trust_code)
-    advantages = training_samples.combined_advantages(function, combine=config.algorithm.combine)
-    rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
+    function = micro_batches.advantage_function(config.advantage, trust_code=trust_code)
+    advantages = micro_batches.combined_advantages(function, combine=config.algorithm.combine)
+    rows = [row for group in plan for row in micro_batches.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
     masks = [row.loss_mask[None] for row in rows]
-    total = training_samples.denominator(masks, plan, aggregate=config.aggregate, counts_untrained=config.counts_untrained)
+    total = micro_batches.denominator(masks, plan, aggregate=config.aggregate, counts_untrained=config.counts_untrained)
     longest = config.max_completion_tokens
 
     def share(number: int, row: TokenSequence) -> SampleShare:
         tokens = int(row.loss_mask.sum())
-        counts = training_samples.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
+        counts = micro_batches.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
         batch = bisect_right(boundaries, number)
         return SampleShare(
             group=row.group,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages, sequences
+from penstock.pipeline.learner.micro_batches import advantage_function, combined_advantages, sequences
 from penstock.topics.groups import Group
 
 Floats = npt.NDArray[np.float32]

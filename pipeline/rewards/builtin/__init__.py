@@ -191,6 +191,10 @@ def _mathematics() -> Any:
 
 
 def _is_correct(completion: str, accepted_texts: Sequence[str]) -> float | None:
+    """1.0 if a final answer of the completion equals an accepted one, else 0.0; None if no accepted text has mathematics to compare.
+
+    In GSM8K the answer follows `####`.
+    """
     mathematics = _mathematics()
     texts = [text.rpartition("####")[2] for text in accepted_texts]
     references = [reference for text in texts if mathematics.has_content(reference := last_box(text) or text)]

@@ -14,7 +14,7 @@ from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection, Tokens, expires_s, librdkafka
-from penstock.pipeline.launch.acls import Rule
+from penstock.pipeline.runtime.roles import AclRule
 from tests.support.log_helpers import make_topics, values_in, write
 from tests.support.secured_broker import SecuredBroker, unsecured_token
 
@@ -44,8 +44,8 @@ def test_who_has_a_password_or_a_token_is_let_in_by_both_clients_and_others_get_
     plain.close()
     secured.add_user("ann", "right")
     for user in ("ann", "carl"):
-        secured.allow(user, [Rule("topic", "r.a", "literal", operation) for operation in ("READ", "WRITE")])
-        secured.allow(user, [Rule("group", "penstock-bulk", "literal", "DESCRIBE")])
+        secured.allow(user, [AclRule("topic", "r.a", "literal", operation) for operation in ("READ", "WRITE")])
+        secured.allow(user, [AclRule("group", "penstock-bulk", "literal", "DESCRIBE")])
     assert goes_both_ways(secured.secure, secured.credentials("ann", "right"), topic)
 
     began = time.monotonic()

@@ -20,7 +20,7 @@ from penstock.pipeline.algorithms.losses import (
     token_weights,
 )
 from penstock.pipeline.algorithms.registry import AGGREGATES, CORRECTIONS
-from penstock.pipeline.learner.training_samples import denominator
+from penstock.pipeline.learner.micro_batches import denominator
 from tests.support.loss_batches import batch_of
 from tests.support.trainer_alone import group_of
 

@@ -19,8 +19,8 @@ from penstock.pipeline.inspect.explain.as_json import left_out, shares
 from penstock.pipeline.inspect.explain.group_history import GroupTimestamps, stages
 from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.learner.micro_batches import pack, token_share
 from penstock.pipeline.learner.train_step import Objective
-from penstock.pipeline.learner.training_samples import pack, token_share
 from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.groups import Group, ScoredSample

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.pipeline.learner.training_samples import lowered_rewards
+from penstock.pipeline.learner.micro_batches import lowered_rewards
 from tests.support.trainer_alone import TOKENS, group_of
 
 

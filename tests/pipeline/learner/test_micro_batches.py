@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.algorithms.losses import batch_loss
-from penstock.pipeline.learner.training_samples import (
+from penstock.pipeline.learner.micro_batches import (
     MicroBatch,
     MicroBatcher,
     TokenSequence,

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
+from penstock.pipeline.learner.micro_batches import combined_advantages, sequences
 from penstock.pipeline.learner.train_step import group_measures
-from penstock.pipeline.learner.training_samples import combined_advantages, sequences
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import group_of, group_outcome
 from penstock.topics import groups, prompts, rollouts

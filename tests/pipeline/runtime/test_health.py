@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.infra.errors import ConfigError, Fenced
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.runtime.reporting import health as module
+from penstock.pipeline.runtime.reporting import health_and_metrics as module
 from penstock.pipeline.runtime.reporting import log_lines
-from penstock.pipeline.runtime.reporting.health import HEALTH, TURN_S, Health, address_of, serve
+from penstock.pipeline.runtime.reporting.health_and_metrics import HEALTH, TURN_S, Health, address_of, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, write

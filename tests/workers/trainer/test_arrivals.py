@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.pipeline.launch.acls import all_rules
+from penstock.pipeline.runtime.roles import acl_rules
 from penstock.topics import metrics
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Record
@@ -67,9 +67,9 @@ def test_nobody_else_ends_a_run_or_chooses_its_best_checkpoint(early: bool, work
 
 
 @pytest.mark.parametrize("evaluating", ["evaluator", "rollout"])
-@pytest.mark.parametrize("user", [role for role in all_rules("r") if role != "trainer"])
+@pytest.mark.parametrize("user", [role for role in acl_rules("r") if role != "trainer"])
 def test_a_user_ends_no_run_by_what_another_role_says_in_a_topic_that_it_may_write(user: str, evaluating: str) -> None:
-    rules = [rule for rule in all_rules("r")[user] if (rule.resource, rule.operation) == ("topic", "WRITE")]
+    rules = [rule for rule in acl_rules("r")[user] if (rule.resource, rule.operation) == ("topic", "WRITE")]
     values = {"all_out": 1.0, "admitted": 3.0, "greedy_accuracy": 1.0}
     for topic in {rule.name.removeprefix("r.") for rule in rules} - {"groups"}:  # in that one it is no outcome, which has another schema
         for role in {"feeder", evaluating} - {user}:

@@ -14,8 +14,8 @@ import pytest
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.learner.micro_batches import pack
 from penstock.pipeline.learner.train_step import Objective, Step
-from penstock.pipeline.learner.training_samples import pack
 from penstock.pipeline.runtime.factories import make_backend, make_engine
 from penstock.pipeline.scheduling.rules import MODES
 from penstock.topics.groups import Group

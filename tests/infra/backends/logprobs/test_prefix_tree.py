@@ -16,7 +16,7 @@ from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
 from penstock.pipeline.algorithms.losses import batch_loss
 from penstock.pipeline.algorithms.registry import CORRECTIONS, LOSSES
-from penstock.pipeline.learner.training_samples import TokenSequence, pack
+from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 from tests.support.training import batch_of, loss_of
 
 CPU = torch.device("cpu")

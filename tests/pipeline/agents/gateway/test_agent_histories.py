@@ -18,7 +18,7 @@ from penstock.pipeline.agents.record import EpisodeState, trajectory_of
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.data.conversation.segments import Conversation
 from penstock.pipeline.inspect.audit.rules import trajectory_flaw
-from penstock.pipeline.learner.training_samples import sequences
+from penstock.pipeline.learner.micro_batches import sequences
 from penstock.pipeline.rewards.functions import completions_of, episodes_of
 from penstock.pipeline.runtime.sampling import rollout_of
 from penstock.topics.samples import Rollout, generated

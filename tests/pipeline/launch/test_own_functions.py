@@ -10,9 +10,8 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import Config, ConfigError, from_json, from_table, to_json
 from penstock.pipeline.launch.check import preflight
-from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages
-from penstock.pipeline.learner.user_functions import check_user_functions
+from penstock.pipeline.launch.create import check_user_functions, create
+from penstock.pipeline.learner.micro_batches import advantage_function, combined_advantages
 from penstock.topics.groups import Group
 from tests.support.light_model import light_model
 from tests.support.trainer_alone import group_of
