@@ -5,6 +5,7 @@ a request, a completion, a group, or the arrays and tensors made of them. Rules 
 files of `ALWAYS` count if they are called at all. Publishing of weights does not count: the path ends at the last optimizer step.
 """
 
+import contextlib
 import importlib
 import tempfile
 import threading
@@ -88,11 +89,12 @@ def carries(value: Any, *, depth: int = 2) -> bool:
     if name in CARRIERS:
         return True
     if name in ("Record", "Outgoing"):
-        return bool(value.topic.endswith(TOPICS))
-    if depth and isinstance(value, list | tuple) and value:
-        return carries(value[0], depth=depth - 1)
-    if depth and isinstance(value, Mapping) and value:
-        return carries(next(iter(value.values())), depth=depth - 1)
+        return str(getattr(value, "topic", "")).endswith(TOPICS)  # the client has a Record too
+    if depth and isinstance(value, list | tuple | Mapping):
+        # Another thread may change it: an error here would be raised in the followed code.
+        with contextlib.suppress(RuntimeError):
+            first = next(iter(value.values() if isinstance(value, Mapping) else value), None)
+            return first is not None and carries(first, depth=depth - 1)
     return False
 
 
