@@ -30,7 +30,7 @@ from penstock.pipeline.config.load import from_table
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.create import create
 from penstock.topics import groups, rollouts
-from tests.support.crew import PIPELINE, Crew, records_of
+from tests.support.worker_set import PIPELINE, WorkerSet, records_of
 
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
 """RollArt: sigma (s) -> lock-step over trajectory-level time."""
@@ -64,11 +64,11 @@ def recorded(
             "rollout": {"engine": "sleeping", "workers": 1, "slots": started},
             "trainer": {"lr": 1e-9, "export": False, "checkpoint_every": 0, "micro_batch_tokens": 65536}, "mlflow": {"enabled": False},
         }  # fmt: skip
-        with Crew(log, run) as crew:
+        with WorkerSet(log, run) as worker_set:
             config = from_table(dict(table))
             create(config, log=log, run_id=run, notify=lambda _: None)
-            crew.start_all(config, PIPELINE)
-            crew.wait(limit_s=3600.0)
+            worker_set.start_all(config, PIPELINE)
+            worker_set.wait(limit_s=3600.0)
     return log, run
 
 

@@ -86,17 +86,17 @@ def our_samples(home: Path, bootstrap: str) -> Iterator[tuple[Callable[[], float
     from penstock.pipeline.launch.create import create
     from penstock.topics import groups, rollouts
     from penstock.topics.wire.record import Outgoing
-    from tests.support.a_run import Teller
+    from tests.support.a_run import RecordBuilder
 
     log, run = KafkaLog(bootstrap, client_id="latency"), "latency"
     schedule = {"prompts_per_step": 1, "samples_per_prompt": SAMPLES}
     settings = settings_of(home, bootstrap, context=1024, run={"steps": 10_000}, schedule=schedule, kafka={"partitions": 1})
     create(from_table(settings), log=log, run_id=run, notify=lambda _: None)
-    teller, producer = Teller(run, created_s=time.time()), log.producer(linger_ms=5.0)
+    builder, producer = RecordBuilder(run, created_s=time.time()), log.producer(linger_ms=5.0)
     tail = log.tail({(f"{run}.groups", 0): "earliest"})
 
     def turn() -> float:
-        records = teller.group([0.0] * SAMPLES, version=0, tokens=TOKENS)
+        records = builder.group([0.0] * SAMPLES, version=0, tokens=TOKENS)
         producer.send(records[0])
         producer.flush()
         samples = [replace(rollouts.decode(record.value), token_ids=np.full(TOKENS, 5, np.int32)) for record in records[1 : 1 + SAMPLES]]
@@ -131,12 +131,16 @@ def our_weights(bootstrap: str, nbytes: int) -> Iterator[Callable[[], float]]:
     from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
     from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
     from penstock.topics.catalogue import topics_of
-    from tests.support.a_run import Teller
+    from tests.support.a_run import RecordBuilder
 
     log, run = KafkaLog(bootstrap, client_id="versions"), "versions"
     log.create_topics(topics_of(run, partitions=1))
-    producer, transactions, teller = log.producer(linger_ms=5.0), log.transactions(f"{run}.trainer"), Teller(run, created_s=time.time())
-    transactions.commit([teller.opened()])
+    producer, transactions, builder = (
+        log.producer(linger_ms=5.0),
+        log.transactions(f"{run}.trainer"),
+        RecordBuilder(run, created_s=time.time()),
+    )
+    transactions.commit([builder.opened()])
     rng, number = np.random.default_rng(0), iter(range(1 << 30))
 
     def commit() -> float:
@@ -147,14 +151,14 @@ def our_weights(bootstrap: str, nbytes: int) -> Iterator[Callable[[], float]]:
             partitions=chunk_partitions(version, count=log.partitions(f"{run}.weights") or 0), max_bytes=8 << 20,
         )  # fmt: skip
         started = time.monotonic()
-        transactions.commit([manifest_record(manifest, run=run), teller.version(version)])
+        transactions.commit([manifest_record(manifest, run=run), builder.version(version)])
         return started
 
     commit()
     prefetch = WeightPrefetch(log, run)
 
     def turn() -> float:
-        started, version = commit(), teller.seq - 2
+        started, version = commit(), builder.seq - 2
         while prefetch.version < version:
             prefetch.wait(0.5)
             if time.monotonic() - started > WAIT_S:

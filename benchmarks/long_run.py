@@ -25,7 +25,7 @@ from penstock.pipeline.inspect.live.saved_view import ViewWriter, from_json, to_
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.status import WATCHED
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 
 RATIO_LIMIT, ROUNDS = 1.2, 7
 SAVED_EVERY, BATCH = 15, 100
@@ -43,14 +43,14 @@ class Took(NamedTuple):
 def write(log: Log, run: str, steps: int) -> tuple[float, float]:
     """Write a running run of `steps` steps and its saved views; returns (MiB of the view, KiB of a saved one)."""
     log.create_topics({**topics_of(run, partitions=1), RUNS_TOPIC: RUNS_SPEC})
-    teller, producer = Teller(run, steps=2 * steps, created_s=time.time() - steps), log.producer()
-    for record in (teller.made(), teller.record("running"), teller.opened(), teller.version(0)):
+    builder, producer = RecordBuilder(run, steps=2 * steps, created_s=time.time() - steps), log.producer()
+    for record in (builder.made(), builder.record("running"), builder.opened(), builder.version(0)):
         producer.send(record)
     partitions = [(f"{run}.{topic}", 0) for topic in WATCHED]
     tail, writer = log.tail(dict.fromkeys(partitions, "earliest")), ViewWriter(log, producer, "tracker")
     view = RunView(run=run)
     for step in range(steps):
-        for record in teller.round(step):
+        for record in builder.round(step):
             if not record.topic.endswith(".rollouts"):
                 producer.send(record)
         if (step + 1) % BATCH == 0 or ((step + 1) % SAVED_EVERY == 0 and step + SAVED_EVERY >= steps):

@@ -20,7 +20,7 @@ from penstock.pipeline.inspect.tables import run_tables
 from penstock.topics import groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -43,13 +43,13 @@ def write(bootstrap: str, run: str, records: list[Outgoing]) -> None:
 def run(broker: str) -> Iterator[Run]:
     """A finished run of three steps, with a sample written twice and a record of nobody's in each of its topics; tests only read it."""
     run_id = f"facade-{uuid.uuid4().hex[:6]}"
-    told = list(Teller(run_id, steps=STEPS).whole())
-    again = next(record for record in told if record.topic.endswith(".rollouts"))
+    built = list(RecordBuilder(run_id, steps=STEPS).whole())
+    again = next(record for record in built if record.topic.endswith(".rollouts"))
     nobodys = [
         Outgoing(topic=f"{run_id}.{topic}", partition=0, key=None, headers=(("run", b"other"),), value=b"?")
         for topic in ("prompts", "rollouts", "groups", "ledger")
     ]
-    write(broker, run_id, [*told, again, *nobodys])
+    write(broker, run_id, [*built, again, *nobodys])
     with penstock.open(run_id, bootstrap=broker) as opened:
         yield opened
 
@@ -99,7 +99,7 @@ def test_steps_are_one_row_each_with_a_column_for_each_metric(run: Run) -> None:
 
 
 def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id: str) -> None:
-    write(broker, run_id, [Teller(run_id).record()])
+    write(broker, run_id, [RecordBuilder(run_id).record()])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples() == run_tables.SAMPLES.empty_table()
         assert run.groups() == run_tables.GROUPS.empty_table()
@@ -108,9 +108,9 @@ def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id
 
 
 def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broker: str, run_id: str) -> None:
-    teller = Teller(run_id)
-    unscored = [record for record in teller.group([1.0, 0.0], version=0) if not record.topic.endswith(".groups")]
-    write(broker, run_id, [teller.record(), teller.opened(), *unscored])
+    builder = RecordBuilder(run_id)
+    unscored = [record for record in builder.group([1.0, 0.0], version=0) if not record.topic.endswith(".groups")]
+    write(broker, run_id, [builder.record(), builder.opened(), *unscored])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples()["reward"].to_pylist() == [None, None]
         assert run.groups()["fate"].to_pylist() == ["open"]
@@ -118,15 +118,15 @@ def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broke
 
 
 def test_a_group_in_parts_counts_once_it_is_whole(broker: str, run_id: str) -> None:
-    teller = Teller(run_id)
-    told = teller.group([1.0, 0.0, 0.5], version=0)
-    whole = groups.decode(told[-1].value)
+    builder = RecordBuilder(run_id)
+    built = builder.group([1.0, 0.0, 0.5], version=0)
+    whole = groups.decode(built[-1].value)
     parts = [
         Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
         for headers, value in groups.encode_parts(whole, run=run_id, worker="scorer-0", max_bytes=1)
     ]
     assert len(parts) == 3
-    write(broker, run_id, [teller.record(), *told[:-1], *parts[:2]])
+    write(broker, run_id, [builder.record(), *built[:-1], *parts[:2]])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples()["reward"].to_pylist() == [None, None, None]
         write(broker, run_id, parts[2:])
@@ -134,19 +134,19 @@ def test_a_group_in_parts_counts_once_it_is_whole(broker: str, run_id: str) -> N
 
 
 def test_logprobs_of_tokens_the_model_did_not_draw_are_null(broker: str, run_id: str) -> None:
-    teller = Teller(run_id)
-    drawn = rollouts.decode(teller.group([1.0, 0.0], version=0)[1].value)
+    builder = RecordBuilder(run_id)
+    drawn = rollouts.decode(builder.group([1.0, 0.0], version=0)[1].value)
     sample = replace(drawn, behaviour_logprobs=np.array([0.0, np.nan, 0.0], np.float32), loss_mask=np.array([True, False, True]))
     value = rollouts.encode(sample)
     headers = rollouts.headers(sample, run=run_id).encode(value)
     record = Outgoing(topic=f"{run_id}.rollouts", partition=0, key=b"0", headers=headers, value=value)
-    write(broker, run_id, [teller.record(), record])
+    write(broker, run_id, [builder.record(), record])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples()["behaviour_logprobs"][0].as_py() == [0.0, None, 0.0]
 
 
 def test_an_unknown_run_is_one_line(broker: str, run_id: str) -> None:
-    write(broker, run_id, [Teller(run_id).record()])
+    write(broker, run_id, [RecordBuilder(run_id).record()])
     with pytest.raises(ValueError, match=r"no run 'nowhere' on this broker"):
         penstock.open("nowhere", bootstrap=broker)
 

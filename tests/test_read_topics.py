@@ -10,7 +10,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.topics import groups
 from penstock.topics.catalogue import CONTROL, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "read_topics.py"
@@ -28,19 +28,19 @@ def test_the_foreign_client_is_short_and_imports_none_of_our_code() -> None:
 def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of_a_group(
     broker: str, run_id: str, penstock_home: Path
 ) -> None:
-    teller = Teller(run_id)
-    told = teller.group([1.0, 0.0, 0.5], version=0)
-    whole = groups.decode(told[-1].value)
+    builder = RecordBuilder(run_id)
+    built = builder.group([1.0, 0.0, 0.5], version=0)
+    whole = groups.decode(built[-1].value)
     parts = [
         Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
         for headers, value in groups.encode_parts(whole, run=run_id, worker="scorer-0", max_bytes=1)
     ]
-    again = teller.group([0.25, 0.75], version=0)
+    again = builder.group([0.25, 0.75], version=0)
     log = KafkaLog(broker, client_id="test")
     log.create_topics(topics_of(run_id, partitions=2))
     log.transactions(f"{run_id}.scorer-0").commit(parts)
     producer = log.producer()
-    for record in [*told[:-1], teller.opened(), *again, again[-1]]:
+    for record in [*built[:-1], builder.opened(), *again, again[-1]]:
         producer.send(record)
     producer.flush(30.0)
     log.close()

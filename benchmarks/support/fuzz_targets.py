@@ -27,7 +27,7 @@ from penstock.topics.upkeep import owners, state
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.visible import visible
-from tests.support.a_run import Teller, as_records
+from tests.support.a_run import RecordBuilder, as_records
 from tests.support.mutations import signed
 from tests.support.strategies import EXAMPLES, a_group
 
@@ -90,7 +90,7 @@ def seeds() -> list[bytes]:
 
 def parquet_of(kind: Kind) -> bytes:
     """A file of a table's first records."""
-    records = [record for record in as_records(list(Teller("r", steps=1).whole())) if record.topic == kind.kafka_name("r")][:2]
+    records = [record for record in as_records(list(RecordBuilder("r", steps=1).whole())) if record.topic == kind.kafka_name("r")][:2]
     sink = io.BytesIO()
     pq.write_table(to_table(kind, records, run="r") if records else kind.schema.empty_table(), sink, **options(kind))
     return sink.getvalue()

@@ -105,7 +105,7 @@ def observe(bootstrap: str, *, steps: int = 1) -> dict[str, str]:
     from penstock.pipeline.launch.create import create
     from penstock.pipeline.runtime.roles import ROLES as MODULES
     from penstock.pipeline.runtime.session import join
-    from tests.support.crew import config_of
+    from tests.support.worker_set import config_of
 
     trace, stop, failures, run = Trace(), threading.Event(), list[BaseException](), f"path{time.time_ns()}"
 

@@ -43,7 +43,7 @@ def skip(log: KafkaLog, run: str, topic: str, partition: int, offset: int) -> tu
     if after == offset:
         raise ConfigError(f"the record at {topic}/{partition}/{offset} is readable: there is nothing to skip")
     stretch = range(offset, after)
-    reason = f"cannot be read up to offset {after - 1}; the operator told all readers to skip it"
+    reason = f"cannot be read up to offset {after - 1}; the operator made all readers skip it"
     dead_letter = dead_letters.of_stretch(tp[0], partition, stretch, reason=reason, worker=PERSON, time_ns=time.time_ns())
     value = dead_letters.encode(dead_letter)
     headers = dead_letters.headers(dead_letter, run=run).encode(value)

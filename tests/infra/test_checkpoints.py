@@ -230,9 +230,9 @@ def test_a_disk_that_refuses_in_the_middle_leaves_the_one_before_and_says_what_t
     store.write(state_of(10), save=save, record=ignore)
     with small_files(), pytest.raises(CheckpointError) as refused:
         store.write(state_of(20), save=lambda to: (to / "big").write_bytes(bytes(200_000)) and None, record=ignore, about_bytes=200_000)
-    told = str(refused.value)
-    assert told.startswith(f"cannot write the checkpoint of step 20 in {store.directory}: File too large (it takes about 0.2 MiB, ")
-    assert told.endswith("that of step 10 is intact; make room there, then: penstock run --resume r1")
+    messages = str(refused.value)
+    assert messages.startswith(f"cannot write the checkpoint of step 20 in {store.directory}: File too large (it takes about 0.2 MiB, ")
+    assert messages.endswith("that of step 10 is intact; make room there, then: penstock run --resume r1")
     assert [path.name for path in store.directory.iterdir()] == ["step-00000010"]
     assert usable(store, recorded_for(10))[0] == 10
 

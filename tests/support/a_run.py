@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class Teller:
+class RecordBuilder:
     """Makes the records of a run of U = 2, K = 4, S = 1 on one partition; rewards grow from 0 to 1."""
 
     def __init__(self, run: str = RUN, *, steps: int = 10, created_s: float = CREATED_S, config: dict[str, Any] | None = None) -> None:
@@ -212,11 +212,11 @@ class Teller:
         return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(value), value=value)
 
 
-def as_records(told: list[Outgoing]) -> list[Record]:
+def as_records(notices: list[Outgoing]) -> list[Record]:
     """The records as a log would deliver them: offsets by topic, a second between any two."""
     offsets: Counter[str] = Counter()
     found = []
-    for place, outgoing in enumerate(told):
+    for place, outgoing in enumerate(notices):
         offset = offsets[outgoing.topic]
         offsets[outgoing.topic] += 1
         when = int(CREATED_S * 1000) + 1000 * place

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config.run_config import Config
-from tests.support.crew import config_of
 from tests.support.environments import COUNTING
+from tests.support.worker_set import config_of
 
 
 def counting_run(model: Path, directory: Path, *, code: str = COUNTING, **sections: Any) -> Config:

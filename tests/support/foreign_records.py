@@ -9,7 +9,7 @@ from penstock.infra.log import Producer
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.crew import Crew, records_of
+from tests.support.worker_set import WorkerSet, records_of
 
 SCHEMAS = {"prompts": "prompts", "rollouts": "rollouts", "groups": "groups", "weights": "weights", "ledger": "ledger", "metrics": "metrics"}
 OWNED = [("prompts", 1), ("rollouts", 2), ("groups", 3), ("weights", 0), ("weights", 1), ("ledger", 0), ("metrics", 0)]
@@ -46,9 +46,9 @@ def write(
     foreign.send(Outgoing(topic=topic, partition=partition, key=key, headers=tuple(headers), value=value))
 
 
-def repeat(crew: Crew, foreign: Producer, run: str, topic: str) -> None:
+def repeat(worker_set: WorkerSet, foreign: Producer, run: str, topic: str) -> None:
     """Write one of the run's own records a second time, exactly as it is."""
-    own = next(record for record in records_of(crew.log, f"{run}.{topic}") if is_own(record, run))
+    own = next(record for record in records_of(worker_set.log, f"{run}.{topic}") if is_own(record, run))
     write(foreign, own.topic, own.value, key=own.key, partition=own.partition, headers=own.headers)
 
 
@@ -59,10 +59,10 @@ def is_own(record: Record, run: str) -> bool:
     return written_by_us and not (record.topic == f"{run}.weights" and record.partition)
 
 
-def letters(crew: Crew, run: str) -> list[dead_letters.DeadLetter]:
+def letters(worker_set: WorkerSet, run: str) -> list[dead_letters.DeadLetter]:
     """The readable dead letters of a run."""
     readable = []
-    for record in records_of(crew.log, f"{run}.dead-letters"):
+    for record in records_of(worker_set.log, f"{run}.dead-letters"):
         with suppress(Unusable):  # what somebody else wrote there
             readable.append(dead_letters.read(record, run=run)[1])
     return readable

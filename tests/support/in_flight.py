@@ -11,7 +11,7 @@ from penstock.pipeline.inspect.audit.report import as_text
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
-from tests.support.crew import LogLocation, audited, complete, config_of, connect, records_of
+from tests.support.worker_set import LogLocation, audited, complete, config_of, connect, records_of
 
 TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.01}
 

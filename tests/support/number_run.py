@@ -19,7 +19,7 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.groups import Group
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 
 RUN, STEPS = "numbers", 4
 
@@ -111,9 +111,9 @@ def log_with(found: Iterable[Group] = ()) -> MemoryLog:
 
 def scored(count: int, *, outcome: str = "scored") -> list[Group]:
     """Groups with different rewards, drawn under version 0."""
-    teller = Teller()
+    builder = RecordBuilder()
     rewards = [[float(np.sin(number)), 0.0, 1.0, 0.5] for number in range(count)]
-    return [groups.decode(teller.group(row, version=0, outcome=outcome)[-1].value) for row in rewards]
+    return [groups.decode(builder.group(row, version=0, outcome=outcome)[-1].value) for row in rewards]
 
 
 def session_of(log: MemoryLog, config: Config, *, role: str = "trainer") -> Session:

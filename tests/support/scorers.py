@@ -14,8 +14,8 @@ from penstock.topics import groups
 from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
 from penstock.workers.scorer.worker import Scorer
-from tests.support.a_run import Teller
-from tests.support.crew import records_of
+from tests.support.a_run import RecordBuilder
+from tests.support.worker_set import records_of
 
 PARTITIONS, GROUPS = 4, 12
 
@@ -39,9 +39,9 @@ def config_of(reward: str = "exact_match") -> Config:
 def filled(log: Log, run: str, *, topics: Collection[str] = ("prompts", "rollouts"), count: int = GROUPS) -> None:
     """Prompts and samples of all groups, or one of both, without outcomes."""
     log.create_topics(topics_of(run, partitions=PARTITIONS))
-    teller, producer = Teller(run), log.producer()
+    builder, producer = RecordBuilder(run), log.producer()
     for number in range(count):
-        for record in teller.group([1.0, 0.0], version=0):
+        for record in builder.group([1.0, 0.0], version=0):
             if record.topic.rpartition(".")[2] in topics:
                 producer.send(replace(record, partition=number % PARTITIONS))
     producer.flush(10.0)

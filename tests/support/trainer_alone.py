@@ -18,8 +18,8 @@ from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Outgoing
-from tests.support.crew import Crew, LogLocation, config_of
 from tests.support.deaths import dying_at
+from tests.support.worker_set import LogLocation, WorkerSet, config_of
 
 SAMPLES = 2
 TOKENS = 6
@@ -109,20 +109,20 @@ def written(log: Log, run: str, config: Config, found: Sequence[Group]) -> None:
 
 def killed(place: LogLocation, run: str, fault: str) -> None:
     """Run a trainer until it dies at a fault point."""
-    with Crew(place, run) as crew, dying_at(fault) as dead:
-        crew.start("trainer")
-        crew.wait(dead.is_set)
-        crew.abandon("trainer")
+    with WorkerSet(place, run) as worker_set, dying_at(fault) as dead:
+        worker_set.start("trainer")
+        worker_set.wait(dead.is_set)
+        worker_set.abandon("trainer")
 
 
 def trained(place: LogLocation, run: str, *deaths: str) -> dict[str, Any]:
     """Run trainers to the end of the run, after one died at each of these fault points; returns what the run came to."""
     for fault in deaths:
         killed(place, run, fault)
-    with Crew(place, run) as crew:
-        crew.start("trainer")
-        crew.wait()
-        return outcome_of(crew.log, run)
+    with WorkerSet(place, run) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait()
+        return outcome_of(worker_set.log, run)
 
 
 def outcome_of(log: Log, run: str) -> dict[str, Any]:

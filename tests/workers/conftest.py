@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crew import complete, config_of
 from tests.support.recorded_run import JUDGE, RecordedRun
+from tests.support.worker_set import complete, config_of
 
 
 @pytest.fixture(scope="session")

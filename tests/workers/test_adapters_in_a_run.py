@@ -10,9 +10,9 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import audit
 from penstock.pipeline.launch.create import create
 from penstock.topics import weights
-from tests.support.crew import Crew, audited, complete, config_of, records_of
 from tests.support.listed_records import Listed
 from tests.support.trainer_alone import outcome_of
+from tests.support.worker_set import WorkerSet, audited, complete, config_of, records_of
 
 pytest.importorskip("peft")
 
@@ -54,15 +54,15 @@ def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapter
     undisturbed, log, late = MemoryLog(), MemoryLog(), f"{run_id}-late"
     config = adapting(tiny_model, tmp_path, encoding="adapter", schedule={"mode": "pipelined"})
     complete(undisturbed, run_id, config)
-    with Crew(log, late) as crew:
+    with WorkerSet(log, late) as worker_set:
         create(config, log=log, run_id=late, notify=lambda _: None)
-        crew.start_all(config)
-        crew.wait(lambda: encodings(log, late).count("adapter") >= 2)
+        worker_set.start_all(config)
+        worker_set.wait(lambda: encodings(log, late).count("adapter") >= 2)
         for name in ("rollout-0", "trainer"):
-            crew.stop(name)
-        crew.start("trainer")
-        crew.start("rollout", 0)
-        crew.wait()
+            worker_set.stop(name)
+        worker_set.start("trainer")
+        worker_set.start("rollout", 0)
+        worker_set.wait()
     assert audited(log, late).clean
     assert outcome_of(log, late)["versions"] == outcome_of(undisturbed, run_id)["versions"]
     assert encodings(log, late) == encodings(undisturbed, run_id)

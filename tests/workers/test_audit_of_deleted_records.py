@@ -13,10 +13,10 @@ from penstock.pipeline.inspect.audit.source import Unreadable, plain
 from penstock.topics.groups import encode_parts
 from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN as TOLD
-from tests.support.a_run import Teller, as_records
-from tests.support.crew import complete, config_of, records_of
+from tests.support.a_run import RecordBuilder, as_records
 from tests.support.edited_run import EditedRun
 from tests.support.listed_records import Listed
+from tests.support.worker_set import complete, config_of, records_of
 
 RUN, STEPS, U, K = "cut-run", 8, 2, 2
 MAY_LOSE = ("prompts", "rollouts", "groups", "weights", "metrics")
@@ -43,13 +43,13 @@ def genuine(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: 
 
 
 @pytest.fixture
-def told(genuine: list[Record]) -> EditedRun:
+def edited(genuine: list[Record]) -> EditedRun:
     """The same records, to be changed."""
     return EditedRun(RUN, genuine)
 
 
-def judged(told: EditedRun, begins: Begins) -> Audit:
-    return audit(Listed(RUN, told.records, begins=begins))
+def judged(edited: EditedRun, begins: Begins) -> Audit:
+    return audit(Listed(RUN, edited.records, begins=begins))
 
 
 def broken(found: Audit) -> set[str]:
@@ -66,35 +66,35 @@ def ends(records: list[Record]) -> dict[tuple[str, int], int]:
     return found
 
 
-def record_id_of(told: EditedRun, kind: str, number: int, **facts: int) -> tuple[str, int, int]:
+def record_id_of(edited: EditedRun, kind: str, number: int, **facts: int) -> tuple[str, int, int]:
     """Topic, partition and offset of a group's first record of a kind."""
-    record = told.records[told.one(kind, group=number, **facts)[0]]
+    record = edited.records[edited.one(kind, group=number, **facts)[0]]
     return kind, record.partition, record.offset
 
 
-def late(told: EditedRun) -> int:
+def late(edited: EditedRun) -> int:
     """A group of one of the last steps, behind which others were admitted."""
-    return sorted(told.trained())[-U - 1]
+    return sorted(edited.trained())[-U - 1]
 
 
-def one_record_less(told: EditedRun, kind: str, partition: int) -> Begins:
+def one_record_less(edited: EditedRun, kind: str, partition: int) -> Begins:
     """Only the first record of a partition was deleted."""
-    return {(kind, partition): 1 + min(r.offset for r in told.records if (told.kind(r), r.partition) == (kind, partition))}
+    return {(kind, partition): 1 + min(r.offset for r in edited.records if (edited.kind(r), r.partition) == (kind, partition))}
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
-def test_nobody_is_accused_of_what_was_deleted_whatever_that_was(told: EditedRun, seed: int) -> None:
+def test_nobody_is_accused_of_what_was_deleted_whatever_that_was(edited: EditedRun, seed: int) -> None:
     chosen = random.Random(seed)
-    begins = {place: chosen.randrange(end + 1) for place, end in ends(told.records).items() if chosen.random() < 0.6}
-    found = judged(told, begins)
+    begins = {place: chosen.randrange(end + 1) for place, end in ends(edited.records).items() if chosen.random() < 0.6}
+    found = judged(edited, begins)
     assert broken(found) == set(), f"{begins}\n{as_text(found)}"
     table = as_table(found)
     assert table["fates"]["trained"] == U * STEPS  # the ledger says so
     assert table["deleted_below"] == {f"{topic}/{partition}": begin for (topic, partition), begin in begins.items() if begin}
 
 
-def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(told: EditedRun) -> None:
-    found = judged(told, {place: end for place, end in ends(told.records).items() if place[0] in ("prompts", "rollouts", "groups")})
+def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(edited: EditedRun) -> None:
+    found = judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] in ("prompts", "rollouts", "groups")})
     assert broken(found) == set(), as_text(found)
     assert summary(found).startswith("audit: clean, ")
     known = as_table(found)["fates"]
@@ -102,77 +102,77 @@ def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(tol
     assert known["gone"] == sum(known.values()) - U * STEPS - known["stale"]  # the ledger says no more of any group
 
 
-def test_what_is_gone_is_counted_and_named(told: EditedRun) -> None:
-    group = told.trained()[0]
-    topic, partition, offset = record_id_of(told, "groups", group)
-    whole = as_table(judged(told, {}))["fates"]
-    found = judged(told, {(topic, partition): offset + 1})
+def test_what_is_gone_is_counted_and_named(edited: EditedRun) -> None:
+    group = edited.trained()[0]
+    topic, partition, offset = record_id_of(edited, "groups", group)
+    whole = as_table(judged(edited, {}))["fates"]
+    found = judged(edited, {(topic, partition): offset + 1})
     assert f"note: records were deleted: groups/{partition} below {offset + 1}; what only they show is not checked" in as_text(found)
     fates = as_table(found)["fates"]
     assert sum(fates.values()) == sum(whole.values()) and fates["trained"] == whole["trained"]
-    assert "records were deleted" not in as_text(judged(told, {}))
+    assert "records were deleted" not in as_text(judged(edited, {}))
 
 
-def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(told: EditedRun) -> None:
-    whole = as_table(judged(told, {}))["fates"]
+def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(edited: EditedRun) -> None:
+    whole = as_table(judged(edited, {}))["fates"]
     assert whole["filtered"]
-    found = as_table(judged(told, {place: end for place, end in ends(told.records).items() if place[0] == "groups"}))
+    found = as_table(judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] == "groups"}))
     assert found["fates"]["filtered"] == 0
     assert found["fates"]["gone"] >= whole["filtered"]
     assert f"of 0 groups the prompt was deleted, of {found['fates']['gone']} the final status" in found["notes"]
 
 
-def test_a_prompt_behind_the_first_that_is_kept_is_lost(told: EditedRun) -> None:
-    group = late(told)
-    partition = record_id_of(told, "prompts", group)[1]
-    told.drop("prompts", group=group)
-    assert {"prompt-numbers", "one-fate"} <= broken(judged(told, one_record_less(told, "prompts", partition)))
+def test_a_prompt_behind_the_first_that_is_kept_is_lost(edited: EditedRun) -> None:
+    group = late(edited)
+    partition = record_id_of(edited, "prompts", group)[1]
+    edited.drop("prompts", group=group)
+    assert {"prompt-numbers", "one-fate"} <= broken(judged(edited, one_record_less(edited, "prompts", partition)))
 
 
-def test_an_outcome_that_was_planned_behind_the_beginning_is_lost(told: EditedRun) -> None:
-    group = late(told)
-    partition = record_id_of(told, "groups", group)[1]
-    told.drop("groups", group=group)
-    assert {"plans", "one-fate"} <= broken(judged(told, one_record_less(told, "groups", partition)))
+def test_an_outcome_that_was_planned_behind_the_beginning_is_lost(edited: EditedRun) -> None:
+    group = late(edited)
+    partition = record_id_of(edited, "groups", group)[1]
+    edited.drop("groups", group=group)
+    assert {"plans", "one-fate"} <= broken(judged(edited, one_record_less(edited, "groups", partition)))
 
 
-def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_was_written_is_lost(told: EditedRun) -> None:
-    group = late(told)
-    partition = record_id_of(told, "rollouts", group)[1]
-    in_order = told.all("ledger")[0][1].details.count('"pipelined"') > 0
-    told.drop("rollouts", group=group, sample=0)
-    found = judged(told, one_record_less(told, "rollouts", partition))
+def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_was_written_is_lost(edited: EditedRun) -> None:
+    group = late(edited)
+    partition = record_id_of(edited, "rollouts", group)[1]
+    in_order = edited.all("ledger")[0][1].details.count('"pipelined"') > 0
+    edited.drop("rollouts", group=group, sample=0)
+    found = judged(edited, one_record_less(edited, "rollouts", partition))
     # By arrival any group may be older than the first one that is kept.
     assert broken(found) == ({"group-samples"} if in_order else set()), as_text(found)
 
 
-def test_a_manifest_behind_the_first_that_is_kept_is_lost(told: EditedRun) -> None:
-    begin = 1 + told.records[told.one("manifests", version=2)[0]].offset
-    assert broken(judged(told, {("weights", 0): begin})) == set()
-    told.drop("manifests", version=5)
-    assert "version-numbers" in broken(judged(told, {("weights", 0): begin}))
+def test_a_manifest_behind_the_first_that_is_kept_is_lost(edited: EditedRun) -> None:
+    begin = 1 + edited.records[edited.one("manifests", version=2)[0]].offset
+    assert broken(judged(edited, {("weights", 0): begin})) == set()
+    edited.drop("manifests", version=5)
+    assert "version-numbers" in broken(judged(edited, {("weights", 0): begin}))
 
 
-def test_a_violation_in_what_is_kept_is_reported_as_ever(told: EditedRun) -> None:
-    first, last = told.trained()[0], late(told)
-    topic, partition, offset = record_id_of(told, "groups", first)
-    at, held = told.one("groups", group=last)
-    told.append(at, replace(held, reason="on second thoughts"))
-    assert broken(judged(told, {(topic, partition): offset + 1})) == {"one-outcome"}
+def test_a_violation_in_what_is_kept_is_reported_as_ever(edited: EditedRun) -> None:
+    first, last = edited.trained()[0], late(edited)
+    topic, partition, offset = record_id_of(edited, "groups", first)
+    at, held = edited.one("groups", group=last)
+    edited.append(at, replace(held, reason="on second thoughts"))
+    assert broken(judged(edited, {(topic, partition): offset + 1})) == {"one-outcome"}
 
 
 @pytest.mark.parametrize("topic", KEPT_WHOLE)
-def test_a_ledger_or_dead_letters_without_their_beginning_cannot_be_judged(told: EditedRun, topic: str) -> None:
-    told.records.append(replace(told.records[told.all("ledger")[0][0]], topic=f"{RUN}.dead-letters"))
+def test_a_ledger_or_dead_letters_without_their_beginning_cannot_be_judged(edited: EditedRun, topic: str) -> None:
+    edited.records.append(replace(edited.records[edited.all("ledger")[0][0]], topic=f"{RUN}.dead-letters"))
     with pytest.raises(Unreadable, match=rf"^{RUN}\.{topic}/0: the records at offsets 0 to 2 were deleted; they held "):
-        judged(told, {(topic, 0): 3})
+        judged(edited, {(topic, 0): 3})
 
 
 def test_the_rest_of_a_group_whose_first_part_was_deleted_is_no_group_that_lost_parts() -> None:
-    teller = Teller(config={"schedule": {**Teller().config["schedule"], "max_lag": None, "order": "submission"}})
-    records = as_records([teller.record(), teller.made(), teller.opened(), *teller.group([0.0, 1.0, 0.0, 1.0], version=0)])
-    told = EditedRun(TOLD, records)
-    at, held = told.one("groups", group=0)
+    builder = RecordBuilder(config={"schedule": {**RecordBuilder().config["schedule"], "max_lag": None, "order": "submission"}})
+    records = as_records([builder.record(), builder.made(), builder.opened(), *builder.group([0.0, 1.0, 0.0, 1.0], version=0)])
+    edited = EditedRun(TOLD, records)
+    at, held = edited.one("groups", group=0)
     parts = [
         replace(records[at], offset=number, headers=headers.encode(value), value=value)
         for number, (headers, value) in enumerate(encode_parts(held, run=TOLD, worker="scorer-0", max_bytes=1))

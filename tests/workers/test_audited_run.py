@@ -17,7 +17,6 @@ from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters, weights
 from penstock.topics.wire.record import Record
 from tests.support.bare_clients import c_client
-from tests.support.crew import Crew, config_of
 from tests.support.edited_run import EditedRun
 from tests.support.foreign_records import OWNED, bad_records, repeat, write
 from tests.support.listed_records import Listed
@@ -36,6 +35,7 @@ from tests.support.violations import (
     stale_although_fresh,
     two_outcomes,
 )
+from tests.support.worker_set import WorkerSet, config_of
 
 APART = 3
 """Offsets of the ledger between two audits of the run under way."""
@@ -59,38 +59,38 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
         kafka={"partitions": 4},
         weights={"partitions": 1},
     )
-    with Crew(broker, RUN) as crew:
-        create(config, log=crew.log, run_id=RUN, notify=lambda _: None)
+    with WorkerSet(broker, RUN) as worker_set:
+        create(config, log=worker_set.log, run_id=RUN, notify=lambda _: None)
         stranger = Producer(c_client(broker))
         for topic in FOREIGN:
             stranger.produce(f"{RUN}.{topic}", b"hello", partition=int(topic == "weights"), headers=[("run", b"another")])
         assert stranger.flush(30) == 0
         del stranger
         ledger = (f"{RUN}.ledger", 0)
-        seen = [crew.log.end_offsets([ledger])[ledger]]  # behind the stranger's record
+        seen = [worker_set.log.end_offsets([ledger])[ledger]]  # behind the stranger's record
         for role, slot in ROLES:
-            crew.start(role, slot)
+            worker_set.start(role, slot)
 
         def look() -> bool:
             """Whether the run is closed; each time the story has gone on by a few entries, and at its end, it is audited."""
-            end = crew.log.end_offsets([ledger])[ledger]
+            end = worker_set.log.end_offsets([ledger])[ledger]
             if end - seen[-1] >= (APART if under_way else 1) or (
-                end != seen[-1] and not any(thread.is_alive() for thread in crew.threads.values())
+                end != seen[-1] and not any(thread.is_alive() for thread in worker_set.threads.values())
             ):
                 seen.append(end)
                 under_way.append(audit(KafkaSource(broker, RUN, settings=c_client(broker))))
             return bool(under_way) and under_way[-1].facts.closed is not None
 
-        crew.wait(look)
-        crew.wait()
+        worker_set.wait(look)
+        worker_set.wait()
     source = KafkaSource(broker, RUN, settings=c_client(broker))
     yield [record for topic in ORDER for record in source.read(topic)]
-    with Crew(broker, RUN) as crew:
-        crew.log.delete_topics(crew.log.topics(f"{RUN}."))
+    with WorkerSet(broker, RUN) as worker_set:
+        worker_set.log.delete_topics(worker_set.log.topics(f"{RUN}."))
 
 
 @pytest.fixture
-def told(genuine: list[Record]) -> EditedRun:
+def edited(genuine: list[Record]) -> EditedRun:
     """The same records, to be changed."""
     return EditedRun(RUN, genuine)
 
@@ -99,9 +99,9 @@ THROUGH_THE_LOG = {"turns-answered", "replies-asked"}
 """Checks of runs whose turns travel through the log; `tests/workers/environment/test_through_the_log.py` plants what they report."""
 
 
-def judged(told: EditedRun, begins: Mapping[tuple[str, int], int] | None = None) -> Audit:
+def judged(edited: EditedRun, begins: Mapping[tuple[str, int], int] | None = None) -> Audit:
     """The audit of what a test has made of the run; `begins`: as where earlier records were deleted."""
-    return audit(Listed(RUN, told.records, begins=begins))
+    return audit(Listed(RUN, edited.records, begins=begins))
 
 
 def broken(found: Audit) -> set[str]:
@@ -109,17 +109,17 @@ def broken(found: Audit) -> set[str]:
     return {result.check.name for result in found.results if result.violations}
 
 
-def test_a_real_run_is_clean_and_every_check_has_examined_something(told: EditedRun) -> None:
-    found = judged(told)
+def test_a_real_run_is_clean_and_every_check_has_examined_something(edited: EditedRun) -> None:
+    found = judged(edited)
     assert broken(found) == set(), as_text(found)
     assert {result.check.name for result in found.results if not result.examined} == THROUGH_THE_LOG
     table = as_table(found)
     assert table["fates"]["trained"] == U * STEPS
     assert table["fates"]["filtered"] > 0
-    assert sum(table["fates"].values()) == len(told.all("prompts"))
+    assert sum(table["fates"].values()) == len(edited.all("prompts"))
     assert table["versions"] == STEPS // S + 1
     assert table["dead_letters"] == {"foreign-run": len(FOREIGN) - 1}
-    assert summary(found).startswith(f"audit: clean, {len(told.all('prompts'))} groups, {STEPS} steps, {STEPS // S + 1} versions, 0 dup")
+    assert summary(found).startswith(f"audit: clean, {len(edited.all('prompts'))} groups, {STEPS} steps, {STEPS // S + 1} versions, 0 dup")
 
 
 @pytest.mark.usefixtures("genuine")
@@ -133,9 +133,9 @@ def test_a_run_that_is_under_way_is_clean_at_any_instant_and_says_which_groups_a
 
 
 @pytest.mark.parametrize(("plant", "names"), PLANTED, ids=[f"{number}-{plant.__name__}" for number, (plant, _) in enumerate(PLANTED)])
-def test_a_planted_violation_is_reported_by_its_check_alone(told: EditedRun, plant: Callable[[EditedRun], None], names: set[str]) -> None:
-    plant(told)
-    found = judged(told)
+def test_a_planted_violation_is_reported_by_its_check_alone(edited: EditedRun, plant: Callable[[EditedRun], None], names: set[str]) -> None:
+    plant(edited)
+    found = judged(edited)
     assert broken(found) == names, as_text(found)
     for result in found.results:
         for violation in result.violations:
@@ -143,27 +143,27 @@ def test_a_planted_violation_is_reported_by_its_check_alone(told: EditedRun, pla
             assert any(value is not None for value in (violation.group, violation.step, violation.version, violation.where))
 
 
-def test_every_check_has_a_violation_that_was_planted(told: EditedRun) -> None:
+def test_every_check_has_a_violation_that_was_planted(edited: EditedRun) -> None:
     planted = {name for _, names in PLANTED for name in names}
-    assert {result.check.name for result in judged(told).results} == planted | THROUGH_THE_LOG
+    assert {result.check.name for result in judged(edited).results} == planted | THROUGH_THE_LOG
 
 
 # --- what is told and breaks nothing -----------------------------------------------------------------------------------------------
 
 
-def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(told: EditedRun) -> None:
-    group = first_in(told, 1)
-    index, rollout = told.one("rollouts", group=group, sample=0)
-    told.append(index, rollout)
+def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(edited: EditedRun) -> None:
+    group = first_in(edited, 1)
+    index, rollout = edited.one("rollouts", group=group, sample=0)
+    edited.append(index, rollout)
     for kind, facts in (("prompts", {"group": 0}), ("groups", {"group": 0}), ("ledger", {"seq": 2}), ("manifests", {"version": 1})):
-        at, held = told.one(kind, **facts)
-        told.append(at, held)
+        at, held = edited.one(kind, **facts)
+        edited.append(at, held)
     for kind, facts in (("metrics", {"role": "trainer"}), ("chunks", {"version": 1})):
-        at, held = told.one(kind, **facts)
-        told.append(at, held)
+        at, held = edited.one(kind, **facts)
+        edited.append(at, held)
     again = replace(rollout, started_ns=rollout.started_ns + 1, worker="rollout-0")
-    told.append(index, again)
-    found = judged(told)
+    edited.append(index, again)
+    found = judged(edited)
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["duplicates"] == {
         "prompts": 1,
@@ -179,11 +179,11 @@ def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(told: 
     assert as_table(found)["redrawn"] == []  # it was begun before the first one was sent
 
 
-def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worker_and_time(told: EditedRun) -> None:
-    index, rollout = told.one("rollouts", group=first_in(told, 1), sample=0)
-    sent_ms = told.records[index].timestamp_ms
-    told.append(index, replace(rollout, started_ns=(sent_ms + 2000) * MS, worker="rollout-7"))
-    found = judged(told)
+def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worker_and_time(edited: EditedRun) -> None:
+    index, rollout = edited.one("rollouts", group=first_in(edited, 1), sample=0)
+    sent_ms = edited.records[index].timestamp_ms
+    edited.append(index, replace(rollout, started_ns=(sent_ms + 2000) * MS, worker="rollout-7"))
+    found = judged(edited)
     assert broken(found) == set()
     (again,) = as_table(found)["redrawn"]
     assert (again["group"], again["sample"], again["again"]["worker"]) == (rollout.group, 0, "rollout-7")
@@ -192,85 +192,85 @@ def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worke
     assert "1 samples were started after their first record had been sent (rollout-7 1)" in as_text(found)
 
 
-def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violation(told: EditedRun) -> None:
-    index, rollout = told.one("rollouts", group=0, sample=0)
-    told.append(index, rollout)
-    told.records[-1] = replace(told.records[-1], value=told.records[-1].value[:-9])
-    found = judged(told)
+def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violation(edited: EditedRun) -> None:
+    index, rollout = edited.one("rollouts", group=0, sample=0)
+    edited.append(index, rollout)
+    edited.records[-1] = replace(edited.records[-1], value=edited.records[-1].value[:-9])
+    found = judged(edited)
     assert broken(found) == set()
     assert "1 records cannot be used and have no dead letter" in as_text(found)
 
 
-def test_a_second_letter_by_a_process_that_took_over_is_a_duplicate(told: EditedRun) -> None:
-    index, held = told.one("dead-letters", topic=f"{RUN}.rollouts")
-    told.append(index, replace(held, worker="scorer-1"))
-    assert broken(judged(told)) == set()
-    at, measured = told.one("metrics", worker="scorer-0")
-    told.append(at, replace(measured, incarnation="another", seq=0))
-    told.append(index, replace(held, time_ns=measured.time_ns + 1))
-    found = judged(told)
+def test_a_second_letter_by_a_process_that_took_over_is_a_duplicate(edited: EditedRun) -> None:
+    index, held = edited.one("dead-letters", topic=f"{RUN}.rollouts")
+    edited.append(index, replace(held, worker="scorer-1"))
+    assert broken(judged(edited)) == set()
+    at, measured = edited.one("metrics", worker="scorer-0")
+    edited.append(at, replace(measured, incarnation="another", seq=0))
+    edited.append(index, replace(held, time_ns=measured.time_ns + 1))
+    found = judged(edited)
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["duplicates"] == {"dead letters": 2}
 
 
-def test_a_sound_group_that_killed_its_reader_may_be_called_stale(told: EditedRun) -> None:
-    stale_although_fresh(told)
-    group = told.all("ledger")[-2][1].groups[0]
-    index = told.one("groups", group=group)[0]
-    letter = dead_letters.from_record(told.records[index], kind="killer", reason="3 deaths", worker="trainer", time_ns=1)
-    told.append(told.all("dead-letters")[0][0], letter)
-    found = judged(told)
+def test_a_sound_group_that_killed_its_reader_may_be_called_stale(edited: EditedRun) -> None:
+    stale_although_fresh(edited)
+    group = edited.all("ledger")[-2][1].groups[0]
+    index = edited.one("groups", group=group)[0]
+    letter = dead_letters.from_record(edited.records[index], kind="killer", reason="3 deaths", worker="trainer", time_ns=1)
+    edited.append(edited.all("dead-letters")[0][0], letter)
+    found = judged(edited)
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["dead_letters"]["killer"] == 1
 
 
-def test_an_entry_beyond_a_gap_that_was_set_aside_is_not_of_the_story(told: EditedRun) -> None:
-    index, held = told.one("ledger", kind="step", step=0)
-    told.append(index, replace(held, seq=10**6, step=10**6))
-    assert "ledger-order" in broken(judged(told))
-    letter = dead_letters.from_record(told.records[-1], kind="mismatch", reason="beyond a gap", worker="tracker", time_ns=1)
-    told.append(told.all("dead-letters")[0][0], letter)
-    assert broken(judged(told)) == set()
+def test_an_entry_beyond_a_gap_that_was_set_aside_is_not_of_the_story(edited: EditedRun) -> None:
+    index, held = edited.one("ledger", kind="step", step=0)
+    edited.append(index, replace(held, seq=10**6, step=10**6))
+    assert "ledger-order" in broken(judged(edited))
+    letter = dead_letters.from_record(edited.records[-1], kind="mismatch", reason="beyond a gap", worker="tracker", time_ns=1)
+    edited.append(edited.all("dead-letters")[0][0], letter)
+    assert broken(judged(edited)) == set()
 
 
-def test_a_missing_measurement_and_a_role_without_any_are_told(told: EditedRun) -> None:
-    measured = told.all("metrics")
+def test_a_missing_measurement_and_a_role_without_any_are_told(edited: EditedRun) -> None:
+    measured = edited.all("metrics")
     gone = {index for index, found in measured if found.role == "tracker"}
     gone.add([index for index, found in measured if found.role == "feeder"][2])
-    told.records = [record for index, record in enumerate(told.records) if index not in gone]
-    found = judged(told)
+    edited.records = [record for index, record in enumerate(edited.records) if index not in gone]
+    found = judged(edited)
     assert broken(found) == set()
     notes = as_table(found)["notes"]
     assert "no measurement of: tracker; what only they read was not read" in notes
     assert "1 measurements are missing between others of their process" in notes
 
 
-def test_chunks_that_retention_released_are_told(told: EditedRun) -> None:
-    ((partition, released),) = weights.chunk_places(told.one("manifests", version=1)[1])
-    found = judged(told, {("weights", partition): released + 1})
+def test_chunks_that_retention_released_are_told(edited: EditedRun) -> None:
+    ((partition, released),) = weights.chunk_places(edited.one("manifests", version=1)[1])
+    found = judged(edited, {("weights", partition): released + 1})
     assert broken(found) == set(), as_text(found)
     assert "chunks of 1 versions were deleted by retention: their digests cannot be recomputed" in as_table(found)["notes"]
 
 
-def test_times_of_two_machines_are_not_compared(told: EditedRun) -> None:
-    admission_before_its_version(told)
-    for at, measured in told.all("metrics"):
+def test_times_of_two_machines_are_not_compared(edited: EditedRun) -> None:
+    admission_before_its_version(edited)
+    for at, measured in edited.all("metrics"):
         if measured.role == "feeder":
-            told.put(at, replace(measured, labels={**measured.labels, "host": "elsewhere"}))
-    found = judged(told)
+            edited.put(at, replace(measured, labels={**measured.labels, "host": "elsewhere"}))
+    found = judged(edited)
     assert broken(found) == set()
     assert any("not on one machine" in note for note in as_table(found)["notes"])
 
 
-def test_one_bit_turned_in_any_record_that_was_used_is_noticed(told: EditedRun) -> None:
-    genuine, chosen = told.records, random.Random(5)
-    used = [index for kind in ("prompts", "rollouts", "groups", "ledger", "manifests", "chunks") for index, _ in told.all(kind)]
+def test_one_bit_turned_in_any_record_that_was_used_is_noticed(edited: EditedRun) -> None:
+    genuine, chosen = edited.records, random.Random(5)
+    used = [index for kind in ("prompts", "rollouts", "groups", "ledger", "manifests", "chunks") for index, _ in edited.all(kind)]
     for index in chosen.sample(used, 12):
         record = genuine[index]
         at = chosen.randrange(len(record.value))
         turned = record.value[:at] + bytes([record.value[at] ^ 1 << chosen.randrange(8)]) + record.value[at + 1 :]
-        told.records = [*genuine[:index], replace(record, value=turned), *genuine[index + 1 :]]
-        found = judged(told)
+        edited.records = [*genuine[:index], replace(record, value=turned), *genuine[index + 1 :]]
+        found = judged(edited)
         unread = any("have no dead letter" in note for note in as_table(found)["notes"])
         assert broken(found) or unread, f"{record.topic}/{record.partition}/{record.offset}, byte {at}"
 
@@ -286,9 +286,9 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
 ) -> None:
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}
     config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 3}, schedule={**sizes, **schedule}, rollout={"workers": 2})
-    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        stranger = crew.log.producer()
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
+        stranger = worker_set.log.producer()
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for topic, partition in OWNED:
             for head, value in bad_records(run_id, topic if (topic, partition) != ("weights", 1) else "weights/1").values():
                 write(stranger, f"{run_id}.{topic}", value, partition=partition, headers=head)
@@ -296,14 +296,14 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
         for role, slot in ROLES:
             workers.start(role, slot)
         for done, role in enumerate(("rollout-0", "scorer-0", "trainer", "feeder", "tracker"), start=1):
-            crew.wait(lambda done=done: crew.report()["steps"] >= 2 * done, limit_s=300.0)
+            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 2 * done, limit_s=300.0)
             workers.kill(role)
             workers.start(role.split("-")[0])
             for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
-                repeat(crew, stranger, run_id, topic)
+                repeat(worker_set, stranger, run_id, topic)
             stranger.flush()
             assert broken(found := audit(KafkaSource(broker, run_id, settings=c_client(broker)))) == set(), as_text(found)
-        crew.wait(lambda: crew.report()["status"] == "finished", limit_s=300.0)
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished", limit_s=300.0)
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
         stranger.close()
@@ -330,9 +330,9 @@ def test_the_command_ends_with_0_for_a_clean_run_1_for_a_broken_one_and_2_for_an
     assert said.splitlines()[-1].startswith("audit: clean, ")
     status, said = command(capsys, "no-such-run", "--bootstrap", broker)
     assert (status, len(said.splitlines())) == (2, 1)
-    told = EditedRun(RUN, genuine)
-    two_outcomes(told)
-    planted = told.records[-1]
+    edited = EditedRun(RUN, genuine)
+    two_outcomes(edited)
+    planted = edited.records[-1]
     stranger = Producer(c_client(broker))
     stranger.produce(planted.topic, planted.value, key=planted.key, partition=planted.partition, headers=list(planted.headers))
     assert stranger.flush(30) == 0

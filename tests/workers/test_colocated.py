@@ -19,12 +19,12 @@ from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import factories
 from tests.support.counting_run import counting_run
-from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
 from tests.support.in_flight import TOY, config_in_flight
 from tests.support.processes import Processes
 from tests.support.signals import signal_self
 from tests.support.trainer_alone import config_for as alone
 from tests.support.trainer_alone import group_of, write_groups, written
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, records_of
 
 COLOCATED: dict[str, Any] = {"launch": {"placement": "colocated"}, "rollout": {"workers": 1}}
 Intervals = dict[str, list[tuple[float, float]]]
@@ -114,21 +114,21 @@ def test_a_trainer_wants_the_device_for_whole_steps_alone_and_keeps_it_while_the
     config = alone(tiny_model, tmp_path, schedule={"max_lag": 4}, run={"steps": 4}, **COLOCATED)
     written(log, run_id, config, found[:1])
     drawing = SharedDevice(factories.run_directory(run_id) / "device")
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait(lambda: any(record.partition == 0 for record in records_of(log, f"{run_id}.weights")))
-        crew.wait(drawing.acquire)  # half a step is there: the trainer has nothing to do
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait(lambda: any(record.partition == 0 for record in records_of(log, f"{run_id}.weights")))
+        worker_set.wait(drawing.acquire)  # half a step is there: the trainer has nothing to do
         time.sleep(0.5)
         assert not drawing.contended
         write_groups(log, run_id, found[1:6], partitions=config.partitions)
-        crew.wait(lambda: drawing.contended)
-        assert crew.report()["steps"] == 0
+        worker_set.wait(lambda: drawing.contended)
+        assert worker_set.report()["steps"] == 0
         drawing.release()
-        crew.wait(drawing.acquire)  # asked at once, and given once nothing is left to train
-        assert crew.report()["steps"] == 3
+        worker_set.wait(drawing.acquire)  # asked at once, and given once nothing is left to train
+        assert worker_set.report()["steps"] == 3
         write_groups(log, run_id, found[6:], partitions=config.partitions)
         drawing.close()
-        crew.wait()
+        worker_set.wait()
 
 
 @pytest.mark.slow
@@ -145,14 +145,14 @@ def test_a_worker_that_answers_turns_shares_its_device_too(run_id: str, tiny_mod
 def test_a_worker_that_is_stopped_while_it_waits_for_the_device_ends(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     other = SharedDevice(factories.run_directory(run_id) / "device")
     assert other.acquire()
-    with Crew(MemoryLog(), run_id) as crew:
-        create(config_for(tiny_model, tmp_path), log=crew.log, run_id=run_id, notify=lambda _: None)
-        crew.start("rollout")
-        crew.start("trainer")
-        crew.wait(lambda: other.contended)
-        crew.stop("rollout-0")
-        crew.stop("trainer")
-        assert not crew.failures
+    with WorkerSet(MemoryLog(), run_id) as worker_set:
+        create(config_for(tiny_model, tmp_path), log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.start("rollout")
+        worker_set.start("trainer")
+        worker_set.wait(lambda: other.contended)
+        worker_set.stop("rollout-0")
+        worker_set.stop("trainer")
+        assert not worker_set.failures
     other.close()
 
 
@@ -174,8 +174,8 @@ def test_a_run_goes_on_after_the_kill_of_either_process_that_has_the_device(brok
     config = config_for(tiny_model, tmp_path, schedule={"mode": "synchronous"}, trainer={"checkpoint_every": 2})
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
-    with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+    with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         for role in ("feeder", "scorer"):
             workers.start(role)
         workers.start("trainer", environment={VARIABLE: "ledger.step.before:2"})
@@ -184,9 +184,9 @@ def test_a_run_goes_on_after_the_kill_of_either_process_that_has_the_device(brok
         workers.start("rollout")
         assert workers.ended("trainer") == -signal.SIGKILL, workers.text("trainer")
         workers.start("trainer")
-        crew.wait(lambda: crew.report()["status"] == "finished")
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
-        killed = crew.report()
+        killed = worker_set.report()
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert killed["groups"] == plain["groups"]

@@ -10,8 +10,8 @@ from penstock.infra.faults import VARIABLE
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.weights.read import ChunkReader
-from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, audited, complete, config_of
 
 IPC = {"transport": "ipc", "anchor_every": 2}
 
@@ -46,7 +46,7 @@ def test_a_trainer_that_is_killed_again_and_again_is_followed_by_one_whose_memor
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7}, weights=IPC)
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-killed"
-    with Crew(broker, run) as watching, Processes(broker, run, tmp_path) as workers:
+    with WorkerSet(broker, run) as watching, Processes(broker, run, tmp_path) as workers:
         create(config, log=watching.log, run_id=run, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             workers.start(role)

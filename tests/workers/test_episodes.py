@@ -15,8 +15,8 @@ from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics import groups
 from penstock.topics.samples import reward_of
 from tests.support.counting_run import counting_run
-from tests.support.crew import audited, complete, records_of
 from tests.support.environments import COUNTING
+from tests.support.worker_set import audited, complete, records_of
 
 ROLES = ("trainer", "rollout", "scorer", "feeder")
 

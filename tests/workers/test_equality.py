@@ -8,7 +8,7 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
 from penstock.topics import rollouts
-from tests.support.crew import audited, complete, config_of, records_of
+from tests.support.worker_set import audited, complete, config_of, records_of
 
 
 @pytest.mark.parametrize("steps_per_version", [1, pytest.param(2, marks=pytest.mark.slow)])

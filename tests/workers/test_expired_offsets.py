@@ -13,7 +13,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import topic_reader
 from penstock.topics.catalogue import CONTROL
 from penstock.topics.wire.record import Record
-from tests.support.crew import PIPELINE, Crew, complete, config_of, forget_offsets
+from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, forget_offsets
 
 BATCH = 8
 WHOLE = CONTROL
@@ -48,17 +48,17 @@ def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weight
     config, roles = config_of(tiny_model, tmp_path, run={"steps": 8, "seed": 7}, eval=evaluated), (*PIPELINE, "evaluator")
     log = NotingLog()
     plain = complete(log, "undisturbed", config, roles=roles)
-    with Crew(log, "rested") as crew:
+    with WorkerSet(log, "rested") as worker_set:
         create(config, log=log, run_id="rested", notify=lambda _: None)
-        crew.start_all(config, roles)
-        crew.wait(lambda: crew.report()["steps"] >= 4)
-        for name in list(crew.threads):
-            crew.stop(name)
+        worker_set.start_all(config, roles)
+        worker_set.wait(lambda: worker_set.report()["steps"] >= 4)
+        for name in list(worker_set.threads):
+            worker_set.stop(name)
     forget_offsets(log)
-    with Crew(log, "rested") as crew:
-        crew.start_all(config, roles)
-        crew.wait()
-        rested = crew.report()
+    with WorkerSet(log, "rested") as worker_set:
+        worker_set.start_all(config, roles)
+        worker_set.wait()
+        rested = worker_set.report()
     assert rested["weights"]["digest"] == plain["weights"]["digest"]
     assert (rested["status"], rested["groups"]) == ("finished", plain["groups"])
     plainly, again = ({one["version"]: one["greedy_accuracy"] for one in report["eval"]} for report in (plain, rested))

@@ -133,9 +133,9 @@ def test_a_gradient_weight_is_minus_the_derivative_of_the_steps_loss_where_all_p
         if group != found["group"]:
             continue
         gradient = -logprobs.grad[row].numpy()[batch.completion_mask[row]]
-        told = next(one for one in found["samples"] if one["sample"] == sample)
-        assert gradient == pytest.approx(np.full(told["trained_tokens"], told["token_weight"]), rel=1e-5, abs=1e-9)
-        assert gradient.sum() == pytest.approx(told["weight"], rel=1e-5, abs=1e-9)
+        messages = next(one for one in found["samples"] if one["sample"] == sample)
+        assert gradient == pytest.approx(np.full(messages["trained_tokens"], messages["token_weight"]), rel=1e-5, abs=1e-9)
+        assert gradient.sum() == pytest.approx(messages["weight"], rel=1e-5, abs=1e-9)
 
 
 def test_samples_are_those_of_the_tables_with_rewards_by_component(

@@ -7,8 +7,8 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.topics.catalogue import RUNS_TOPIC
-from tests.support.crew import Crew, complete, config_of
 from tests.support.foreign_records import OWNED, bad_records, letters, repeat, write
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 ROLES = (("trainer", 0), ("rollout", 0), ("rollout", 1), ("scorer", 0), ("feeder", 0), ("tracker", 0))
 MOVING = ("prompts", "rollouts")
@@ -23,9 +23,9 @@ def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
     plain = complete(log, f"{run_id}-plain", config)
     run = f"{run_id}-dirty"
-    with Crew(log, run) as crew:
-        foreign = crew.log.producer()
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+    with WorkerSet(log, run) as worker_set:
+        foreign = worker_set.log.producer()
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         expected: dict[tuple[str, int], int] = {}
         for topic, partition in [*OWNED, ("dead-letters", 0)]:
             for head, value in bad_records(run, topic if (topic, partition) != ("weights", 1) else "weights/1").values():
@@ -34,14 +34,14 @@ def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was
         write(foreign, RUNS_TOPIC, b"not a run", key=run.encode(), partition=0)
         foreign.flush()
         for role, slot in ROLES:
-            crew.start(role, slot)
-        crew.wait(lambda: crew.report()["steps"] >= 2)
+            worker_set.start(role, slot)
+        worker_set.wait(lambda: worker_set.report()["steps"] >= 2)
         for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
-            repeat(crew, foreign, run, topic)
+            repeat(worker_set, foreign, run, topic)
         foreign.close()
-        crew.wait()
-        report = crew.report()
-        found = letters(crew, run)
+        worker_set.wait()
+        report = worker_set.report()
+        found = letters(worker_set, run)
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
     assert report["status"] == "finished"

@@ -14,7 +14,7 @@ from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch import broker_keeper
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.runtime.registration.run_registry import find
-from tests.support.crew import Crew, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 STEPS, AT = 4, 2
 HERE = "here:1"
@@ -70,15 +70,15 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
 ) -> None:
     from mlflow import MlflowClient
 
-    told = forked(capsys, "--from-step", str(AT), "--run-id", "kid")
+    messages = forked(capsys, "--from-step", str(AT), "--run-id", "kid")
     steps = read_ledger_history(log, "parent").steps
-    assert (told["run"], told["status"]) == ("kid", "created")
-    assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= told["forked_from"].items()
-    with Crew(log, "kid") as crew:  # what `penstock run --resume` starts
+    assert (messages["run"], messages["status"]) == ("kid", "created")
+    assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= messages["forked_from"].items()
+    with WorkerSet(log, "kid") as worker_set:  # what `penstock run --resume` starts
         for role in ROLES:
-            crew.start(role)
-        crew.wait()
-        report = crew.report()
+            worker_set.start(role)
+        worker_set.wait()
+        report = worker_set.report()
     assert report["weights"]["digest"] == parent["weights"]["digest"]
     own = read_ledger_history(log, "kid")
     assert own.ledger_state.manifests[0].digest == steps[AT - 1].digest
@@ -98,7 +98,7 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
 
 @pytest.mark.usefixtures("parent")
 def test_a_fork_may_change_what_follows_and_says_where_it_begins(log: MemoryLog, capsys: pytest.CaptureFixture[str]) -> None:
-    told = forked(capsys, "--from-step", "3", "--run-id", "other", "--set", "run.steps=9", "--set", "trainer.lr=1e-4")
+    messages = forked(capsys, "--from-step", "3", "--run-id", "other", "--set", "run.steps=9", "--set", "trainer.lr=1e-4")
     record = find(log, "other")
     assert record is not None
     config = from_json(record.config)
@@ -107,7 +107,7 @@ def test_a_fork_may_change_what_follows_and_says_where_it_begins(log: MemoryLog,
     assert (config.run.steps, config.trainer.lr, config.trainer.initial_steps) == (9, 1e-4, 3)
     assert config.data.first_group == max(planned) + 1
     assert config.algorithm.reference == before.model.path
-    assert json.loads(record.info)["forked_from"] == told["forked_from"]
+    assert json.loads(record.info)["forked_from"] == messages["forked_from"]
     directory = run_directory("other") / "start"
     assert (config.model.path, config.trainer.initial_state) == (str(directory / "model"), str(directory / "backend"))
     assert (directory / "model" / "config.json").is_file()
@@ -154,10 +154,10 @@ def test_a_fork_goes_on_with_its_parents_optimizer(
     complete(log, run_id, config)
     kid = f"{run_id}-kid"
     assert main(["fork", run_id, "--bootstrap", HERE, "--from-step", str(AT), "--run-id", kid]) == 0
-    with Crew(log, kid) as crew:
+    with WorkerSet(log, kid) as worker_set:
         for role in ROLES[:4]:
-            crew.start(role)
-        crew.wait()
+            worker_set.start(role)
+        worker_set.wait()
     assert [entry.digest for entry in read_ledger_history(log, kid).steps] == [
         entry.digest for entry in read_ledger_history(log, run_id).steps[AT:]
     ]

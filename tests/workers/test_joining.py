@@ -9,7 +9,7 @@ import pytest
 from benchmarks.support import duplicate_samples
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
-from tests.support.crew import Crew, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 SOME = ("join 1", "leave 0")
 MANY = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
@@ -24,21 +24,21 @@ def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_a
     log = MemoryLog()
     plain = complete(log, f"{run_id}-plain", config)
     draw = random.Random(3)
-    with Crew(log, f"{run_id}-odd") as crew:
-        crew.start("trainer")  # the run does not exist yet
-        crew.start("scorer", 0)
-        crew.start("rollout", 0)
-        create(config, log=crew.log, run_id=f"{run_id}-odd", notify=lambda _: None)
-        crew.start("scorer", 1)
-        crew.start("feeder")
+    with WorkerSet(log, f"{run_id}-odd") as worker_set:
+        worker_set.start("trainer")  # the run does not exist yet
+        worker_set.start("scorer", 0)
+        worker_set.start("rollout", 0)
+        create(config, log=worker_set.log, run_id=f"{run_id}-odd", notify=lambda _: None)
+        worker_set.start("scorer", 1)
+        worker_set.start("feeder")
         for done, move in enumerate(moves, start=1):
-            crew.wait(lambda done=done: crew.report()["steps"] >= 2 * done - 1)
+            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 2 * done - 1)
             time.sleep(draw.uniform(0.0, 0.5))  # at any instant of a group, or of the rebalance before
             what, slot = move.split()
-            crew.start("rollout", int(slot)) if what == "join" else crew.stop(f"rollout-{slot}")
-        crew.wait()
-        odd = crew.report()
-        drawn = duplicate_samples.count(duplicate_samples.read_samples(crew.log, crew.run))
+            worker_set.start("rollout", int(slot)) if what == "join" else worker_set.stop(f"rollout-{slot}")
+        worker_set.wait()
+        odd = worker_set.report()
+        drawn = duplicate_samples.count(duplicate_samples.read_samples(worker_set.log, worker_set.run))
     assert odd["weights"]["digest"] == plain["weights"]["digest"]
     for name in ("groups", "reward", "steps", "versions", "tokens", "dead_letters"):
         assert odd[name] == plain[name], name

@@ -17,8 +17,8 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.workers.tracker import retention, worker
 from tests.support.bare_clients import c_client
-from tests.support.crew import PIPELINE, Crew, complete, config_of, forget_offsets, records_of
 from tests.support.listed_records import Listed
+from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, forget_offsets, records_of
 
 ROLES = (*PIPELINE, "tracker")
 STEPS, KEPT = 24, 3
@@ -56,12 +56,12 @@ def test_what_was_exported_and_deleted_is_in_the_archive(
     tiny_model: Path, tmp_path: Path, broker: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = short(tiny_model, tmp_path, bootstrap=broker, keep_steps=KEPT, archive=str(tmp_path / "archive"))
-    with Crew(broker, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
-        crew.start_all(config, ROLES)
-        crew.wait()
-        export(crew.log, run_id, tmp_path / "archive")
-        assert deleted(crew.log, *(f"{run_id}.{topic}" for topic in ("prompts", "rollouts", "groups")))
+    with WorkerSet(broker, run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.start_all(config, ROLES)
+        worker_set.wait()
+        export(worker_set.log, run_id, tmp_path / "archive")
+        assert deleted(worker_set.log, *(f"{run_id}.{topic}" for topic in ("prompts", "rollouts", "groups")))
         found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert found.clean, as_text(found)
     capsys.readouterr()
@@ -78,19 +78,19 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
     plain = complete(MemoryLog(), "plain", short(tiny_model, tmp_path / "plain"))
     log, run = MemoryLog(), "kept"
     config = short(tiny_model, tmp_path, keep_steps=KEPT)
-    with Crew(log, run) as crew:
+    with WorkerSet(log, run) as worker_set:
         create(config, log=log, run_id=run, notify=lambda _: None)
-        crew.start_all(config, ROLES)
-        crew.wait(lambda: {("prompts", 0), ("rollouts", 0), ("groups", 0)} <= begins(log, run).keys())
-        for name in list(crew.threads):
-            crew.stop(name)
+        worker_set.start_all(config, ROLES)
+        worker_set.wait(lambda: {("prompts", 0), ("rollouts", 0), ("groups", 0)} <= begins(log, run).keys())
+        for name in list(worker_set.threads):
+            worker_set.stop(name)
     if expired:
         forget_offsets(log)
     before = begins(log, run)
-    with Crew(log, run) as crew:
-        crew.start_all(config, ROLES)
-        crew.wait()
-        report = crew.report()
+    with WorkerSet(log, run) as worker_set:
+        worker_set.start_all(config, ROLES)
+        worker_set.wait()
+        report = worker_set.report()
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert (report["groups"], report["reward"]) == (plain["groups"], plain["reward"])
     assert {topic for topic, _ in begins(log, run)} == {"prompts", "rollouts", "groups"}
@@ -105,12 +105,12 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
 
 def test_a_trainer_that_has_lost_its_checkpoints_says_what_it_would_have_to_repeat(tiny_model: Path, tmp_path: Path) -> None:
     log, run = MemoryLog(), "lost"
-    with Crew(log, run) as crew:
+    with WorkerSet(log, run) as worker_set:
         create(short(tiny_model, tmp_path, keep_steps=KEPT), log=log, run_id=run, notify=lambda _: None)
-        crew.start_all(short(tiny_model, tmp_path), ROLES)
-        crew.wait(lambda: ("groups", 0) in begins(log, run))
+        worker_set.start_all(short(tiny_model, tmp_path), ROLES)
+        worker_set.wait(lambda: ("groups", 0) in begins(log, run))
     shutil.rmtree(tmp_path / "saved")
-    with Crew(log, run) as crew:
-        crew.start("trainer")
+    with WorkerSet(log, run) as worker_set:
+        worker_set.start("trainer")
         with pytest.raises(AssertionError, match=r"step 0 has to be repeated, .* are not in the log any more .* penstock fork lost"):
-            crew.wait()
+            worker_set.wait()

@@ -13,9 +13,9 @@ from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.exit_status import NO_RETRY
-from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
 from tests.support.signals import signal_self
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
 STOP_S = 7.5
@@ -71,25 +71,25 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
     config = config_of(tiny_model, tmp_path, **sizes)
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
-    with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+    with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         waves = Waves(workers, seed=7)
         for name in WORKERS:
             waves.start(name)
         for done, (what, names) in enumerate(plan, start=1):
-            crew.wait(lambda done=done: crew.report()["steps"] >= 3 * done)
+            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 3 * done)
             waves.hit(what, names)
         zombie = workers.running["scorer-0"]
         waves.start("scorer-0")  # a second process takes the name of one that is alive, or has just begun
-        crew.wait(lambda: crew.report()["status"] == "finished")
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
         for name in workers.running.keys() - {"scorer-0"}:
             assert workers.ended(name) == 0, workers.text(name)
         zombie.join(300.0)
         assert sorted([zombie.exitcode, workers.ended("scorer-0")]) == [0, NO_RETRY], workers.text("scorer-0")
         assert "is at work already" in workers.text("scorer-0") or "another process writes as" in workers.text("scorer-0")
         assert "Traceback" not in workers.text("scorer-0")
-        killed = crew.report()
-        drawn = duplicate_samples.count(duplicate_samples.read_samples(crew.log, run), stops=waves.stops)
+        killed = worker_set.report()
+        drawn = duplicate_samples.count(duplicate_samples.read_samples(worker_set.log, run), stops=waves.stops)
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert killed["groups"] == plain["groups"]
     assert drawn.needless == 0, drawn
@@ -115,21 +115,21 @@ def test_a_scorer_that_is_stopped_inside_a_transaction_loses_and_doubles_no_grou
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7}, rollout={"workers": 1})
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-stopped"
-    with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+    with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         workers.start("scorer", 1, before=stop_in_the_third_transaction)
         for role in ("trainer", "rollout", "feeder"):
             workers.start(role)
         process = psutil.Process(workers.running["scorer-1"].pid)
-        crew.wait(lambda: process.status() == psutil.STATUS_STOPPED)
+        worker_set.wait(lambda: process.status() == psutil.STATUS_STOPPED)
         workers.start("scorer")  # takes the partitions over, but not before the open transaction has ended one way or the other
         time.sleep(seconds)
         workers.signal("scorer-1", signal.SIGCONT)
-        crew.wait(lambda: crew.report()["status"] == "finished")
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
-        stopped = crew.report()
-        tail = crew.log.tail({(f"{run}.groups", partition): "earliest" for partition in range(8)})
+        stopped = worker_set.report()
+        tail = worker_set.log.tail({(f"{run}.groups", partition): "earliest" for partition in range(8)})
         outcomes = [record.key for record in tail.read_to_end()]
         tail.close()
     assert len(outcomes) == len(set(outcomes)) == stopped["groups"]["admitted"]

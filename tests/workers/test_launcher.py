@@ -26,8 +26,8 @@ from penstock.pipeline.runtime.leases import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics.metrics import meaning_of
 from tests.support.children import child, end_in_time
-from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 LIMIT_S = 400.0
 SLOW_UNTIL_TOLD = """
@@ -100,22 +100,22 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
     quick.unlink()
     run = f"{run_id}-cli"
     with (
-        Crew(broker, run) as watching,
+        WorkerSet(broker, run) as watching,
         launched(str(toml_of(config, tmp_path)), "--bootstrap", broker, "--run-id", run, "--json") as process,
     ):
         watching.wait(lambda: run_exists(watching, run) and watching.report()["steps"] >= 1)
         workers = pids(penstock_home, run)
         assert password not in "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in workers.values())
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=LIMIT_S)
+        _, records = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
-        assert re.search(rf"^stopped after \d+ of 8 steps; continue: penstock run --resume {run}$", told, re.MULTILINE)
+        assert re.search(rf"^stopped after \d+ of 8 steps; continue: penstock run --resume {run}$", records, re.MULTILINE)
         assert end_in_time(*workers.values())
         assert watching.report()["status"] == "stopped"
     quick.touch()
     with launched("--resume", run, "--json", "--bootstrap", broker, "--set", "trainer.checkpoint_every=1") as process:
-        printed, told = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, told
+        printed, records = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, records
     assert json.loads((penstock_home / "runs" / run / "config.json").read_text())["trainer"]["checkpoint_every"] == 1
     report = json.loads(printed)
     assert report["status"] == "finished"
@@ -140,20 +140,20 @@ def test_a_killed_worker_and_a_killed_broker_cost_a_run_nothing_but_time(
     config = config_of(tiny_model, tmp_path, run={"steps": 10, "seed": 7}, rollout={"workers": 1})
     broker = embedded.start().bootstrap
     plain = complete(broker, "plain", config)
-    with Crew(broker, "killed") as watching, launched(str(toml_of(config, tmp_path)), "--run-id", "killed", "--json") as process:
+    with WorkerSet(broker, "killed") as watching, launched(str(toml_of(config, tmp_path)), "--run-id", "killed", "--json") as process:
         watching.wait(lambda: run_exists(watching, "killed") and watching.report()["steps"] >= 2)
         os.kill(pids(home, "killed")["rollout-0"], signal.SIGKILL)
         dead = embedded.status().pid
         assert dead is not None
         os.kill(dead, signal.SIGKILL)
-        printed, told = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, told
+        printed, records = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, records
     report = json.loads(printed)
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
-    assert "rollout-0 was killed by SIGKILL and is started again (start 2)" in told
-    assert "the broker was killed: it left no error in its log; it is started again" in told
-    assert f"the broker at {broker} serves again" in told
+    assert "rollout-0 was killed by SIGKILL and is started again (start 2)" in records
+    assert "the broker was killed: it left no error in its log; it is started again" in records
+    assert f"the broker at {broker} serves again" in records
 
 
 def test_a_run_whose_worker_cannot_be_helped_is_given_up_in_its_own_words_and_can_be_resumed(
@@ -161,7 +161,7 @@ def test_a_run_whose_worker_cannot_be_helped_is_given_up_in_its_own_words_and_ca
 ):
     config = config_of(tiny_model, tmp_path, kafka={"bootstrap": broker, "partitions": 8})
     said: list[str] = []
-    monkeypatch.setattr(launcher, "Supervisor", HopelessCrew)
+    monkeypatch.setattr(launcher, "Supervisor", StaleWorkerSet)
     log = KafkaLog(broker)
     try:
         record = create(config, log=log, run_id=run_id, notify=said.append)
@@ -176,7 +176,7 @@ def test_a_run_whose_worker_cannot_be_helped_is_given_up_in_its_own_words_and_ca
     assert not (penstock_home / "runs" / run_id / "workers.json").exists()
 
 
-class HopelessCrew(WorkersOfARun):
+class StaleWorkerSet(WorkersOfARun):
     """Cheap processes; the scorer's ends with a person's mistake."""
 
     def _worker(self, role: str, slot: int) -> Worker:
@@ -191,7 +191,7 @@ def test_a_second_launcher_on_another_machine_ends_before_it_starts_a_worker(
 ):
     config = config_of(tiny_model, tmp_path, kafka={"bootstrap": broker, "partitions": 2})
     home, said = new_home(), list[str]()
-    monkeypatch.setattr(launcher, "Supervisor", HopelessCrew)
+    monkeypatch.setattr(launcher, "Supervisor", StaleWorkerSet)
     log = KafkaLog(broker)
     first = WriterLease(log=log, run=run_id, writer="launcher", token=new_token(), watch_s=SILENT_S, first_wins=True)
     try:
@@ -216,12 +216,12 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
     config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 7}, rollout={"workers": 1})
     broker = embedded.start().bootstrap
     plain = complete(broker, "plain", config)
-    with Crew(broker, "off") as watching, launched(str(toml_of(config, tmp_path)), "--run-id", "off", "--json") as process:
+    with WorkerSet(broker, "off") as watching, launched(str(toml_of(config, tmp_path)), "--run-id", "off", "--json") as process:
         watching.wait(lambda: run_exists(watching, "off") and watching.report()["steps"] >= 2)
         left = pids(home, "off")
         process.kill()  # the launcher alone at first: its workers go on
         process.wait(60)
-    with Crew(broker, "off") as watching, launched("--resume", "off", "--json") as process:
+    with WorkerSet(broker, "off") as watching, launched("--resume", "off", "--json") as process:
         begun = watching.report()["steps"]
         watching.wait(lambda: watching.report()["steps"] >= begun + 2)
         assert end_in_time(*left.values())
@@ -234,16 +234,16 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
             os.kill(pid, signal.SIGKILL)
         process.wait(60)
     with launched("--resume", "off", "--json") as process:
-        printed, told = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, told
+        printed, records = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, records
     report = json.loads(printed)
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
 
 
-def run_exists(crew: Crew, run: str) -> bool:
+def run_exists(worker_set: WorkerSet, run: str) -> bool:
     """True once the run's record can be read; its topics are made before it."""
-    return crew.log.partitions(f"{run}.metrics") is not None and load(crew.log, run).record is not None
+    return worker_set.log.partitions(f"{run}.metrics") is not None and load(worker_set.log, run).record is not None
 
 
 @pytest.mark.slow
@@ -262,8 +262,8 @@ def test_the_demo_learns(broker, run_id, tmp_path: Path):
     subprocess.run(make, check=True, cwd=root)
     settings = ["--set", f"model.path={model}", "--set", f"kafka.bootstrap={broker}", "--run-id", run_id, "--json"]
     with launched(str(root / "examples" / "demo.toml"), *settings) as process:
-        printed, told = process.communicate(timeout=600)
-    assert process.returncode == 0, told
+        printed, records = process.communicate(timeout=600)
+    assert process.returncode == 0, records
     report = json.loads(printed)
     assert report["reward"]["last"] >= 0.7
     assert report["reward"]["last"] - report["reward"]["first"] >= 0.3

@@ -17,13 +17,13 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.roles import ROLES, AclRule, acl_rules
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.bare_clients import c_client
-from tests.support.crew import Crew, config_of
 from tests.support.secured_broker import SecuredBroker
+from tests.support.worker_set import WorkerSet, config_of
 
 RUN = "least"
 
 
-class Users(Crew):
+class Users(WorkerSet):
     """Workers that connect as the user of their role."""
 
     def __init__(self, broker: SecuredBroker, run: str) -> None:
@@ -48,24 +48,24 @@ def add_users(broker: SecuredBroker, run: str) -> None:
 def refusals(broker: SecuredBroker, role: str) -> list[str]:
     """What the broker answers a role that writes a foreign topic, takes a foreign transactional id, and empties the ledger."""
     settings = librdkafka(Connection(bootstrap=broker.secure, client_id="intruder", security=credentials(broker, role)))
-    told: list[str] = []
+    records: list[str] = []
     topic = f"{RUN}.run" if role != "launcher" else f"{RUN}.groups"
     producer = Producer(settings)
-    producer.produce(topic, b"x", on_delivery=lambda error, _: told.append(error.name() if error else "written"))
+    producer.produce(topic, b"x", on_delivery=lambda error, _: records.append(error.name() if error else "written"))
     producer.flush(120.0)
     try:
         Producer({**settings, "transactional.id": f"{RUN}.{'feeder' if role == 'trainer' else 'trainer'}"}).init_transactions(120.0)
-        told.append("taken")
+        records.append("taken")
     except KafkaException as error:
-        told.append(error.args[0].name())
+        records.append(error.args[0].name())
     admin = AdminClient(settings)
     (future,) = admin.delete_records([TopicPartition(f"{RUN}.ledger", 0, -1)]).values()
     try:
         future.result(120.0)
-        told.append("emptied")
+        records.append("emptied")
     except KafkaException as error:
-        told.append(error.args[0].name())
-    return told
+        records.append(error.args[0].name())
+    return records
 
 
 @pytest.mark.slow
@@ -77,10 +77,10 @@ def test_a_run_is_whole_with_the_least_rights_and_no_role_has_more(new_home: Cal
         launcher = KafkaLog(broker.secure, security=credentials(broker, "launcher"))
         create(config, log=launcher, run_id=RUN, notify=lambda _: None)
         launcher.close()
-        with Users(broker, RUN) as crew:
-            crew.start_all(config, [role for role in ROLES if role != "evaluator"])
-            crew.wait()
-            report = crew.report()
+        with Users(broker, RUN) as worker_set:
+            worker_set.start_all(config, [role for role in ROLES if role != "evaluator"])
+            worker_set.wait()
+            report = worker_set.report()
         assert (report["status"], report["steps"]) == ("finished", 3)
         reader = librdkafka(Connection(bootstrap=broker.secure, client_id="a", security=credentials(broker, "reader")))
         assert audit(KafkaSource(broker.secure, RUN, settings=reader)).clean

@@ -18,8 +18,8 @@ from penstock.topics.weights import Manifest
 from penstock.workers.trainer import weight_publisher
 from penstock.workers.trainer import worker as trainer
 from tests.support import small_chunks
-from tests.support.crew import PIPELINE, Crew, audited, complete, config_of
 from tests.support.own_broker import OwnBroker
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of
 
 pytestmark = pytest.mark.slow
 DAMAGED = 2
@@ -99,12 +99,12 @@ def test_a_run_whose_newest_version_is_lost_goes_on_to_its_end(
     monkeypatch.setattr(weight_publisher, "send_version", sent_and_lost)
     monkeypatch.setattr(trainer, "LOOK_S", 2.0)
     monkeypatch.setattr(weight_prefetch, "RETRY_S", 1.0)
-    with Crew(bootstrap, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
-        crew.start_all(config, PIPELINE)
-        crew.wait()
-        report = crew.report()
-        found = manifests_of(crew.log, run_id)
+    with WorkerSet(bootstrap, run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.start_all(config, PIPELINE)
+        worker_set.wait()
+        report = worker_set.report()
+        found = manifests_of(worker_set.log, run_id)
     assert damaged.is_set()
     sent = [manifest for manifest in found if manifest.version == DAMAGED]
     assert len({manifest.digest for manifest in sent}) == 1

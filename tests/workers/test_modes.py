@@ -12,8 +12,8 @@ from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.scheduling.rules import MODES
-from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.paths import GSM8K
+from tests.support.worker_set import WorkerSet, audited, complete, config_of
 
 
 # The lag rule of every schedule has its own tests; by default `test_audited_run.py` has a run on a broker whose audit is clean.
@@ -104,12 +104,12 @@ def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(run_id, tiny_mo
         reward={"functions": [f"{tmp_path / 'same.py'}:same"]},
         schedule={"prompts_per_step": 2, "samples_per_prompt": 2, "max_drops_per_step": 6},
     )
-    with Crew(MemoryLog(), run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(MemoryLog(), run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
-            crew.start(role)
+            worker_set.start(role)
         with pytest.raises(AssertionError, match=r"trainer failed: \d+ groups were dropped .* filtered at reward 0.5"):
-            crew.wait()
-    report = crew.report()  # once all have ended: a run that was stopped counts as running while workers report
+            worker_set.wait()
+    report = worker_set.report()  # once all have ended: a run that was stopped counts as running while workers report
     assert report["status"] == "stopped"
     assert report["groups"]["admitted"] <= 4 + 16  # the feeder does not go on for ever

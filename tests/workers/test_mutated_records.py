@@ -19,10 +19,10 @@ from penstock.pipeline.launch.create import create
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record, RecordId
 from tests.support.bare_clients import c_client
-from tests.support.crew import Crew, complete, config_of
 from tests.support.foreign_records import letters
 from tests.support.mutations import DAMAGE, HARMLESS
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 MUTATIONS = DAMAGE | HARMLESS
 TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
@@ -103,25 +103,25 @@ def _sort(record: Record) -> tuple[str, int]:
     return record.topic, min(record.partition, 1) if record.topic.endswith(".weights") else 0
 
 
-def disturbed(crew: Crew, mallory: Mallory, *, steps: int, start_scorer: Callable[[], None], over: Callable[[], bool]) -> None:
+def disturbed(worker_set: WorkerSet, mallory: Mallory, *, steps: int, start_scorer: Callable[[], None], over: Callable[[], bool]) -> None:
     """Spoil records, most of them before there is a scorer; no more in the run's last steps: whoever reads a topic has to pass them."""
     while len(mallory.sent) < 0.6 * mallory.wanted:
         mallory.work()
-        assert not crew.failures, crew.failures
+        assert not worker_set.failures, worker_set.failures
     start_scorer()
     looked, done = time.monotonic(), 0
     while len(mallory.sent) < mallory.wanted and done < steps - 2:
         mallory.work()
         if time.monotonic() - looked > 1.0:
-            looked, done = time.monotonic(), crew.report()["steps"]
-        assert not crew.failures, crew.failures
+            looked, done = time.monotonic(), worker_set.report()["steps"]
+        assert not worker_set.failures, worker_set.failures
     mallory.close()
-    crew.wait(over, limit_s=400.0)
+    worker_set.wait(over, limit_s=400.0)
 
 
-def account(crew: Crew, mallory: Mallory) -> Counter[tuple[str, str]]:
+def account(worker_set: WorkerSet, mallory: Mallory) -> Counter[tuple[str, str]]:
     """What was done to a record, what became of it -> how often. Every damaged one must be a dead letter, and no other."""
-    found = {(letter.topic, letter.partition, letter.offset): letter for letter in letters(crew, crew.run)}
+    found = {(letter.topic, letter.partition, letter.offset): letter for letter in letters(worker_set, worker_set.run)}
     assert not found.keys() - mallory.sent.keys(), "a genuine record was put aside"
     table = Counter[tuple[str, str]]()
     for place, kind in mallory.sent.items():
@@ -152,20 +152,20 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
     plain = complete(broker, f"{run_id}-plain", config)
     capsys.readouterr()
     run = f"{run_id}-dirty"
-    with Crew(broker, run) as crew:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+    with WorkerSet(broker, run) as worker_set:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         mallory = Mallory(broker, run, wanted=1500)
         for role in ROLES:
-            crew.start(role)
+            worker_set.start(role)
         disturbed(
-            crew,
+            worker_set,
             mallory,
             steps=steps,
-            start_scorer=lambda: crew.start("scorer"),
-            over=lambda: not any(thread.is_alive() for thread in crew.threads.values()),
+            start_scorer=lambda: worker_set.start("scorer"),
+            over=lambda: not any(thread.is_alive() for thread in worker_set.threads.values()),
         )
-        same_run(crew.report(), plain)
-        table = account(crew, mallory)
+        same_run(worker_set.report(), plain)
+        table = account(worker_set, mallory)
     assert len(mallory.sent) >= 1500
     assert {topic for topic, _, _ in mallory.sent} == {RUNS_TOPIC, *(f"{run}.{topic}" for topic in TOPICS)}
     said = capsys.readouterr().out.splitlines()
@@ -175,9 +175,9 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
 
 
 @contextmanager
-def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> Iterator[tuple[Crew, Processes, Callable[[], bool]]]:
-    with Crew(broker, run) as crew, Processes(broker, run, directory) as workers:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> Iterator[tuple[WorkerSet, Processes, Callable[[], bool]]]:
+    with WorkerSet(broker, run) as worker_set, Processes(broker, run, directory) as workers:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         for role in ROLES:
             workers.start(role)
 
@@ -186,7 +186,7 @@ def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> I
             assert not any(statuses.values()), [workers.text(name) for name, status in statuses.items() if status]
             return all(status == 0 for status in statuses.values())
 
-        yield crew, workers, over
+        yield worker_set, workers, over
 
 
 @pytest.mark.slow
@@ -197,16 +197,16 @@ def test_ten_thousand_damaged_records_hold_a_run_of_processes_up_for_seconds(bro
     reports = {}
     for name in ("plain", "dirty"):
         run = f"{run_id}-{name}"
-        with a_run_of_processes(broker, run, config, tmp_path) as (crew, workers, over):
+        with a_run_of_processes(broker, run, config, tmp_path) as (worker_set, workers, over):
             start_scorer = partial(workers.start, "scorer")
             if name == "plain":
                 start_scorer()
-                crew.wait(over, limit_s=400.0)
+                worker_set.wait(over, limit_s=400.0)
             else:
                 mallory = Mallory(broker, run, wanted=10_000)
-                disturbed(crew, mallory, steps=steps, start_scorer=start_scorer, over=over)
-                table = account(crew, mallory)
-            view, reports[name] = load(crew.log, run), crew.report()
+                disturbed(worker_set, mallory, steps=steps, start_scorer=start_scorer, over=over)
+                table = account(worker_set, mallory)
+            view, reports[name] = load(worker_set.log, run), worker_set.report()
             took[name] = (view.closed.time_ns - view.opened.time_ns) / 1e9
             cpu[name] = {worker: round(found.total("cpu_s"), 1) for worker, found in sorted(view.workers.items())}
     same_run(reports["dirty"], reports["plain"])

@@ -11,7 +11,7 @@ from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.replay.steps import ReplayRequest
 from penstock.pipeline.replay.verify import ReplayResult, replay
-from tests.support.crew import audited, complete, config_of
+from tests.support.worker_set import audited, complete, config_of
 
 PARTIAL = """import time
 

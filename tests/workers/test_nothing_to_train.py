@@ -13,7 +13,7 @@ from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.registration.run_registry import find
-from tests.support.crew import Crew, audited, config_of
+from tests.support.worker_set import WorkerSet, audited, config_of
 
 FRAIL = """from pathlib import Path
 
@@ -27,14 +27,14 @@ def share(prompts, completions, **columns):
 
 def attended(log: MemoryLog, run: str, config: Config, *, error: str | None = None) -> dict[str, Any]:
     """Workers come, and go when the run is over, or when its trainer has ended with this error; returns the report."""
-    with Crew(log, run) as crew:
-        crew.start_all(config)
+    with WorkerSet(log, run) as worker_set:
+        worker_set.start_all(config)
         if error is None:
-            crew.wait()
+            worker_set.wait()
         else:
             with pytest.raises(AssertionError, match=error):
-                crew.wait()
-            assert list(crew.failures) == ["trainer"]
+                worker_set.wait()
+            assert list(worker_set.failures) == ["trainer"]
     return collect(log, run)  # once all have ended: a run that was stopped counts as running while workers report
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.infra.broker import embedded
 from penstock.pipeline.launch.create import create
-from tests.support.crew import Crew, complete, config_of
 from tests.support.own_broker import OwnBroker
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 AWAY_S = 6.0
 """Longer than a group member may be silent, and long enough to be said."""
@@ -37,7 +37,7 @@ def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: 
     bootstrap = own_broker.start()
     plain = complete(bootstrap, f"{run_id}-plain", config)
     run = f"{run_id}-outage"
-    with Crew(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
+    with WorkerSet(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
         create(config, log=watching.log, run_id=run, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
             workers.start(role)
@@ -69,7 +69,7 @@ def test_workers_that_have_waited_long_enough_say_so_and_end_for_the_launcher_to
 ):
     config = config_of(tiny_model, tmp_path, run={"steps": 500, "seed": 7}, rollout={"workers": 1}, kafka={"give_up_s": 8.0})
     bootstrap = own_broker.start()
-    with Crew(bootstrap, run_id) as watching, Processes(bootstrap, run_id, tmp_path) as workers:
+    with WorkerSet(bootstrap, run_id) as watching, Processes(bootstrap, run_id, tmp_path) as workers:
         create(config, log=watching.log, run_id=run_id, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
             workers.start(role)

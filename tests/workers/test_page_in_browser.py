@@ -18,7 +18,7 @@ from penstock.pipeline.cli.app import main
 from penstock.pipeline.inspect.html.build import build, write
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.tables.run_tables import RunTables
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import EVIL, log_with, rewritten
 from tests.support.paths import ROOT
 from tests.support.recorded_run import RecordedRun
@@ -135,7 +135,7 @@ def test_a_page_opens_with_three_samples_of_the_newest_step_and_the_newest_train
 
 
 def test_equal_completions_are_one_card_and_groups_are_sorted_by_reward(watched: Watched, tmp_path: Path) -> None:
-    write(build(log_with(list(Teller(steps=3).whole())), RUN), tmp_path / "run.html")
+    write(build(log_with(list(RecordBuilder(steps=3).whole())), RUN), tmp_path / "run.html")
     page = watched.open(tmp_path / "run.html")
     page.wait_for_selector("#group .card")
     cards = page.locator("#group .card")
@@ -307,8 +307,8 @@ def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page:
     page.hover("#group .card .text span >> nth=0")
     tip = page.inner_text("#tip")
     assert f"token 0: id {row['token_ids'][0]}" in tip
-    told = float(re.search(r"logprob (-?[\d.]+) nat", tip)[1])
-    assert told == pytest.approx(row["behaviour_logprobs"][0], abs=6e-4)
+    records = float(re.search(r"logprob (-?[\d.]+) nat", tip)[1])
+    assert records == pytest.approx(row["behaviour_logprobs"][0], abs=6e-4)
     assert f"policy version {row['policy_version_min']}" in tip
     page.focus("#group .card .text >> nth=0")
     page.keyboard.press("ArrowRight")
@@ -317,12 +317,12 @@ def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page:
 
 
 def test_text_that_looks_like_markup_is_shown_as_text(watched: Watched, tmp_path: Path) -> None:
-    told = []
-    for record in Teller(steps=1).whole():
+    records = []
+    for record in RecordBuilder(steps=1).whole():
         evil = lambda samples: tuple(replace(sample, completion=EVIL) for sample in samples)  # noqa: E731
-        told += rewritten(record, prompt=EVIL, reason=EVIL, samples=evil) if record.topic.endswith(".groups") else [record]
+        records += rewritten(record, prompt=EVIL, reason=EVIL, samples=evil) if record.topic.endswith(".groups") else [record]
     path = tmp_path / "evil.html"
-    write(build(log_with(told), RUN), path)
+    write(build(log_with(records), RUN), path)
     page = watched.open(path)
     page.evaluate("openGroup(0)")
     page.wait_for_selector("#group .card")
@@ -337,11 +337,11 @@ def test_text_that_looks_like_markup_is_shown_as_text(watched: Watched, tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(watched: Watched, tmp_path: Path) -> None:
-    teller = Teller(steps=3)
-    begun = [teller.record(), teller.opened(), teller.version(0)]
-    drawn = [record for record in teller.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
-    for name, told in {"first.html": begun[:1], "open.html": [*begun, *drawn]}.items():
-        write(build(log_with(told), RUN), tmp_path / name)
+    builder = RecordBuilder(steps=3)
+    begun = [builder.record(), builder.opened(), builder.version(0)]
+    drawn = [record for record in builder.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
+    for name, records in {"first.html": begun[:1], "open.html": [*begun, *drawn]}.items():
+        write(build(log_with(records), RUN), tmp_path / name)
     page = watched.open(tmp_path / "open.html")
     assert page.text_content("#status") == "running"
     page.evaluate("openGroup(0)")

@@ -8,8 +8,8 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.launch.create import create
 from tests.support import power_loss
-from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ def test_a_run_goes_on_after_a_power_loss_and_nothing_committed_is_missing(
     plain = complete(bootstrap, f"{run_id}-plain", config)
     run = f"{run_id}-power"
     roles = ("trainer", "rollout", "scorer", "feeder", "tracker")
-    with Crew(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
+    with WorkerSet(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
         create(config, log=watching.log, run_id=run, notify=lambda _: None)
         for role in roles:
             workers.start(role)

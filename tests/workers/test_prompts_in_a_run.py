@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.topics import groups, prompts
 from penstock.topics.groups import Group
-from tests.support.crew import audited, complete, config_of, records_of
+from tests.support.worker_set import audited, complete, config_of, records_of
 
 JUDGES = """def even(prompts, completions, **columns):
     return [float(int(prompt.split("+")[0]) % 2 == 0) * len(text) for prompt, text in zip(prompts, completions)]

@@ -11,7 +11,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.planning import recorded, what_if
 from penstock.pipeline.launch.planning.simulator import simulate
-from tests.support.crew import Crew, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 LONG_ENOUGH: dict[str, Any] = {
     "run": {"steps": 8},
@@ -91,5 +91,5 @@ def test_a_run_without_enough_steps_is_refused(run_id: str, tiny_model: Path, tm
     complete(log := MemoryLog(), run_id, config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"engine": "toy"}))
     with pytest.raises(ValueError, match=r"has 2 steps; .* needs at least 3"):
         recorded.read(log, run_id)
-    with Crew(log, "unknown") as crew, pytest.raises(ValueError, match="no run"):
-        recorded.read(crew.log, "unknown")
+    with WorkerSet(log, "unknown") as worker_set, pytest.raises(ValueError, match="no run"):
+        recorded.read(worker_set.log, "unknown")

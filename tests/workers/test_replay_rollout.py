@@ -51,8 +51,8 @@ def test_what_is_not_recorded_is_said_in_one_line(
     recorded: RecordedRun, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     assert main(["replay", "rollout", recorded.run, "--bootstrap", recorded.bootstrap, *words]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert line in told[-1]
+    messages = capsys.readouterr().err.splitlines()
+    assert line in messages[-1]
 
 
 def test_one_group_can_be_drawn_alone_with_other_settings(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.bare_clients import python_client
-from tests.support.crew import Crew
 from tests.support.recorded_run import RecordedRun
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
+from tests.support.worker_set import WorkerSet
 
 ALTERED_STEP = 5
 
@@ -52,12 +52,12 @@ def answered(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
 
 def test_the_recorded_plans_give_the_recorded_bits_without_any_worker(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(asked(recorded)) == 0
-    told, _ = answered(capsys)
-    assert (told["steps"], told["matching_steps"], told["first_difference"], told["digests_compared"]) == (8, 8, None, 8)
-    assert told["digest"] == recorded.report["weights"]["digest"]
-    assert (told["fingerprint"], told["whole"]) == ([], True)
-    assert told["times"]["replay_s"] > 0
-    assert told["times"]["recorded_busy_s"] > 0
+    messages, _ = answered(capsys)
+    assert (messages["steps"], messages["matching_steps"], messages["first_difference"], messages["digests_compared"]) == (8, 8, None, 8)
+    assert messages["digest"] == recorded.report["weights"]["digest"]
+    assert (messages["fingerprint"], messages["whole"]) == ([], True)
+    assert messages["times"]["replay_s"] > 0
+    assert messages["times"]["recorded_busy_s"] > 0
     tokens = recorded.report["trainer_tokens"]
     assert tokens["computed"] < tokens["real"] <= tokens["padded"], "the run shared its prompts, and so did the replay"
 
@@ -67,9 +67,9 @@ def test_it_begins_at_a_checkpoint_where_there_is_one_and_needs_no_weights_of_th
 ) -> None:
     (tmp_path / "config.json").write_bytes((Path(recorded.config.model.path) / "config.json").read_bytes())
     assert main(asked(recorded, "--from-step", "5", "--to-step", "6", "--model", str(tmp_path))) == 0
-    told, said = answered(capsys)
-    assert told["start"] == {"step": 5, "checkpoint": 4, "repeated": 1}
-    assert (told["steps"], told["matching_steps"]) == (2, 2)
+    messages, said = answered(capsys)
+    assert messages["start"] == {"step": 5, "checkpoint": 4, "repeated": 1}
+    assert (messages["steps"], messages["matching_steps"]) == (2, 2)
     assert "using version 0 of the log" in said
 
 
@@ -116,9 +116,9 @@ def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
 def test_one_altered_token_is_reported_with_step_group_sample_and_place(log: KafkaLog, recorded: RecordedRun) -> None:
     planned = read_ledger_history(log, recorded.run).steps[ALTERED_STEP].plan[2]
     other = copied(log, recorded.run, altered=planned.group)
-    told = replayed(other, recorded.run)
-    assert (told["steps"], told["matching_steps"]) == (ALTERED_STEP + 1, ALTERED_STEP)
-    first = told["first_difference"]
+    messages = replayed(other, recorded.run)
+    assert (messages["steps"], messages["matching_steps"]) == (ALTERED_STEP + 1, ALTERED_STEP)
+    first = messages["first_difference"]
     assert (first["step"], first["cause"]) == (ALTERED_STEP, "records")
     (group,) = first["groups"]
     assert (group["group"], group["partition"], group["offset"]) == (planned.group, planned.partition, planned.offset)
@@ -164,8 +164,8 @@ def test_a_token_altered_in_an_export_is_found_after_the_import(
 
 
 def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: KafkaLog, recorded: RecordedRun) -> None:
-    told = replayed(copied(log, recorded.run), recorded.run, to_step=2)
-    assert (told["steps"], told["matching_steps"], told["first_difference"]) == (3, 3, None)
+    messages = replayed(copied(log, recorded.run), recorded.run, to_step=2)
+    assert (messages["steps"], messages["matching_steps"], messages["first_difference"]) == (3, 3, None)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_a_what_if_is_a_child_run_in_mlflow_with_its_curves_beside_the_recorded_
     from mlflow import MlflowClient
 
     assert main(asked(recorded, "--set", "algorithm.loss=dr_grpo", "--export", str(tmp_path / "model"))) == 0
-    told, _ = answered(capsys)
-    assert (told["kind"], told["steps"], told["plans"]) == ("what-if", 8, "recorded")
-    assert told["changed"] == {"algorithm.loss": {"recorded": "grpo", "here": "dr_grpo"}}
-    assert told["digest"] != told["recorded_digest"] == recorded.report["weights"]["digest"]
+    messages, _ = answered(capsys)
+    assert (messages["kind"], messages["steps"], messages["plans"]) == ("what-if", 8, "recorded")
+    assert messages["changed"] == {"algorithm.loss": {"recorded": "grpo", "here": "dr_grpo"}}
+    assert messages["digest"] != messages["recorded_digest"] == recorded.report["weights"]["digest"]
     assert (tmp_path / "model" / "config.json").is_file()
     client = MlflowClient(tracking_uri=recorded.mlflow_uri)
-    child = client.get_run(told["mlflow_run_id"])
+    child = client.get_run(messages["mlflow_run_id"])
     parent = client.get_run(child.data.tags["mlflow.parentRunId"])
     assert parent.data.tags["penstock.run"] == recorded.run
     assert (child.info.status, child.info.experiment_id) == ("FINISHED", parent.info.experiment_id)
@@ -231,7 +231,7 @@ def test_a_what_if_is_a_child_run_in_mlflow_with_its_curves_beside_the_recorded_
     curves = {name: client.get_metric_history(child.info.run_id, name) for name in ("train/loss", "recorded/loss", "train/ess")}
     assert [point.step for point in curves["train/loss"]] == list(range(8))
     assert [point.value for point in curves["recorded/loss"]] == [entry.metrics["loss"] for entry in steps]
-    assert [point.value for point in curves["train/loss"]] == [row["what_if"]["loss"] for row in told["curves"]]
+    assert [point.value for point in curves["train/loss"]] == [row["what_if"]["loss"] for row in messages["curves"]]
     assert curves["train/ess"][0].value == pytest.approx(1.0, abs=1e-3)
     assert "train/kl_behaviour_k3" in child.data.metrics
 
@@ -261,11 +261,11 @@ def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys:
     changes = ("algorithm.filter_zero_variance=false", "schedule.order=arrival", "schedule.prompts_per_step=6")
     words = [word for change in changes for word in ("--set", change)]
     assert main(asked(recorded, *words, "--no-mlflow")) == 0
-    told, _ = answered(capsys)
+    messages, _ = answered(capsys)
     fates = recorded.report["groups"]
     scored = fates["trained"] + fates["filtered"] + fates.get("stale", 0)
-    assert scored // 6 <= told["steps"] <= (scored + fates["unused"]) // 6
-    assert (told["plans"], told["mlflow_run_id"]) == ("selected again from the scored groups", None)
+    assert scored // 6 <= messages["steps"] <= (scored + fates["unused"]) // 6
+    assert (messages["plans"], messages["mlflow_run_id"]) == ("selected again from the scored groups", None)
 
 
 def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,11 +292,11 @@ def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_fi
     wanted = {"result": result, "curves": nullcontext(), "export": None, "notify": lambda _: None}
     follower = threading.Thread(target=train, args=(recording, chosen, ReplayRequest(follow=True)), kwargs=wanted)
     follower.start()
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait(lambda: len(result.steps) == 3)
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait(lambda: len(result.steps) == 3)
         write_groups(log, run_id, found[6:], partitions=config.partitions)
-        crew.wait()
+        worker_set.wait()
     follower.join(60.0)
     recording.close()
     assert (len(result.steps), result.whole) == (6, True)

@@ -17,8 +17,8 @@ from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
 from penstock.topics.catalogue import TOPICS as TOPICS_OF_A_RUN
 from penstock.topics.wire.record import Outgoing
 from tests.support.counting_run import counting_run
-from tests.support.crew import config_of
 from tests.support.recording_log import RecordingLog
+from tests.support.worker_set import config_of
 
 LIMIT_S = 120.0
 EVAL = {"source": "tiny:successor", "size": 16, "limit": 4, "every": 1, "patience": 50}

@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.runtime.topic_reader import RunReader
-from tests.support.crew import audited, complete, config_of
+from tests.support.worker_set import audited, complete, config_of
 
 
 def test_a_run_that_draws_from_the_likeliest_tokens_trains_the_distribution_it_drew_from(run_id, tiny_model, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import as_text, audit
 from penstock.pipeline.launch.create import create
 from tests.support.bare_clients import c_client
-from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
@@ -41,21 +41,21 @@ def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
     )
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: longer ones are not taken, sockets lie there
     before = left_behind(temporary)
-    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             workers.start(role, environment={"TMPDIR": str(temporary)})
-        crew.wait(lambda: crew.report()["steps"] >= 3)
+        worker_set.wait(lambda: worker_set.report()["steps"] >= 3)
         family = psutil.Process(workers.running["rollout-0"].pid).children(recursive=True)
         assert bool(family) == engine_process
         workers.kill("rollout-0")
         _, alive = psutil.wait_procs(family, GONE_S)
         assert not alive, f"{[process.cmdline() for process in alive]} outlived their worker"
         workers.start("rollout", environment={"TMPDIR": str(temporary)})
-        crew.wait(lambda: crew.report()["status"] == "finished")
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
-        report = crew.report()
+        report = worker_set.report()
     found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert found.clean, as_text(found)
     assert report["groups"]["trained"] == 24

@@ -15,17 +15,17 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch import stall_watchdog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.stall_watchdog import Watchdog
-from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, config_of
 
 
 class Listener:
     """A launcher's eyes and ears without its hands."""
 
-    def __init__(self, crew: Crew, *, stall_s: float) -> None:
+    def __init__(self, worker_set: WorkerSet, *, stall_s: float) -> None:
         self.said: list[str] = []
-        self.view = LiveView(crew.log, crew.run, console=Console(file=io.StringIO()), plain=True)
-        self._dog = Watchdog(crew.log, stall_s, self.said.append)
+        self.view = LiveView(worker_set.log, worker_set.run, console=Console(file=io.StringIO()), plain=True)
+        self._dog = Watchdog(worker_set.log, stall_s, self.said.append)
 
     def hears(self, *words: str, limit_s: float = 300.0) -> None:
         """Listen until all of these are said in one message that comes from now on."""
@@ -69,28 +69,28 @@ def test_lost_ends_are_looked_for_once_a_run_stands_still_and_never_while_the_br
 
 def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"workers": 1})
-    with Crew(MemoryLog(), run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
-        listener = Listener(crew, stall_s=1.0)
+    with WorkerSet(MemoryLog(), run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        listener = Listener(worker_set, stall_s=1.0)
         listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
-        crew.start("trainer")
+        worker_set.start("trainer")
         listener.hears("stuck: rollout\n  no rollout worker")
-        crew.start("rollout")
+        worker_set.start("rollout")
         listener.hears("stuck: feeder\n  step 0 waits for the prompt of group 0; no feeder")
-        crew.start("feeder")
+        worker_set.start("feeder")
         listener.hears("stuck: scorer, group 0", "complete since", "no scorer")
-        crew.start("scorer")
+        worker_set.start("scorer")
         listener.hears("the run moves again")
-        crew.wait()
+        worker_set.wait()
     listener.view.close()
 
 
 @pytest.mark.slow
 def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, run_id, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 400}, rollout={"workers": 1})
-    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
-        listener = Listener(crew, stall_s=3.0)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        listener = Listener(worker_set, stall_s=3.0)
         listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
         workers.start("trainer")
         listener.hears("stuck: rollout\n  no rollout worker")

@@ -84,10 +84,10 @@ def test_an_optimizer_in_the_hosts_memory_takes_the_same_steps(opened: Open, own
 
 def test_options_reach_deepspeed_and_stand_in_the_fingerprint(opened: Open) -> None:
     plain = opened("deepspeed", zero_stage=2)
-    told = opened("deepspeed", zero_stage=2, deepspeed_config=BUCKET | {"bf16": {"enabled": "auto"}})
-    assert told.engine.zero_reduce_bucket_size() == 4096
-    assert told.fingerprint() == plain.fingerprint() | {"deepspeed_config": '{"zero_optimization": {"reduce_bucket_size": 4096}}'}
-    assert told.engine.gradient_clipping() == 1.0
+    messages = opened("deepspeed", zero_stage=2, deepspeed_config=BUCKET | {"bf16": {"enabled": "auto"}})
+    assert messages.engine.zero_reduce_bucket_size() == 4096
+    assert messages.fingerprint() == plain.fingerprint() | {"deepspeed_config": '{"zero_optimization": {"reduce_bucket_size": 4096}}'}
+    assert messages.engine.gradient_clipping() == 1.0
 
 
 @pytest.mark.parametrize(("options", "line"), [

@@ -34,9 +34,9 @@ def test_a_broker_without_disk_space_says_so_and_loses_nothing(tmp_path: Path) -
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["writer"].startswith("cannot write to a/0")
     assert not found["running"]
-    for told in (found["why"], found["start"]):
-        assert f"no space left in {found['home']}/broker: make room, then start again" in told
-        assert "\n" not in told
+    for messages in (found["why"], found["start"]):
+        assert f"no space left in {found['home']}/broker: make room, then start again" in messages
+        assert "\n" not in messages
     assert found["same_address"]
     assert found["acknowledged"] > 10
     assert found["missing"] == 0

@@ -54,13 +54,13 @@ def in_a_process(program: str, **environment: str) -> "subprocess.CompletedProce
 
 
 def test_every_replaced_function_of_the_installed_client_has_a_known_source() -> None:
-    told = in_a_process(
+    messages = in_a_process(
         "from penstock.infra.kafka.client_repairs import faults\n"
         "assert set(faults.SOURCES) == {name for names in faults.REPAIRS.values() for name in names}\n"
         "faults.apply(); print(*faults._applied, len(faults.REPAIRS))"
     )
-    assert told.returncode == 0, f"kafka-python has moved; faults.py says what to do:\n{told.stderr}"
-    chosen, *repairs, known = told.stdout.split()
+    assert messages.returncode == 0, f"kafka-python has moved; faults.py says what to do:\n{messages.stderr}"
+    chosen, *repairs, known = messages.stdout.split()
     assert (chosen, len(repairs)) == ("repaired", int(known))
 
 
@@ -74,22 +74,22 @@ MOVED = (
 
 
 def test_a_moved_function_is_named_and_nothing_starts() -> None:
-    told = in_a_process(MOVED + "faults.apply()")
-    last = told.stderr.splitlines()[-1]
+    messages = in_a_process(MOVED + "faults.apply()")
+    last = messages.stderr.splitlines()[-1]
     assert "Unrecoverable: kafka-python" in last
     assert "another ConsumerCoordinator.need_rejoin (source abc)" in last
     assert "install kafka-python==3.0.12, or set PENSTOCK_KAFKA_CLIENT=stock" in last
 
 
 def test_a_function_without_its_fault_is_left_as_it_is() -> None:
-    told = in_a_process(
+    messages = in_a_process(
         MOVED
         + "faults.FIXED['_running_join_is_remembered'] = ('abc',)\n"
         + "faults.apply(); print(ConsumerCoordinator.need_rejoin is other, *faults._applied)"
     )
-    assert told.stdout.startswith("True repaired "), told.stderr
-    assert "_running_join_is_remembered" not in told.stdout
-    assert "_finished_join_is_used" in told.stdout
+    assert messages.stdout.startswith("True repaired "), messages.stderr
+    assert "_running_join_is_remembered" not in messages.stdout
+    assert "_finished_join_is_used" in messages.stdout
 
 
 def test_the_client_runs_without_repairs_when_that_is_chosen() -> None:

@@ -186,7 +186,7 @@ for line in sys.stdin:
 """
 
 
-def told(process: "subprocess.Popen[str]", line: str | None = None) -> str:
+def lines_of(process: "subprocess.Popen[str]", line: str | None = None) -> str:
     """The next line that a process prints, after it was given one."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -202,11 +202,11 @@ def test_two_processes_with_the_same_pid_do_not_take_each_other_for_themselves(
 ) -> None:
     arguments = (_WRITES_UNTIL_FENCED, broker, f"{run_id}.writer", claimed)
     with contained([sys.executable, "-c", *arguments, "old"]) as old:
-        assert told(old) == "open 1"
-        assert told(old, "\n") == "written"
+        assert lines_of(old) == "open 1"
+        assert lines_of(old, "\n") == "written"
         with contained([sys.executable, "-c", *arguments, "new"]) as new:
-            assert told(new) == "open 1"
-            said = [(told(new, "\n"), told(old, "\n")) for _ in range(3)]
+            assert lines_of(new) == "open 1"
+            said = [(lines_of(new, "\n"), lines_of(old, "\n")) for _ in range(3)]
             new.kill()
         old.kill()
     assert said == [("written", "fenced")] * 3

@@ -43,7 +43,7 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 from tests.support.bare_clients import c_client
 from tests.support.paths import ROOT
 
@@ -57,14 +57,14 @@ def log(broker: str) -> Iterator[KafkaLog]:
     found.close()
 
 
-def tell(log: KafkaLog, run: str, told: list[Outgoing], *, seed: int = 0) -> None:
+def tell(log: KafkaLog, run: str, built: list[Outgoing], *, seed: int = 0) -> None:
     """Write records alone or in transactions, with aborted transactions and strangers' records between them."""
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     log.create_topics(topics_of(run, partitions=2))
     rng, producer, transactions = random.Random(seed), log.producer(), log.transactions(f"{run}.test")
     aborting = Producer({**c_client(log.bootstrap), "transactional.id": f"{run}.aborting"})
     aborting.init_transactions()
-    left = list(told)
+    left = list(built)
     while left:
         some = [left.pop(0) for _ in range(min(len(left), rng.randint(1, 12)))]
         if some[0].topic == RUNS_TOPIC or rng.random() < 0.5:
@@ -99,7 +99,7 @@ def deleted(log: KafkaLog, run: str) -> None:
 
 
 def test_an_archive_reads_as_the_run_and_an_import_gives_the_same_report(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=STEPS).whole()))
     before, report = everything(log, run_id), collect(log, run_id)
     done = written(log, run_id, tmp_path)
     assert done.rows == {kind: count for kind, count in done.rows.items() if count}
@@ -130,7 +130,7 @@ def test_an_archive_reads_only_the_row_groups_that_hold_an_offset(
 ) -> None:
     monkeypatch.setattr("penstock.pipeline.archive.files.ROW_GROUP_ROWS", 1)
     monkeypatch.setattr("penstock.infra.kafka.bulk.BLOCK_RECORDS", 1)
-    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=STEPS).whole()))
     written(log, run_id, tmp_path)
     archive, taken = find_archive(tmp_path), list[int]()
     whole = Archive.row_group
@@ -157,8 +157,8 @@ def test_an_export_follows_a_run_until_it_is_closed_and_ctrl_c_leaves_an_archive
 ) -> None:
     monkeypatch.setattr(exporting, "LEAST_PAUSE_S", 0.5)
     monkeypatch.setattr(exporting, "SETTLE_S", 0.1)
-    told = list(Teller(run_id, steps=STEPS).whole())
-    tell(log, run_id, told[: len(told) // 2])
+    built = list(RecordBuilder(run_id, steps=STEPS).whole())
+    tell(log, run_id, built[: len(built) // 2])
     rounds = follow(log, run_id, tmp_path)
     assert next(rounds).rows["ledger"]
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
@@ -167,17 +167,17 @@ def test_an_export_follows_a_run_until_it_is_closed_and_ctrl_c_leaves_an_archive
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
     rounds = follow(log, run_id, tmp_path)
     assert next(rounds).rows == {}
-    tell(log, run_id, told[len(told) // 2 :], seed=1)
+    tell(log, run_id, built[len(built) // 2 :], seed=1)
     assert sum(done.rows.get("ledger", 0) for done in rounds)
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
 
 
 def test_a_second_export_adds_what_is_new_and_a_third_nothing(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    told = list(Teller(run_id, steps=STEPS).whole())
-    tell(log, run_id, told[: len(told) // 2])
+    built = list(RecordBuilder(run_id, steps=STEPS).whole())
+    tell(log, run_id, built[: len(built) // 2])
     written(log, run_id, tmp_path)
     first = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    tell(log, run_id, told[len(told) // 2 :], seed=1)
+    tell(log, run_id, built[len(built) // 2 :], seed=1)
     written(log, run_id, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in first} == first
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
@@ -186,7 +186,7 @@ def test_a_second_export_adds_what_is_new_and_a_third_nothing(log: KafkaLog, run
 
 
 def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     with pytest.raises(ConfigError, match="there is no topic 'rolouts'"):
         written(log, run_id, tmp_path, topics=["rolouts"])
     assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "run", "rollouts"}
@@ -199,7 +199,7 @@ def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, ru
 def test_an_interrupted_export_leaves_whole_files_only_and_the_next_one_completes_it(
     log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     read, kinds = exporting.read_tables, list[str]()
 
     def interrupted(reader: Any, kind: Kind, partition: int, **between: Any) -> Iterator[tuple[pa.Table, int]]:
@@ -246,7 +246,7 @@ export(KafkaLog(bootstrap), run, Path(directory))
 
 @pytest.mark.slow
 def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     for when in (0, 3):
         command = [sys.executable, "-c", KILLED, log.bootstrap, run_id, str(tmp_path), str(when)]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=180, check=False)
@@ -262,10 +262,10 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(l
 
 
 def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    tell(log, run_id, [Teller(run_id, steps=1).record()])
+    tell(log, run_id, [RecordBuilder(run_id, steps=1).record()])
     written(log, run_id, tmp_path)
     deleted(log, run_id)
-    tell(log, run_id, [Teller(run_id, steps=1, created_s=1_690_000_000.0).record()])
+    tell(log, run_id, [RecordBuilder(run_id, steps=1, created_s=1_690_000_000.0).record()])
     with pytest.raises(ValueError, match="created at another time; export into another directory"):
         written(log, run_id, tmp_path)
 
@@ -273,7 +273,7 @@ def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run
 def test_what_an_import_that_was_killed_has_left_is_named_and_can_be_deleted(
     log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     before, other = everything(log, run_id), f"{run_id}-b"
     written(log, run_id, tmp_path)
     with monkeypatch.context() as patched:
@@ -297,7 +297,7 @@ def remove_below(log: KafkaLog, topic: str, partition: int, offset: int) -> None
 def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(
     log: KafkaLog, broker: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=STEPS).whole()))
     topic = f"{run_id}.rollouts"
     offsets = [record.offset for record in scan(log, topic) if record.partition == 0]
     written(log, run_id, tmp_path)
@@ -329,11 +329,11 @@ def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(
 def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
     victim, other = f"{run_id}-victim", f"{run_id}-b"
     for run in (victim, run_id):
-        tell(log, run, list(Teller(run, steps=1).whole()))
+        tell(log, run, list(RecordBuilder(run, steps=1).whole()))
     written(log, run_id, tmp_path)
     (path,) = find_archive(tmp_path).files(KINDS["runs"], 0)
     table = pq.read_table(path)
-    record = replace(runs.decode(Teller(victim, steps=1).record().value), status="failed", updated_ns=2**62)
+    record = replace(runs.decode(RecordBuilder(victim, steps=1).record().value), status="failed", updated_ns=2**62)
     value = runs.encode(record)
     crafted = table.slice(0, 1).to_pylist()[0] | {
         "offset": table["offset"][0].as_py() - 1,
@@ -352,7 +352,7 @@ def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: Kaf
 def test_an_import_that_is_refused_after_its_first_records_registers_nothing_and_says_what_removes_them(
     log: KafkaLog, run_id: str, tmp_path: Path
 ) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     written(log, run_id, tmp_path)
     path = find_archive(tmp_path).files(KINDS["groups"], 0)[0]
     pq.write_table(pq.read_table(path).drop_columns(["partition"]), path)
@@ -375,15 +375,15 @@ def test_an_archive_that_claims_any_number_of_partitions_is_refused_in_one_line(
 
 
 def test_what_was_deleted_between_two_exports_is_known_to_the_audit_of_the_archive(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    told = list(Teller(run_id, steps=STEPS).whole())
-    tell(log, run_id, told[: len(told) // 2])
+    built = list(RecordBuilder(run_id, steps=STEPS).whole())
+    tell(log, run_id, built[: len(built) // 2])
     written(log, run_id, tmp_path)
     archive, topic = find_archive(tmp_path), f"{run_id}.rollouts"
     source = ArchivedSource(ArchivedLog(archive))
     assert source.start_offset("rollouts", 0) == 0
     exported = archive.next_offset(KINDS["rollouts"], 0)
     assert exported
-    tell(log, run_id, told[len(told) // 2 :], seed=1)
+    tell(log, run_id, built[len(built) // 2 :], seed=1)
     later = [record.offset for record in scan(log, topic) if record.partition == 0 and record.offset >= exported]
     remove_below(log, topic, 0, later[2])
     assert written(log, run_id, tmp_path).gone == [
@@ -398,14 +398,14 @@ def test_what_was_deleted_between_two_exports_is_known_to_the_audit_of_the_archi
 def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
     log: KafkaLog, broker: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    teller = Teller(run_id, steps=1, created_s=time.time())
-    tell(log, run_id, [teller.record("running"), teller.opened(), teller.measured_by("trainer")])
+    builder = RecordBuilder(run_id, steps=1, created_s=time.time())
+    tell(log, run_id, [builder.record("running"), builder.opened(), builder.measured_by("trainer")])
     done, producer = threading.Event(), log.producer()
 
     def report() -> None:
         while not done.wait(0.1):
-            teller.now_s -= 86_400  # nobody's clock is believed
-            producer.send(teller.measured_by("trainer"))
+            builder.now_s -= 86_400  # nobody's clock is believed
+            producer.send(builder.measured_by("trainer"))
 
     reports = threading.Thread(target=report)
     reports.start()
@@ -414,8 +414,8 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
     done.set()
     reports.join()
     producer.close()
-    told = teller.measured_by("trainer", "final")
-    tell(log, run_id, [told])
+    built = builder.measured_by("trainer", "final")
+    tell(log, run_id, [built])
     found = plan_deletion(log, run_id)
     assert found.offsets[f"{run_id}.metrics"] > 1
     folder = run_directory(run_id)
@@ -433,9 +433,9 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
 
 @pytest.mark.slow
 def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    told = list(Teller(run_id, steps=STEPS).whole())
-    again = next(record for record in told if record.topic.endswith(".rollouts"))
-    tell(log, run_id, [*told, again, replace(again, headers=(("run", b"other"),), value=b"?")])
+    built = list(RecordBuilder(run_id, steps=STEPS).whole())
+    again = next(record for record in built if record.topic.endswith(".rollouts"))
+    tell(log, run_id, [*built, again, replace(again, headers=(("run", b"other"),), value=b"?")])
     written(log, run_id, tmp_path)
     report = collect(log, run_id)
     live = LiveTables(log, run_id)
@@ -482,7 +482,7 @@ def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: s
 def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
     log: KafkaLog, broker: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    tell(log, run_id, list(RecordBuilder(run_id, steps=STEPS).whole()))
     assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--topics", "ledger,groups"]) == 0
     assert f"{tmp_path / run_id}: 1 runs, " in capsys.readouterr().out
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 1

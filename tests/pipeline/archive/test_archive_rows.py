@@ -18,7 +18,7 @@ from penstock.topics import dead_letters, groups, ledger, rollouts, weights
 from penstock.topics.rollouts import Rollout
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Record
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 
 def drawn(number: int, rng: np.random.Generator) -> Rollout:
@@ -114,10 +114,10 @@ def letter_about(record: Record) -> Record:
 def all_records() -> dict[str, list[Record]]:
     """Sound records of every table, and of each topic some that nobody can use or that others wrote."""
     rng = np.random.default_rng(0)
-    told = [*as_records(list(Teller(steps=2).whole())), *weight_records()]
-    told.append(letter_about(flipped(told[5], rng)))
+    built = [*as_records(list(RecordBuilder(steps=2).whole())), *weight_records()]
+    built.append(letter_about(flipped(built[5], rng)))
     found: dict[str, list[Record]] = {}
-    for record in told:
+    for record in built:
         name = kind_of(record.topic.removeprefix(f"{RUN}."), record.partition).name
         found.setdefault(name, []).append(record)
     for records in found.values():

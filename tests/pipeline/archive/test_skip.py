@@ -16,7 +16,7 @@ from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.source import Unreadable
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 from tests.support.bare_clients import c_client
 from tests.support.log_helpers import WAIT_S, outgoing, write
 
@@ -32,7 +32,7 @@ def damaged(broker: str, run_id: str, penstock_home: Path) -> Iterator[KafkaLog]
     log = KafkaLog(broker)
     log.create_topics({**topics_of(run_id, partitions=1), RUNS_TOPIC: RUNS_SPEC})
     producer = log.producer(linger_ms=200.0)
-    producer.send(Teller(run_id).record())
+    producer.send(RecordBuilder(run_id).record())
     for batch in range(BATCHES):
         for record in [producer.send(outgoing(f"{run_id}.rollouts", b"%d.%d" % (batch, number))) for number in range(EACH)]:
             record.offset(WAIT_S)

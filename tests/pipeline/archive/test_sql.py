@@ -8,7 +8,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.sql import ask, question
 from penstock.topics import groups
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import log_with
 
 STEPS, GROUPS = 3, 8
@@ -18,7 +18,7 @@ class InMemory:
     """A run in memory; of the tables of `raw` it only says which were wanted."""
 
     def __init__(self) -> None:
-        self.log: MemoryLog = log_with(list(Teller(steps=STEPS).whole()))
+        self.log: MemoryLog = log_with(list(RecordBuilder(steps=STEPS).whole()))
         self.run, self.wanted = RUN, list[str]()
 
     def rows(self, name: str) -> Any:

@@ -351,10 +351,10 @@ def test_a_password_on_the_command_line_or_in_the_configuration_is_refused_unsai
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([config(tmp_path) if word == "CONFIG" else word for word in words]) == USAGE
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert ("PENSTOCK_SECURITY" in told) or ("MLFLOW_TRACKING_PASSWORD" in told)
-    assert "hush" not in told
+    records = capsys.readouterr().err
+    assert records.count("\n") == 1
+    assert ("PENSTOCK_SECURITY" in records) or ("MLFLOW_TRACKING_PASSWORD" in records)
+    assert "hush" not in records
 
 
 def test_the_version_is_that_of_the_wheel() -> None:

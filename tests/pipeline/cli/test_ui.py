@@ -17,7 +17,7 @@ from penstock.pipeline.cli.ui import pages
 from penstock.pipeline.cli.ui.markup import Curve, chart
 from penstock.pipeline.cli.ui.server import Server
 from penstock.pipeline.inspect.run_view import RunView
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 from tests.support.page_records import EVIL, log_with
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
@@ -27,7 +27,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A server over a log in memory with one run."""
-    found = Server(log_with(list(Teller(steps=4).whole())), port=0, token="secret")
+    found = Server(log_with(list(RecordBuilder(steps=4).whole())), port=0, token="secret")
     thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield found
@@ -178,9 +178,9 @@ def test_in_a_browser_the_list_leads_to_a_run_without_complaint_or_sideways_scro
 
 @pytest.mark.parametrize(("status", "said"), [("finished", "ended"), ("stopped", "killed"), ("failed", "killed")])
 def test_a_run_that_ended_well_shows_no_killed_worker(status: str, said: str) -> None:
-    teller, view = Teller(steps=1), RunView(run=RUN)
-    told = [teller.record(status), teller.measured_by("scorer-0"), teller.measured_by("feeder", "final")]
-    for record in as_records(told):
+    builder, view = RecordBuilder(steps=1), RunView(run=RUN)
+    records = [builder.record(status), builder.measured_by("scorer-0"), builder.measured_by("feeder", "final")]
+    for record in as_records(records):
         view.fold(record)
     view.record = replace(view.record, updated_ns=2**62)  # type: ignore[type-var]
     assert dict(pages._workers(view)) == {"feeder": "ended", "scorer-0": said}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.topics import groups
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 from tests.support.paths import EXAMPLES
 
 
@@ -33,7 +33,7 @@ def test_the_example_loss_trains_and_is_summarised_like_the_built_in_one(model: 
     from penstock.pipeline.runtime.factories import make_backend
 
     config = load(EXAMPLES / "own.toml", [f'model.path="{model}"', "trainer.device=cpu", *overrides])
-    group = groups.decode(Teller().group([1.0, 0.0], version=0)[-1].value)
+    group = groups.decode(RecordBuilder().group([1.0, 0.0], version=0)[-1].value)
     found = {}
     for name in (config.algorithm.loss, "grpo"):
         chosen = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"loss": name})})
@@ -57,7 +57,7 @@ def test_the_example_loss_halves_what_mistakes_weigh_in_a_step(model: Path) -> N
     from penstock.pipeline.runtime.factories import make_backend
 
     config = load(EXAMPLES / "own.toml", [f'model.path="{model}"', "trainer.device=cpu", "algorithm.advantage=dr_grpo"])
-    group = groups.decode(Teller().group([1.0, 0.0], version=0)[-1].value)
+    group = groups.decode(RecordBuilder().group([1.0, 0.0], version=0)[-1].value)
     backend = make_backend(config, steps=1)
     try:
         step = Step(backend, Objective.of(config), number=0)

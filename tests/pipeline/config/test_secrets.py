@@ -14,7 +14,7 @@ from penstock.pipeline.config.security import refuse_secrets
 from penstock.topics import ledger, runs
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.topics.wire.secrets import without_passwords
-from tests.support.a_run import CONFIG, RUN, Teller
+from tests.support.a_run import CONFIG, RUN, RecordBuilder
 
 SECURITY = {"sasl_plain_password": "hush", "security_protocol": "SASL_SSL"}
 OLD = {**CONFIG, "kafka": {"bootstrap": "h:1", "security": SECURITY}, "mlflow": {"tracking_uri": "https://me:hush@host/x"}}
@@ -33,9 +33,9 @@ def as_read(outgoing: Outgoing) -> Record:
 
 
 def test_a_record_of_a_run_and_its_first_entry_are_read_without_passwords() -> None:
-    teller = Teller(config=OLD)
-    _, state = runs.read(as_read(teller.record()), run=RUN)
-    _, opened = ledger.read(as_read(teller.opened()), run=RUN)
+    builder = RecordBuilder(config=OLD)
+    _, state = runs.read(as_read(builder.record()), run=RUN)
+    _, opened = ledger.read(as_read(builder.opened()), run=RUN)
     assert opened.details is not None
     for text in (state.config, opened.details):
         assert "hush" not in text
@@ -45,8 +45,8 @@ def test_a_record_of_a_run_and_its_first_entry_are_read_without_passwords() -> N
 
 @pytest.mark.parametrize("name", ["runs", "ledger"])
 def test_an_archive_of_such_records_holds_no_password(name: str) -> None:
-    teller = Teller(config=OLD)
-    record = as_read(teller.record() if name == "runs" else teller.opened())
+    builder = RecordBuilder(config=OLD)
+    record = as_read(builder.record() if name == "runs" else builder.opened())
     table = to_table(KINDS[name], [record], run=RUN)
     assert "hush" not in str(table.to_pylist())
     (restored,) = to_records(KINDS[name], table, run=RUN)

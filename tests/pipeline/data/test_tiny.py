@@ -129,14 +129,14 @@ def test_equal_seeds_make_equal_weights_and_others_other_ones(model_dir: Path, t
 def test_making_it_tells_its_progress_and_learns_something(tmp_path: Path) -> None:
     from penstock.pipeline.data.tiny.model import make_tiny_model
 
-    told: list[tuple[int, int, float]] = []
+    messages: list[tuple[int, int, float]] = []
 
     def progress(*facts: Any) -> None:
-        told.append(facts)
+        messages.append(facts)
 
     make_tiny_model(tmp_path / "model", steps=30, progress=progress)
-    assert [(step, steps) for step, steps, _ in told] == [(step, 30) for step in range(1, 31)]
-    assert told[-1][2] < 0.6 * told[0][2]
+    assert [(step, steps) for step, steps, _ in messages] == [(step, 30) for step in range(1, 31)]
+    assert messages[-1][2] < 0.6 * messages[0][2]
 
 
 def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:

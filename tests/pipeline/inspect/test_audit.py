@@ -34,7 +34,7 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.tracker.metrics_file import MetricsFile
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 from tests.support.bare_clients import c_client
 from tests.support.listed_records import Listed
 from tests.support.paths import ROOT
@@ -124,7 +124,7 @@ def test_what_a_transaction_has_not_committed_is_not_read_and_holds_nobody_up(br
 def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: str) -> None:
     log = KafkaLog(broker, client_id="test")
     producer = log.producer()
-    for outgoing in Teller(run, steps=3).whole():
+    for outgoing in RecordBuilder(run, steps=3).whole():
         producer.send(outgoing)
     producer.flush(30.0)
     tail = log.tail({(f"{run}.{topic}", 0): "earliest" for topic in ("prompts", "rollouts", "groups", "ledger", "metrics")})
@@ -139,9 +139,9 @@ def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: 
 
 
 def test_what_was_deleted_on_a_broker_is_no_loss_and_what_lies_behind_it_is_judged(broker: str, run: str) -> None:
-    log, teller = KafkaLog(broker, client_id="test"), Teller(run, config=a_teller().config)
+    log, builder = KafkaLog(broker, client_id="test"), RecordBuilder(run, config=a_teller().config)
     producer, lost = log.producer(), 4
-    for outgoing in [teller.made(), teller.opened(), *(told for _ in range(6) for told in teller.group([0.0, 1.0] * 2, version=0))]:
+    for outgoing in [builder.made(), builder.opened(), *(built for _ in range(6) for built in builder.group([0.0, 1.0] * 2, version=0))]:
         if not (outgoing.topic.endswith(".prompts") and outgoing.key == b"%d" % lost):
             producer.send(outgoing)
     producer.flush(30.0)
@@ -216,13 +216,13 @@ def manifest_record(manifest: Manifest) -> Record:
 
 def a_story(*more: Record) -> list[Record]:
     """A run that was opened, and more."""
-    teller = a_teller()
-    return [*as_records([teller.record(), teller.opened(), teller.version(0)]), *more]
+    builder = a_teller()
+    return [*as_records([builder.record(), builder.opened(), builder.version(0)]), *more]
 
 
-def a_teller() -> Teller:
+def a_teller() -> RecordBuilder:
     """One that says all of the schedule."""
-    return Teller(steps=2, config={"schedule": {**Teller().config["schedule"], "max_lag": None, "order": "submission"}})
+    return RecordBuilder(steps=2, config={"schedule": {**RecordBuilder().config["schedule"], "max_lag": None, "order": "submission"}})
 
 
 @settings(max_examples=60, deadline=None)
@@ -294,12 +294,12 @@ def test_the_oldest_trained_version_is_stated_anew(spans: list[tuple[int, list[b
 
 def test_the_audit_finds_what_was_trained_too_old_although_its_headers_call_it_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "version_min", lambda rollouts: 1 if rollouts else None)
-    teller = a_teller()
-    told = [teller.record(), teller.opened(), teller.version(0)]
+    builder = a_teller()
+    built = [builder.record(), builder.opened(), builder.version(0)]
     for step in range(2):
-        told += [*teller.group([0.0, 1.0, 0.0, 1.0], version=0), *teller.group([0.0, 1.0, 0.0, 1.0], version=0)]
-        told += [teller.step(step, [2 * step, 2 * step + 1], begun_s=teller.now_s), teller.version(step + 1)]
-    records = as_records(told)
+        built += [*builder.group([0.0, 1.0, 0.0, 1.0], version=0), *builder.group([0.0, 1.0, 0.0, 1.0], version=0)]
+        built += [builder.step(step, [2 * step, 2 * step + 1], begun_s=builder.now_s), builder.version(step + 1)]
+    records = as_records(built)
     assert {groups.check(record, run=RUN).policy_version_min for record in records if record.topic.endswith(".groups")} == {1}
     found = {result.check.name: result.violations for result in audit(Listed(RUN, records)).results}
     assert [(one.group, one.version) for one in found["lag"]] == [(2, 0), (3, 0)]
@@ -364,12 +364,12 @@ def test_a_group_of_eight_samples_leaves_less_than_a_kilobyte() -> None:
 
 def kept(*, groups: int, tokens: int = 4) -> int:
     """Bytes that are left allocated when a run of groups of eight samples was audited."""
-    teller = Teller(steps=2, config={"schedule": {**a_teller().config["schedule"], "samples_per_prompt": 8}})
-    told = [teller.record(), teller.opened()]
+    builder = RecordBuilder(steps=2, config={"schedule": {**a_teller().config["schedule"], "samples_per_prompt": 8}})
+    built = [builder.record(), builder.opened()]
     for _ in range(groups):
-        prompt, *samples, outcome = teller.group([1.0, 0.0] * 4, version=0, tokens=tokens)
-        told += [prompt, in_one(samples), outcome]
-    source = Listed(RUN, as_records(told))
+        prompt, *samples, outcome = builder.group([1.0, 0.0] * 4, version=0, tokens=tokens)
+        built += [prompt, in_one(samples), outcome]
+    source = Listed(RUN, as_records(built))
     gc.collect()
     tracemalloc.start()
     found = audit(source).facts

@@ -27,26 +27,26 @@ from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Planned
 from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import CONFIG, RUN, Teller
+from tests.support.a_run import CONFIG, RUN, RecordBuilder
 
 
 def quiet(_: str) -> None:
     """Nothing is said."""
 
 
-def written(told: list[Outgoing]) -> MemoryLog:
+def written(built: list[Outgoing]) -> MemoryLog:
     """A log with these records."""
     log = MemoryLog()
     log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(RUN, partitions=1)})
     producer = log.producer()
-    for outgoing in told:
+    for outgoing in built:
         producer.send(outgoing)
     return log
 
 
-def explained(told: list[Outgoing], group: int) -> dict[str, Any]:
+def explained(built: list[Outgoing], group: int) -> dict[str, Any]:
     """The life of a group, having gone through JSON; its page can be made."""
-    found = json.loads(json.dumps(as_json.explain(written(told), RUN, group, notify=quiet)))
+    found = json.loads(json.dumps(as_json.explain(written(built), RUN, group, notify=quiet)))
     assert text.as_page(found)
     return dict(found)
 
@@ -61,30 +61,30 @@ def planned(log: MemoryLog, members: list[int]) -> tuple[Planned, ...]:
 
 
 def test_a_stale_group_says_against_which_version_and_which_entry_says_so() -> None:
-    teller = Teller(config={"schedule": {**CONFIG["schedule"], "mode": "one_step_off"}})
-    told = [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0], version=0)]
-    told += [teller.version(1), teller.version(2), teller.entry("stale", step=2, version=2, groups=(0,))]
-    found = explained(told, 0)
+    builder = RecordBuilder(config={"schedule": {**CONFIG["schedule"], "mode": "one_step_off"}})
+    built = [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0], version=0)]
+    built += [builder.version(1), builder.version(2), builder.entry("stale", step=2, version=2, groups=(0,))]
+    found = explained(built, 0)
     assert found["fate"] == "stale"
     assert found["stale"] == {
-        "entry": 4, "at_s": teller.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1,
+        "entry": 4, "at_s": builder.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1,
     }  # fmt: skip
     assert found["why"] == "its oldest trained token is of version 0, the learner was at version 2: 2 behind, max_lag is 1 (ledger entry 4)"
     assert "stale at" in text.as_page(found)
 
 
 def test_an_abandoned_group_says_why_and_shows_what_was_drawn() -> None:
-    teller = Teller()
-    told = [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0], version=0, outcome="abandoned")]
-    found = explained(told, 0)
+    builder = RecordBuilder()
+    built = [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0], version=0, outcome="abandoned")]
+    found = explained(built, 0)
     assert (found["fate"], found["why"]) == ("abandoned", "because")
     assert [one["sample"] for one in found["samples"]] == [0, 1]
 
 
 def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
-    teller = Teller()
-    prompt, first, second, outcome = teller.group([0.0, 1.0], version=0)
-    start = [teller.record(), teller.opened(), teller.version(0)]
+    builder = RecordBuilder()
+    prompt, first, second, outcome = builder.group([0.0, 1.0], version=0)
+    start = [builder.record(), builder.opened(), builder.version(0)]
     waited = [explained([*start, *more], 0)["why"] for more in ([prompt], [prompt, first], [prompt, first, second])]
     assert waited == [
         "waits for a rollout worker: none of its samples is there",
@@ -94,7 +94,7 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
     assert explained([*start, prompt, first, second, outcome], 0)["why"].startswith(
         "waits for the trainer, which takes the lowest numbers first"
     )
-    later = Teller()
+    later = RecordBuilder()
     held = later.group([0.0, 1.0], version=3)[0]
     assert (
         "it may be generated under version 3 or newer, the newest is 0"
@@ -103,13 +103,13 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
 
 
 def test_a_group_that_the_run_did_not_need_is_unused() -> None:
-    found = explained(list(Teller(steps=3).whole()), 7)
+    found = explained(list(RecordBuilder(steps=3).whole()), 7)
     assert found["fate"] == "unused"
     assert found["why"].startswith("the run ended first; it waited for the trainer")
 
 
 def test_a_plan_that_cannot_be_read_leaves_the_rest_of_the_story() -> None:
-    found = explained(list(Teller(steps=3).whole()), 1)
+    found = explained(list(RecordBuilder(steps=3).whole()), 1)
     assert found["fate"] == "trained"
     assert found["step"]["plan"] == [1, 2]
     assert found["step"]["denominator"] is None
@@ -118,11 +118,17 @@ def test_a_plan_that_cannot_be_read_leaves_the_rest_of_the_story() -> None:
 
 
 def test_a_plan_is_read_from_where_the_ledger_says() -> None:
-    teller = Teller()
-    told = [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0], version=0), *teller.group([0.0, 0.5], version=0)]
-    plan = planned(written(told), [1, 0])
-    step = teller.entry("step", step=0, version=0, plan=plan, boundaries=(2, 4), metrics={"grad_norm": 4.0})
-    found = explained([*told, step, teller.version(1)], 0)
+    builder = RecordBuilder()
+    built = [
+        builder.record(),
+        builder.opened(),
+        builder.version(0),
+        *builder.group([0.0, 1.0], version=0),
+        *builder.group([0.0, 0.5], version=0),
+    ]
+    plan = planned(written(built), [1, 0])
+    step = builder.entry("step", step=0, version=0, plan=plan, boundaries=(2, 4), metrics={"grad_norm": 4.0})
+    found = explained([*built, step, builder.version(1)], 0)
     assert found["why"] == "step 0, position 2 of 2 in its plan, under learner version 0"
     assert [one["micro_batch"] for one in found["samples"]] == [1, 1]
     advantages = [one["advantage"] for one in found["samples"]]
@@ -135,7 +141,7 @@ def test_a_plan_is_read_from_where_the_ledger_says() -> None:
 
 
 def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
-    found = explained(list(Teller(steps=3).whole()), 1)
+    found = explained(list(RecordBuilder(steps=3).whole()), 1)
     found["step"] |= {"plan": list(range(1, 1001)), "boundaries": [4000]}
     line = next(line for line in text.as_page(found).splitlines() if "position 1 of 1000" in line)
     assert "(groups 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, … 1000 in all)" in line
@@ -143,9 +149,9 @@ def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
 
 
 def test_records_that_repeat_others_are_shown_and_do_not_count() -> None:
-    teller = Teller()
-    told = teller.group([0.0, 1.0], version=0)
-    found = explained([teller.record(), teller.opened(), *told, told[1], told[-1]], 0)
+    builder = RecordBuilder()
+    built = builder.group([0.0, 1.0], version=0)
+    found = explained([builder.record(), builder.opened(), *built, built[1], built[-1]], 0)
     assert [(one["is"], one["counts"]) for one in found["records"]] == [
         ("prompt", True), ("sample 0", True), ("sample 1", True), ("sample 0", False), ("outcome scored", True), ("outcome scored", False),
     ]  # fmt: skip
@@ -153,31 +159,31 @@ def test_records_that_repeat_others_are_shown_and_do_not_count() -> None:
 
 
 def test_samples_beyond_the_first_k_are_surplus() -> None:
-    teller = Teller()
-    told = teller.group([0.0, 1.0, 0.5], version=0)
-    whole = groups.decode(told[-1].value)
+    builder = RecordBuilder()
+    built = builder.group([0.0, 1.0, 0.5], version=0)
+    whole = groups.decode(built[-1].value)
     kept = replace(whole, samples_per_prompt=2, samples=(whole.samples[0], whole.samples[2]))
     ((headers, value),) = groups.encode_parts(kept, run=RUN, worker="scorer-0")
     outcome = Outgoing(topic=f"{RUN}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
-    found = explained([teller.record(), teller.opened(), *told[:-1], outcome], 0)
+    found = explained([builder.record(), builder.opened(), *built[:-1], outcome], 0)
     assert [(one["sample"], one["counts"]) for one in found["samples"]] == [(0, True), (1, False), (2, True)]
 
 
 def test_tokens_of_several_versions_are_shown_as_spans() -> None:
-    teller = Teller()
-    prompt, first, *_ = teller.group([0.0, 1.0], version=0)
+    builder = RecordBuilder()
+    prompt, first, *_ = builder.group([0.0, 1.0], version=0)
     drawn = replace(rollouts.decode(first.value), span_versions=np.array([1, 2], np.int32), span_starts=np.array([0, 2], np.int32))
     value = rollouts.encode(drawn)
     headers = rollouts.headers(drawn, run=RUN).encode(value)
     sample = Outgoing(topic=f"{RUN}.rollouts", partition=0, key=b"0", headers=headers, value=value)
-    found = explained([teller.record(), teller.opened(), prompt, sample], 0)
+    found = explained([builder.record(), builder.opened(), prompt, sample], 0)
     assert found["samples"][0]["versions"] == [{"version": 1, "from": 0, "to": 2}, {"version": 2, "from": 2, "to": 3}]
     assert "1[0:2] 2[2:3]" in text.as_page(found)
 
 
-def refused(teller: Teller, record: Record, *, kind: str, reason: str) -> Outgoing:
+def refused(builder: RecordBuilder, record: Record, *, kind: str, reason: str) -> Outgoing:
     """The dead letter about a record."""
-    letter = dead_letters.from_record(record, kind=kind, reason=reason, worker="scorer-0", time_ns=int(teller.now_s * 1e9))
+    letter = dead_letters.from_record(record, kind=kind, reason=reason, worker="scorer-0", time_ns=int(builder.now_s * 1e9))
     value = dead_letters.encode(letter)
     headers = dead_letters.headers(letter, run=RUN).encode(value)
     return Outgoing(topic=f"{RUN}.dead-letters", partition=0, key=b"x", headers=headers, value=value)
@@ -198,12 +204,12 @@ def letter_of(log: MemoryLog) -> dict[str, Any]:
 
 
 def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -> None:
-    teller = Teller()
-    told = teller.group([0.0, 0.0], version=0, outcome="filtered")
-    torn = as_record(told[1], 2, value=told[1].value[:100])
+    builder = RecordBuilder()
+    built = builder.group([0.0, 0.0], version=0, outcome="filtered")
+    torn = as_record(built[1], 2, value=built[1].value[:100])
     again = Outgoing(topic=torn.topic, partition=0, key=torn.key, headers=torn.headers, value=torn.value)
-    letter = refused(teller, torn, kind="checksum", reason="the headers say one thing, the payload another")
-    log = written([teller.record(), teller.opened(), *told, again, letter])
+    letter = refused(builder, torn, kind="checksum", reason="the headers say one thing, the payload another")
+    log = written([builder.record(), builder.opened(), *built, again, letter])
     found = letter_of(log)
     assert found["payload"]["kind"] == "checksum"
     assert found["refused"]["topic"] == f"{RUN}.rollouts"
@@ -216,43 +222,43 @@ def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -
 
 
 def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -> None:
-    teller = Teller()
-    told = teller.group([0.0, 1.0], version=0)
-    orphan = as_record(told[1], 9, headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
-    log = written([teller.record(), teller.opened(), *told, refused(teller, orphan, kind="orphan", reason="no prompt")])
+    builder = RecordBuilder()
+    built = builder.group([0.0, 1.0], version=0)
+    orphan = as_record(built[1], 9, headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
+    log = written([builder.record(), builder.opened(), *built, refused(builder, orphan, kind="orphan", reason="no prompt")])
     assert letter_of(log)["claims_group"] == 77
     with pytest.raises(ConfigError, match=f"group 77 was never admitted: the highest group of run {RUN} is 0"):
         as_json.explain(log, RUN, 77, notify=quiet)
 
 
 def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    teller = Teller()
-    told = teller.group([0.0, 1.0], version=0)
-    letter = refused(teller, as_record(told[1], 0), kind="killer", reason="three processes died")
+    builder = RecordBuilder()
+    built = builder.group([0.0, 1.0], version=0)
+    letter = refused(builder, as_record(built[1], 0), kind="killer", reason="three processes died")
     decoded: list[int] = []
     original = rollouts.decode_all
     monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(len(value)) or original(value))
-    found = explained([teller.record(), teller.opened(), *told[:-1], letter], 0)
+    found = explained([builder.record(), builder.opened(), *built[:-1], letter], 0)
     assert len(decoded) == 1  # of two samples
     assert [one["sample"] for one in found["samples"]] == [1]
     assert found["why"] == "waits for samples: 1 of 2 are there"
-    assert letter_of(written([teller.record(), teller.opened(), *told[:-1], letter]))["refused"] is None
+    assert letter_of(written([builder.record(), builder.opened(), *built[:-1], letter]))["refused"] is None
     assert len(decoded) == 1
 
 
 def test_a_letter_about_other_topics_claims_no_group() -> None:
-    teller = Teller()
-    told = teller.group([0.0, 1.0], version=0)
+    builder = RecordBuilder()
+    built = builder.group([0.0, 1.0], version=0)
     chunk = Record(topic=f"{RUN}.weights", partition=1, offset=0, timestamp_ms=1, key=b"0", headers=(), value=b"?")
-    log = [teller.record(), teller.opened(), *told, refused(teller, chunk, kind="missing-header", reason="no run")]
+    log = [builder.record(), builder.opened(), *built, refused(builder, chunk, kind="missing-header", reason="no run")]
     assert letter_of(written(log))["claims_group"] is None
     assert explained(log, 0)["dead_letters"] == []
 
 
 def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    teller = Teller()
-    first, second = teller.group([0.0, 1.0], version=0), teller.group([0.0, 1.0], version=0)
-    log = written([teller.record(), teller.opened(), first[0], second[0]])
+    builder = RecordBuilder()
+    first, second = builder.group([0.0, 1.0], version=0), builder.group([0.0, 1.0], version=0)
+    log = written([builder.record(), builder.opened(), first[0], second[0]])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
     with pytest.raises(LogError, match=r"the prompt of group 0 was deleted: .*prompts/0: the records at offsets 0 to 0 were deleted"):
         as_json.explain(log, RUN, 0, notify=quiet)
@@ -261,14 +267,14 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
 
 
 def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_them() -> None:
-    teller = Teller()
-    told = [
-        teller.record(),
-        teller.opened(),
-        *teller.group([0.0, 1.0], version=0, outcome="filtered"),
-        *teller.group([0.0, 1.0], version=0),
+    builder = RecordBuilder()
+    built = [
+        builder.record(),
+        builder.opened(),
+        *builder.group([0.0, 1.0], version=0, outcome="filtered"),
+        *builder.group([0.0, 1.0], version=0),
     ]
-    log = written(told)
+    log = written(built)
     log.delete_records({(f"{RUN}.rollouts", 0): 2, (f"{RUN}.groups", 0): 1})
     found = as_json.explain(log, RUN, 0, notify=quiet)
     lines = [f"{RUN}.rollouts/0: the records at offsets 0 to 1 were deleted", f"{RUN}.groups/0: the records at offsets 0 to 0 were deleted"]
@@ -281,8 +287,8 @@ def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_
 
 
 def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    teller = Teller()
-    log = written([teller.record(), teller.opened(), *teller.group([0.0, 1.0], version=0)])
+    builder = RecordBuilder()
+    log = written([builder.record(), builder.opened(), *builder.group([0.0, 1.0], version=0)])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
     with pytest.raises(LogError, match=r"ledger/0: the records at offsets 0 to 2 were deleted"):
         as_json.explain(log, RUN, 0, notify=quiet)
@@ -318,8 +324,8 @@ def a_plan() -> list[Group]:
     plan = []
     for number, lengths in enumerate(LENGTHS):
         samples = [sample_of(number, sample, tokens, reward=float(drawn.random())) for sample, tokens in enumerate(lengths)]
-        told = groups.decode(Teller().group([0.0, 1.0], version=0)[-1].value)
-        plan.append(replace(told, group=number, samples=tuple(samples)))
+        built = groups.decode(RecordBuilder().group([0.0, 1.0], version=0)[-1].value)
+        plan.append(replace(built, group=number, samples=tuple(samples)))
     return plan
 
 

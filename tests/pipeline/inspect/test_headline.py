@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.pipeline.inspect.report.headline import LEAST_POINTS, headline, noise
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 RISING = [0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5]
 NOISY = [0.30, 0.38, 0.29, 0.40, 0.33, 0.41, 0.28, 0.38, 0.33]
@@ -74,6 +74,6 @@ def test_a_straight_line_has_no_noise() -> None:
 
 def test_a_whole_run_has_a_headline() -> None:
     view = RunView(run=RUN)
-    for record in as_records(list(Teller(steps=30).whole())):
+    for record in as_records(list(RecordBuilder(steps=30).whole())):
         view.fold(record)
     assert headline(summarise(view))[0].startswith("It learned")

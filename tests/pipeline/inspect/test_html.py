@@ -30,7 +30,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 from tests.support.page_records import EVIL, log_with, rewritten
 
 STEPS = 3
@@ -58,9 +58,9 @@ def unpacked(raw: bytes) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def log() -> MemoryLog:
     """A finished run of three steps, one group filtered and one unused, with a dead letter and two records of nobody's."""
-    teller = Teller(steps=STEPS)
+    builder = RecordBuilder(steps=STEPS)
     nobodys = [Outgoing(topic=f"{RUN}.{topic}", partition=0, key=b"1", headers=(), value=b"?") for topic in ("groups", "rollouts")]
-    return log_with([*teller.whole(), teller.letter(), *nobodys])
+    return log_with([*builder.whole(), builder.letter(), *nobodys])
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +131,10 @@ def test_columns_of_every_width_come_out_as_they_went_in() -> None:
 
 
 def test_advantages_are_those_of_the_runs_own_function() -> None:
-    told: list[Outgoing] = []
-    teller = Teller(steps=1)
-    told += [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0, 1.0, 0.25], version=0)]
-    index = unpacked(blocks(build(log_with(told), RUN))["index"])
+    built: list[Outgoing] = []
+    builder = RecordBuilder(steps=1)
+    built += [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0, 1.0, 0.25], version=0)]
+    index = unpacked(blocks(build(log_with(built), RUN))["index"])
     assert index["advantage"] == {"name": "grpo", "why_not": None}
     np.testing.assert_array_equal(index["s_advantage"], group_advantages([0.0, 1.0, 1.0, 0.25]))
 
@@ -142,8 +142,8 @@ def test_advantages_are_those_of_the_runs_own_function() -> None:
 def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("import numpy as np\n\ndef doubled(rewards):\n    return 2 * np.asarray(rewards, np.float32)\n")
-    teller = Teller(steps=1, config={"algorithm": {"advantage": f"{own}:doubled"}})
-    log = log_with([teller.record(), teller.opened(), *teller.group([0.0, 1.0, 1.0, 0.25], version=0)])
+    builder = RecordBuilder(steps=1, config={"algorithm": {"advantage": f"{own}:doubled"}})
+    log = log_with([builder.record(), builder.opened(), *builder.group([0.0, 1.0, 1.0, 0.25], version=0)])
     with_own = unpacked(blocks(build(log, RUN, trust_code=True))["index"])
     without = unpacked(blocks(build(log, RUN))["index"])
     assert with_own["s_advantage"].tolist() == [0.0, 2.0, 2.0, 0.5]
@@ -193,14 +193,14 @@ def test_of_very_many_groups_the_newest_are_listed(log: MemoryLog) -> None:
 
 
 def test_no_text_of_a_run_becomes_markup() -> None:
-    told: list[Outgoing] = []
-    for record in Teller(steps=1).whole():
+    built: list[Outgoing] = []
+    for record in RecordBuilder(steps=1).whole():
         if record.topic.endswith(".groups"):
             evil = lambda samples: tuple(replace(sample, completion=EVIL) for sample in samples)  # noqa: E731
-            told += rewritten(record, prompt=EVIL, reason=EVIL, columns=json.dumps({"x": EVIL}), samples=evil)
+            built += rewritten(record, prompt=EVIL, reason=EVIL, columns=json.dumps({"x": EVIL}), samples=evil)
         else:
-            told.append(record)
-    page = build(log_with(told), RUN)
+            built.append(record)
+    page = build(log_with(built), RUN)
     assert b"onerror" not in page.html and b"\xe2\x80\xa8" not in page.html
     assert json.loads(blocks(page)["x0"])[0][0] == EVIL
     # The browser's view of it: only our own elements, the code's included.
@@ -224,12 +224,12 @@ def test_only_the_pages_own_code_and_style_may_run_and_nothing_may_be_fetched(pa
 
 
 def test_groups_without_rewards_show_their_prompt_and_what_was_drawn() -> None:
-    teller = Teller(steps=1)
-    told = [teller.record(), teller.opened(), teller.version(0)]
-    waiting = [record for record in teller.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
-    failed = teller.group([0.0] * 4, version=0, outcome="failed")
+    builder = RecordBuilder(steps=1)
+    built = [builder.record(), builder.opened(), builder.version(0)]
+    waiting = [record for record in builder.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
+    failed = builder.group([0.0] * 4, version=0, outcome="failed")
     outcome = rewritten(failed[-1], samples=lambda _: (), reason="the judge broke")
-    page = build(log_with([*told, *waiting, *failed[:-1], *outcome]), RUN)
+    page = build(log_with([*built, *waiting, *failed[:-1], *outcome]), RUN)
     found = blocks(page)
     index, tokens = unpacked(found["index"]), unpacked(found["k0"])
     assert [index["fates"][fate] for fate in index["g_fate"]] == ["open", "failed"]
@@ -256,20 +256,20 @@ class Growing(MemoryLog):
 
 
 def test_a_page_of_a_run_under_way_lists_what_its_figures_count() -> None:
-    teller = Teller(steps=6)
-    told = list(teller.whole())
-    log = Growing(told[20:])
+    builder = RecordBuilder(steps=6)
+    built = list(builder.whole())
+    log = Growing(built[20:])
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1)})
-    for record in told[:20]:
+    for record in built[:20]:
         log.producer().send(record)
     index = unpacked(blocks(build(log, RUN))["index"])
-    assert len(log.later) < len(told) - 20
+    assert len(log.later) < len(built) - 20
     counts = index["report"]["groups"]
     assert len(index["g_number"]) == counts["admitted"] > 0
     for number, fate in enumerate(index["fates"]):
         assert int((index["g_fate"] == number).sum()) == counts[fate]
     assert len(index["s_reward"]) == index["report"]["samples"]
-    assert int((~np.isnan(index["g_reward"])).sum()) == sum(record.topic.endswith(".groups") for record in told[:20])
+    assert int((~np.isnan(index["g_reward"])).sum()) == sum(record.topic.endswith(".groups") for record in built[:20])
 
 
 def test_a_page_that_takes_too_long_is_given_up(log: MemoryLog) -> None:
@@ -351,20 +351,20 @@ def test_what_all_prompts_begin_with_is_found() -> None:
 
 
 def test_what_was_written_twice_is_shown_once() -> None:
-    told = list(Teller(steps=1).whole())
-    again = [record for record in told if record.topic.endswith((".rollouts", ".groups"))]
-    index = unpacked(blocks(build(log_with([*told, *again]), RUN))["index"])
+    built = list(RecordBuilder(steps=1).whole())
+    again = [record for record in built if record.topic.endswith((".rollouts", ".groups"))]
+    index = unpacked(blocks(build(log_with([*built, *again]), RUN))["index"])
     assert len(index["s_reward"]) == 16
 
 
 def test_what_became_of_the_groups_is_a_curve_whose_points_stand_for_enough_of_them() -> None:
-    teller, told = Teller(steps=40), []
-    told += [teller.record(), teller.opened(), teller.version(0)]
+    builder, built = RecordBuilder(steps=40), []
+    built += [builder.record(), builder.opened(), builder.version(0)]
     for step in range(40):
-        told += teller.group([0.0] * 4, version=step, outcome="filtered")
-        told += teller.round(step)
+        built += builder.group([0.0] * 4, version=step, outcome="filtered")
+        built += builder.round(step)
     view = RunView(run=RUN)
-    for record in as_records(told):
+    for record in as_records(built):
         view.fold(record)
     points = fate_shares(view)
     assert [step for step, _ in points] == sorted({step for step, _ in points})

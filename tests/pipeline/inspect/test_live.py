@@ -18,7 +18,7 @@ from penstock.pipeline.inspect.run_view_types import GroupFacts
 from penstock.pipeline.inspect.status import bottleneck, elapsed_s, to_go_s
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 
 def a_log(run: str = RUN) -> MemoryLog:
@@ -27,76 +27,76 @@ def a_log(run: str = RUN) -> MemoryLog:
     return log
 
 
-def write(log: MemoryLog, told: Iterable[Outgoing]) -> None:
+def write(log: MemoryLog, records: Iterable[Outgoing]) -> None:
     producer = log.producer()
-    for outgoing in told:
+    for outgoing in records:
         producer.send(outgoing)
     producer.close()
 
 
-def view_of(told: Iterable[Outgoing]) -> RunView:
+def view_of(records: Iterable[Outgoing]) -> RunView:
     view = RunView(run=RUN)
-    for record in as_records(list(told)):
+    for record in as_records(list(records)):
         view.fold(record)
     return view
 
 
 def shown(view: RunView, *, width: int = 120, **fields: Any) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(frame(view, **{"now_s": Teller().now_s + 60, "silent": {}, "width": width, **fields}))
+    console.print(frame(view, **{"now_s": RecordBuilder().now_s + 60, "silent": {}, "width": width, **fields}))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def begun(*, steps: int = 5, planned: int = 10) -> tuple[Teller, list[Outgoing]]:
-    teller = Teller(steps=planned)
-    told = [teller.record(), teller.opened(), teller.version(0)]
+def begun(*, steps: int = 5, planned: int = 10) -> tuple[RecordBuilder, list[Outgoing]]:
+    builder = RecordBuilder(steps=planned)
+    records = [builder.record(), builder.opened(), builder.version(0)]
     for step in range(steps):
-        told += teller.round(step)
-    return teller, told
+        records += builder.round(step)
+    return builder, records
 
 
 def test_the_picture_has_a_line_for_every_worker_and_says_how_far_the_run_is() -> None:
-    teller, told = begun()
-    told.append(teller.measured_by("feeder", labels={"doing": "waiting for version 5"}, admitted=10.0))
-    text = shown(view_of(told), now_s=teller.now_s)
+    builder, records = begun()
+    records.append(builder.measured_by("feeder", labels={"doing": "waiting for version 5"}, admitted=10.0))
+    text = shown(view_of(records), now_s=builder.now_s)
     for piece in ("step 5 of 10", "50%", "0:05", "0:05 to go", "version 5", "rollout-0", "trainer", "waiting for version 5", "reward"):
         assert piece in text, piece
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_picture_fits_any_terminal(width: int) -> None:
-    _, told = begun()
-    assert max(map(len, shown(view_of(told), width=width).splitlines())) <= width
+    _, records = begun()
+    assert max(map(len, shown(view_of(records), width=width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_reason_of_a_bottleneck_the_evaluation_and_the_error_of_a_failed_worker_are_never_cut(width: int) -> None:
-    teller, told = begun()
-    told.append(
-        teller.measured_by(
+    builder, records = begun()
+    records.append(
+        builder.measured_by(
             "evaluator", "eval", version=5, greedy_accuracy=0.75, sampled_accuracy=0.5, greedy_reward=0.9, sampled_reward=0.875
         )
     )
     error = "reward /home/somebody/project/own_reward.py:number broke: ZeroDivisionError: division by zero (own_reward.py line 2)"
-    told.append(teller.measured_by("scorer-0", kind="final", labels={"status": "failed", "error": error}))
-    text = " ".join(" ".join(line.strip("│ ") for line in shown(view_of(told), width=width).splitlines()).split())
+    records.append(builder.measured_by("scorer-0", kind="final", labels={"status": "failed", "error": error}))
+    text = " ".join(" ".join(line.strip("│ ") for line in shown(view_of(records), width=width).splitlines()).split())
     assert f"scorer-0 failed: {error}" in text
     assert "greedy 0.900 (75% solved) · sampled 0.875 (50% solved) at version 5" in text
 
 
 def test_more_workers_than_lines_are_counted_not_shown() -> None:
-    teller, told = begun()
-    told += [teller.measured_by(f"rollout-{number}") for number in range(30)]
-    text = shown(view_of(told), height=20)
+    builder, records = begun()
+    records += [builder.measured_by(f"rollout-{number}") for number in range(30)]
+    text = shown(view_of(records), height=20)
     assert "more" in text
     assert len(text.splitlines()) <= 20
 
 
 def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> None:
     for activity, doing in (("start", "loading the model"), ("compute", "training step 3, group 2 of 4")):
-        _, told = begun()
-        view = view_of(told)
+        _, records = begun()
+        view = view_of(records)
         view.workers["trainer"].labels.update(doing=doing, activity=activity)
         view.workers["trainer"].since_ns = 0
         found = shown(view, silent={"trainer": 31.0})
@@ -105,40 +105,44 @@ def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> N
 
 
 def test_the_time_of_a_step_goes_on_over_its_micro_batches() -> None:
-    teller, told = begun()
-    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of ~5", "activity": "compute"}))
-    teller.now_s += 20.0
-    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5", "activity": "compute"}))
-    view = view_of(told)
-    assert "training step 5, micro-batch 2 of 5, 31 s" in shown(view, now_s=teller.now_s + 11.0)
-    assert "trainer: training step 5, micro-batch 2 of 5, 31 s" in line(view, now_s=teller.now_s + 11.0)
+    builder, records = begun()
+    records.append(builder.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of ~5", "activity": "compute"}))
+    builder.now_s += 20.0
+    records.append(builder.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5", "activity": "compute"}))
+    view = view_of(records)
+    assert "training step 5, micro-batch 2 of 5, 31 s" in shown(view, now_s=builder.now_s + 11.0)
+    assert "trainer: training step 5, micro-batch 2 of 5, 31 s" in line(view, now_s=builder.now_s + 11.0)
 
 
 def test_a_role_without_which_a_run_stands_still_is_said_to_be_missing_once_the_others_have_been_there() -> None:
-    teller = Teller()
-    told = [teller.record(), teller.opened()]
-    told += [teller.measured_by(worker, uptime_s=40.0) for worker in ("rollout-0", "scorer-0", "trainer", "tracker")]
-    view, now_s = view_of(told), teller.now_s
+    builder = RecordBuilder()
+    records = [builder.record(), builder.opened()]
+    records += [builder.measured_by(worker, uptime_s=40.0) for worker in ("rollout-0", "scorer-0", "trainer", "tracker")]
+    view, now_s = view_of(records), builder.now_s
     assert missing(view, now_s=now_s, silent={}) == ["feeder"]
     assert "not here: feeder" in shown(view)
     assert missing(view, now_s=now_s, silent={"trainer": 90.0}) == ["feeder", "trainer"]
-    assert missing(view_of([teller.record(), teller.measured_by("trainer", uptime_s=3.0)]), now_s=now_s, silent={}) == []
+    assert missing(view_of([builder.record(), builder.measured_by("trainer", uptime_s=3.0)]), now_s=now_s, silent={}) == []
 
 
 def test_nobody_is_missing_who_has_finished_or_while_workers_are_stopped() -> None:
-    teller = Teller()
-    told = [teller.record(), teller.opened(), *(teller.measured_by(name, uptime_s=40.0) for name in ("rollout-0", "scorer-0", "trainer"))]
-    done = teller.measured_by("feeder", "final", labels={"doing": "done", "status": "finished"}, uptime_s=30.0)
-    assert missing(view_of([*told, done]), now_s=teller.now_s + 300.0, silent={}) == []
-    stopped = teller.measured_by("feeder", "final", labels={"doing": "stopping", "status": "stopped"}, uptime_s=30.0)
-    assert missing(view_of([*told, stopped]), now_s=teller.now_s + 5.0, silent={}) == []
-    assert missing(view_of([*told, stopped]), now_s=teller.now_s + 300.0, silent={}) == ["feeder"]
+    builder = RecordBuilder()
+    records = [
+        builder.record(),
+        builder.opened(),
+        *(builder.measured_by(name, uptime_s=40.0) for name in ("rollout-0", "scorer-0", "trainer")),
+    ]
+    done = builder.measured_by("feeder", "final", labels={"doing": "done", "status": "finished"}, uptime_s=30.0)
+    assert missing(view_of([*records, done]), now_s=builder.now_s + 300.0, silent={}) == []
+    stopped = builder.measured_by("feeder", "final", labels={"doing": "stopping", "status": "stopped"}, uptime_s=30.0)
+    assert missing(view_of([*records, stopped]), now_s=builder.now_s + 5.0, silent={}) == []
+    assert missing(view_of([*records, stopped]), now_s=builder.now_s + 300.0, silent={}) == ["feeder"]
 
 
 @pytest.mark.parametrize("activity", ["no_room", "full_window", "no_group", "done"])
 def test_a_feeder_that_waits_is_not_the_bottleneck(activity: str) -> None:
-    view, teller = shares(waits=0.8, generates=0.1, activity="no_prompts"), Teller()
-    for record in as_records([teller.measured_by("feeder", labels={"doing": "group 57 waits", "activity": activity})]):
+    view, builder = shares(waits=0.8, generates=0.1, activity="no_prompts"), RecordBuilder()
+    for record in as_records([builder.measured_by("feeder", labels={"doing": "group 57 waits", "activity": activity})]):
         view.fold(record)
     assert bottleneck(view).who == "turns"  # type: ignore[union-attr]
 
@@ -167,16 +171,16 @@ def test_quick_rewards_are_not_what_a_run_waits_for() -> None:
 
 
 def test_a_resumed_run_is_not_one_of_which_every_worker_was_started_again() -> None:
-    teller, told = begun()
-    told += [teller.measured_by(worker, incarnation="b") for worker in ("rollout-0", "trainer")]
-    assert "started again" not in shown(view_of(told))
-    told.append(teller.measured_by("trainer", incarnation="c"))
-    assert "(started again 1x)" in shown(view_of(told))
+    builder, records = begun()
+    records += [builder.measured_by(worker, incarnation="b") for worker in ("rollout-0", "trainer")]
+    assert "started again" not in shown(view_of(records))
+    records.append(builder.measured_by("trainer", incarnation="c"))
+    assert "(started again 1x)" in shown(view_of(records))
 
 
 def test_a_run_that_its_launcher_has_stopped_is_shown_as_stopped() -> None:
-    _, told = begun()
-    assert "demo-1 stopped" in shown(view_of(told), status="stopped")
+    _, records = begun()
+    assert "demo-1 stopped" in shown(view_of(records), status="stopped")
 
 
 @pytest.mark.parametrize("status", ["stopping", None])
@@ -202,8 +206,8 @@ def test_a_long_line_is_broken_between_words_and_only_on_a_terminal(terminal: bo
 def test_the_best_and_the_newest_completion_are_shown_without_what_all_prompts_share() -> None:
     log, out = a_log(), io.StringIO()
     live = LiveView(log, RUN, console=Console(file=out, width=100, force_terminal=True, color_system=None), plain=False)
-    teller, told = begun()
-    write(log, [*told, *teller.group([0.0, 0.25], version=5)])
+    builder, records = begun()
+    write(log, [*records, *builder.group([0.0, 0.25], version=5)])
     live.poll(0.1)
     live.close()
     last = out.getvalue().rpartition("╭")[2]
@@ -237,8 +241,8 @@ def test_a_notebooks_cell_shows_the_same_picture_and_replaces_it() -> None:
 
 
 def test_columns_without_a_number_leave_their_room_to_what_workers_do() -> None:
-    _, told = begun()
-    view = view_of(told)
+    _, records = begun()
+    view = view_of(records)
     for worker in view.workers.values():
         worker.values.clear()
         worker.labels["doing"] = "waiting for a version that is not there"
@@ -249,52 +253,52 @@ def test_columns_without_a_number_leave_their_room_to_what_workers_do() -> None:
 
 
 def test_a_worker_that_fell_silent_is_marked() -> None:
-    _, told = begun()
-    assert "silent for 9 s" in shown(view_of(told), silent={"trainer": 9.0})
+    _, records = begun()
+    assert "silent for 9 s" in shown(view_of(records), silent={"trainer": 9.0})
 
 
 def test_a_broker_that_does_not_answer_is_said() -> None:
-    _, told = begun()
-    assert "the broker does not answer (for 7 s)" in shown(view_of(told), outage_s=7.0)
+    _, records = begun()
+    assert "the broker does not answer (for 7 s)" in shown(view_of(records), outage_s=7.0)
 
 
 def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
-    _, told = begun(steps=3, planned=10)
-    assert to_go_s(view_of(told)) == pytest.approx(7.0)
-    teller, told = begun(steps=3, planned=10)
-    teller.now_s += 1000.0  # stopped, and resumed much later
-    told += teller.round(3)
-    assert to_go_s(view_of(told)) == pytest.approx(6.0)
-    _, told = begun(steps=1)
-    assert to_go_s(view_of(told)) is None
+    _, records = begun(steps=3, planned=10)
+    assert to_go_s(view_of(records)) == pytest.approx(7.0)
+    builder, records = begun(steps=3, planned=10)
+    builder.now_s += 1000.0  # stopped, and resumed much later
+    records += builder.round(3)
+    assert to_go_s(view_of(records)) == pytest.approx(6.0)
+    _, records = begun(steps=1)
+    assert to_go_s(view_of(records)) is None
 
 
 def test_the_clock_stops_when_the_run_is_closed() -> None:
-    teller, told = begun(steps=2, planned=2)
-    view = view_of([*told, teller.closed()])
-    assert elapsed_s(view, now_s=teller.now_s + 1000) == pytest.approx(2.0)
+    builder, records = begun(steps=2, planned=2)
+    view = view_of([*records, builder.closed()])
+    assert elapsed_s(view, now_s=builder.now_s + 1000) == pytest.approx(2.0)
 
 
 def test_one_line_tells_the_same_without_a_terminal() -> None:
-    teller, told = begun()
-    text = line(view_of(told), now_s=teller.now_s)
+    builder, records = begun()
+    text = line(view_of(records), now_s=builder.now_s)
     for piece in ("step 5/10", "version 5", "lag 0.0", "samples/s", "0:05, 0:05 to go"):
         assert piece in text, piece
-    assert "waiting for the workers" in line(view_of([Teller().record()]), now_s=0.0)
+    assert "waiting for the workers" in line(view_of([RecordBuilder().record()]), now_s=0.0)
 
 
 def shares(*, waits: float, generates: float | None, scores: float | None = None, activity: str = "busy") -> RunView:
     """A run whose roles are busy for these shares of the time."""
-    teller, view = Teller(), RunView(run=RUN)
-    told = [teller.record(), teller.opened()]
+    builder, view = RecordBuilder(), RunView(run=RUN)
+    records = [builder.record(), builder.opened()]
     for second in range(5):
         if generates is not None:
-            told.append(teller.measured_by("rollout-0", labels={"doing": "", "activity": activity}, generate_s=generates * second))
+            records.append(builder.measured_by("rollout-0", labels={"doing": "", "activity": activity}, generate_s=generates * second))
         if scores is not None:
-            told.append(teller.measured_by("scorer-0", reward_busy_s=scores * second))
-        told.append(teller.entry("step", step=second, version=second, metrics={"wait_s": waits, "compute_s": 1 - waits}))
-        teller.now_s += 1
-    for record in as_records(told):
+            records.append(builder.measured_by("scorer-0", reward_busy_s=scores * second))
+        records.append(builder.entry("step", step=second, version=second, metrics={"wait_s": waits, "compute_s": 1 - waits}))
+        builder.now_s += 1
+    for record in as_records(records):
         view.fold(record)
     return view
 
@@ -316,7 +320,7 @@ def test_the_bottleneck_is_the_role_whose_busy_time_says_so(state: RunView, who:
 
 
 def test_no_bottleneck_is_named_before_there_is_anything_to_tell_it_from() -> None:
-    assert bottleneck(view_of([Teller().record()])) is None
+    assert bottleneck(view_of([RecordBuilder().record()])) is None
     assert bottleneck(shares(waits=0.8, generates=None)) is None
 
 
@@ -329,13 +333,13 @@ def plain_view(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveVie
 def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     log = a_log()
     live, out = plain_view(log, monkeypatch)
-    teller, told = begun(steps=2)
-    write(log, told)
+    builder, records = begun(steps=2)
+    write(log, records)
     live.poll(0.1)
     assert "step 2/10" in out.getvalue()
-    write(log, [teller.measured_by("evaluator", "eval", version=2, greedy_accuracy=0.25, greedy_reward=0.4), teller.letter()])
+    write(log, [builder.measured_by("evaluator", "eval", version=2, greedy_accuracy=0.25, greedy_reward=0.4), builder.letter()])
     live.poll(0.1)
-    write(log, teller.round(2))
+    write(log, builder.round(2))
     live.close()
     text = out.getvalue()
     assert "version 2: held out greedy 0.400 (25% solved)" in text
@@ -356,10 +360,10 @@ def test_where_there_is_no_terminal_lines_are_printed_without_being_asked_for(mo
 def test_many_dead_letters_of_a_kind_take_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     log = a_log()
     live, out = plain_view(log, monkeypatch)
-    teller, told = begun(steps=1)
-    write(log, told)
+    builder, records = begun(steps=1)
+    write(log, records)
     live.poll(0.1)
-    write(log, [teller.letter(offset=offset) for offset in range(150)])
+    write(log, [builder.letter(offset=offset) for offset in range(150)])
     live.poll(0.1)
     live.close()
     lines = [line for line in out.getvalue().splitlines() if line.startswith("dead letter")]
@@ -370,7 +374,7 @@ def test_many_dead_letters_of_a_kind_take_a_few_lines(monkeypatch: pytest.Monkey
 def test_a_run_that_trains_on_few_of_its_groups_is_told_why_instead_of_who_is_slow() -> None:
     view = view_of(begun()[1])
     view.groups |= {1000 + number: GroupFacts("filtered", 4, 40, 0.0, 0) for number in range(90)}
-    assert "of the groups filtered" in line(view, now_s=Teller().now_s + 60)
+    assert "of the groups filtered" in line(view, now_s=RecordBuilder().now_s + 60)
     assert "take easier prompts" in shown(view, width=200)
 
 
@@ -407,8 +411,8 @@ def test_on_a_terminal_the_last_picture_stays_on_the_screen() -> None:
 
 
 def test_one_line_tells_who_still_works_once_the_last_step_is_done() -> None:
-    teller, told = begun(steps=2, planned=2)
-    told.append(teller.measured_by("trainer", "final"))
-    told.append(teller.closed())
-    told.append(teller.measured_by("tracker", labels={"doing": "waiting for MLflow, at most 55 s more"}))
-    assert "tracker: waiting for MLflow, at most 55 s more" in line(view_of(told), now_s=teller.now_s)
+    builder, records = begun(steps=2, planned=2)
+    records.append(builder.measured_by("trainer", "final"))
+    records.append(builder.closed())
+    records.append(builder.measured_by("tracker", labels={"doing": "waiting for MLflow, at most 55 s more"}))
+    assert "tracker: waiting for MLflow, at most 55 s more" in line(view_of(records), now_s=builder.now_s)

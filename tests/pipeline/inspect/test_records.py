@@ -22,13 +22,13 @@ from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, RecordBuilder
 from tests.support.strategies import a_rollout
 
 PARTITIONS = 2
 
 
-def told(log: Log, records: Iterable[Outgoing], *, run: str = RUN) -> None:
+def write_records(log: Log, records: Iterable[Outgoing], *, run: str = RUN) -> None:
     """Make the run's topics and write the records."""
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     log.create_topics(topics_of(run, partitions=PARTITIONS))
@@ -43,7 +43,7 @@ def told(log: Log, records: Iterable[Outgoing], *, run: str = RUN) -> None:
 def log() -> Log:
     """A run of three steps in memory."""
     made = MemoryLog()
-    told(made, Teller(steps=3).whole())
+    write_records(made, RecordBuilder(steps=3).whole())
     return made
 
 
@@ -93,7 +93,7 @@ def test_a_tail_finds_enough_records_behind_the_markers_of_transactions(log: Log
 
 
 def test_a_sample_without_a_reward_has_none_in_its_groups_line(log: Log) -> None:
-    for record in Teller(steps=3).group([0.5, None], version=0, outcome="filtered"):
+    for record in RecordBuilder(steps=3).group([0.5, None], version=0, outcome="filtered"):
         log.producer().send(record)
     record = next(iter(browse.tail(log, RUN, "groups", count=1, follow=False)))
     assert browse.as_line(record, run=RUN).endswith("  because · 0.5 '5' none '5'")
@@ -167,8 +167,8 @@ def test_a_record_nobody_can_decode_is_shown_with_the_reason(topic: str, value: 
 
 
 def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
-    told_again = Teller("long-1", steps=1)
-    told(log, told_again.group([1.0], version=0, tokens=100), run="long-1")
+    told_again = RecordBuilder("long-1", steps=1)
+    write_records(log, told_again.group([1.0], version=0, tokens=100), run="long-1")
     found = browse.view(browse.record_at(log, "long-1", "rollouts", partition=0, offset=0), run="long-1")
     assert len(found["payload"]["token_ids"]) == 100
     assert "… 100 in all" in browse.as_page(found)
@@ -186,7 +186,7 @@ def test_every_sample_of_a_record_is_shown() -> None:
 
 
 def test_a_line_shows_what_was_written_and_how_it_was_judged() -> None:
-    told_again = [*Teller(steps=1).group([0.5, 1.0], version=0)]
+    told_again = [*RecordBuilder(steps=1).group([0.5, 1.0], version=0)]
     sample, outcome = told_again[1], told_again[-1]
     records = [Record(partition=0, offset=7, timestamp_ms=0, key=b"0", **fields(sent)) for sent in (sample, outcome)]
 
@@ -207,7 +207,7 @@ def fields(sent: Outgoing) -> dict[str, Any]:
 
 def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = KafkaLog(broker, client_id="test")
-    told(log, Teller(run_id, steps=1, created_s=time.time() - 600).whole(), run=run_id)
+    write_records(log, RecordBuilder(run_id, steps=1, created_s=time.time() - 600).whole(), run=run_id)
     folder = run_directory(run_id)
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "weights").write_bytes(b"x" * 100_000)
@@ -230,8 +230,8 @@ def test_a_followed_status_ends_with_its_run(
     broker: str, run_id: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = KafkaLog(broker, client_id="test")
-    records = list(Teller(run_id, steps=3, created_s=time.time()).whole())
-    told(log, records[:-6], run=run_id)  # without its end
+    records = list(RecordBuilder(run_id, steps=3, created_s=time.time()).whole())
+    write_records(log, records[:-6], run=run_id)  # without its end
     shown, poll = threading.Event(), LiveView.poll
 
     def seen(view: LiveView, timeout_s: float) -> None:
@@ -241,7 +241,7 @@ def test_a_followed_status_ends_with_its_run(
 
     monkeypatch.setattr(LiveView, "poll", seen)
     with ThreadPoolExecutor(1) as pool:
-        ends = pool.submit(lambda: shown.wait(30) and told(log, records[-6:], run=run_id))
+        ends = pool.submit(lambda: shown.wait(30) and write_records(log, records[-6:], run=run_id))
         assert cli.main(["status", run_id, "-f", "--bootstrap", broker]) == 0
         ends.result(30)
     assert "step 3/3" in capsys.readouterr().out
@@ -252,7 +252,9 @@ def test_a_followed_status_ends_with_its_run(
 
 def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = KafkaLog(broker, client_id="test")
-    told(log, [*Teller(run_id, steps=3, created_s=time.time()).whole(), foreign("prompts", b"junk", run=run_id)], run=run_id)
+    write_records(
+        log, [*RecordBuilder(run_id, steps=3, created_s=time.time()).whole(), foreign("prompts", b"junk", run=run_id)], run=run_id
+    )
     log.close()
     at = ["--bootstrap", broker]
 

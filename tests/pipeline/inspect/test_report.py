@@ -14,24 +14,24 @@ from penstock.pipeline.inspect.report.text import as_text, episodes_lines
 from penstock.pipeline.inspect.run_status import tenth
 from penstock.pipeline.inspect.run_view import REWARD_ERRORS, RunView
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 
-def report_of(told: list[Outgoing]) -> dict[str, Any]:
+def report_of(built: list[Outgoing]) -> dict[str, Any]:
     view = RunView(run=RUN)
-    for record in as_records(told):
+    for record in as_records(built):
         view.fold(record)
     return summarise(view)
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return report_of(list(Teller(steps=10).whole()))
+    return report_of(list(RecordBuilder(steps=10).whole()))
 
 
 def test_a_report_of_a_run_whose_first_records_were_deleted_says_so_and_names_three_places() -> None:
-    view, told = RunView(run=RUN), list(Teller(steps=2).whole())
-    for record in as_records(told):
+    view, built = RunView(run=RUN), list(RecordBuilder(steps=2).whole())
+    for record in as_records(built):
         view.fold(record)
     gone = [f"{RUN}.groups/{partition}: the records at offsets 0 to 41 were deleted" for partition in range(5)]
     found = summarise(view, gone=gone)
@@ -58,28 +58,28 @@ def test_the_reward_is_a_mean_over_all_scored_samples_before_the_filter(report: 
 
 
 def test_the_last_reward_of_a_short_run_whose_samples_are_all_older_is_that_of_its_newest_version() -> None:
-    teller = Teller(steps=10)
-    told = [teller.record(), teller.opened(), teller.version(0)]
+    builder = RecordBuilder(steps=10)
+    built = [builder.record(), builder.opened(), builder.version(0)]
     for step in range(10):
-        number = teller.next_group
-        told += teller.group([step / 10] * 4, version=min(step, 6))
-        told.append(teller.step(step, [number], begun_s=teller.now_s))
-    assert report_of([*told, teller.closed()])["reward"]["last"] == pytest.approx(0.75)
+        number = builder.next_group
+        built += builder.group([step / 10] * 4, version=min(step, 6))
+        built.append(builder.step(step, [number], begun_s=builder.now_s))
+    assert report_of([*built, builder.closed()])["reward"]["last"] == pytest.approx(0.75)
 
 
 def test_what_restarted_workers_did_is_added_up_once_and_their_restarts_are_counted() -> None:
-    teller = Teller(steps=2)
-    told = list(teller.whole())
-    before = report_of(told)
+    builder = RecordBuilder(steps=2)
+    built = list(builder.whole())
+    before = report_of(built)
     again = [
-        teller.measured_by("rollout-0", incarnation="b", generate_s=0.25),
-        teller.measured_by("rollout-0", "eval", incarnation="b", version=0),  # not a counter: adds nothing
-        teller.measured_by("rollout-0", incarnation="b", generate_s=1.0),
-        teller.measured_by("rollout-0", "final", incarnation="c", generate_s=0.5),
-        teller.measured_by("rollout-1", generate_s=2.0),
-        teller.measured_by("trainer", incarnation="b"),
+        builder.measured_by("rollout-0", incarnation="b", generate_s=0.25),
+        builder.measured_by("rollout-0", "eval", incarnation="b", version=0),  # not a counter: adds nothing
+        builder.measured_by("rollout-0", incarnation="b", generate_s=1.0),
+        builder.measured_by("rollout-0", "final", incarnation="c", generate_s=0.5),
+        builder.measured_by("rollout-1", generate_s=2.0),
+        builder.measured_by("trainer", incarnation="b"),
     ]
-    found = report_of([*told, *again, *again])
+    found = report_of([*built, *again, *again])
     assert found["time"]["generate_s"] == pytest.approx(before["time"]["generate_s"] + 1.0 + 0.5 + 2.0)
     assert (before["restarts"], found["restarts"]) == ({}, {"rollout": 2, "trainer": 1})
     assert "restarts" not in as_text(before)
@@ -87,31 +87,31 @@ def test_what_restarted_workers_did_is_added_up_once_and_their_restarts_are_coun
 
 
 def test_the_last_words_of_a_worker_that_was_started_again_are_no_longer_its_own() -> None:
-    teller = Teller()
-    told = [teller.record(), teller.measured_by("scorer-0", "final", labels={"status": "failed", "error": "no memory"})]
+    builder = RecordBuilder()
+    built = [builder.record(), builder.measured_by("scorer-0", "final", labels={"status": "failed", "error": "no memory"})]
     view = RunView(run=RUN)
-    for record in as_records([*told, teller.measured_by("scorer-0", incarnation="b")]):
+    for record in as_records([*built, builder.measured_by("scorer-0", incarnation="b")]):
         view.fold(record)
     assert view.workers["scorer-0"].labels == {"doing": "working"}
     assert not view.workers["scorer-0"].ended
 
 
 def test_samples_weigh_the_same_in_groups_of_any_size() -> None:
-    teller = Teller(steps=1)
-    told = [teller.record(), teller.opened(), *teller.group([1.0], version=0), *teller.group([0.0] * 3, version=0, outcome="filtered")]
-    found = report_of([*told, teller.step(0, [0], begun_s=teller.now_s)])
+    builder = RecordBuilder(steps=1)
+    built = [builder.record(), builder.opened(), *builder.group([1.0], version=0), *builder.group([0.0] * 3, version=0, outcome="filtered")]
+    found = report_of([*built, builder.step(0, [0], begun_s=builder.now_s)])
     assert found["reward"]["first"] == pytest.approx(0.25)
     assert found["groups"]["open"] == 0
     assert found["groups"]["trained"] == 1
 
 
 def test_versions_map_to_the_steps_they_were_drawn_for_when_several_steps_share_one() -> None:
-    teller = Teller(steps=20, config={"schedule": {"mode": "pipelined", "steps_per_version": 5, "prompts_per_step": 1}})
-    told = [teller.record(), teller.opened()]
+    builder = RecordBuilder(steps=20, config={"schedule": {"mode": "pipelined", "steps_per_version": 5, "prompts_per_step": 1}})
+    built = [builder.record(), builder.opened()]
     for version in range(4):
-        told += teller.group([float(version)] * 2, version=version)
-    told += [teller.step(step, [], begun_s=teller.now_s) for step in range(20)]
-    found = report_of(told)
+        built += builder.group([float(version)] * 2, version=version)
+    built += [builder.step(step, [], begun_s=builder.now_s) for step in range(20)]
+    found = report_of(built)
     # The first and the last two of 20 steps lie within versions 0 and 3.
     assert (found["reward"]["first"], found["reward"]["last"]) == (0.0, 3.0)
 
@@ -144,16 +144,16 @@ def test_lengths_are_told_by_what_became_of_the_samples(report: dict[str, Any]) 
 
 
 def test_the_mean_the_95_percent_quantile_and_the_longest_are_told_of_groups_with_every_fate() -> None:
-    teller = Teller(steps=1)
-    told = [teller.record(), teller.opened(), teller.version(0)]
+    builder = RecordBuilder(steps=1)
+    built = [builder.record(), builder.opened(), builder.version(0)]
     for tokens in range(20, 0, -1):
-        told += teller.group([0.5], version=0, tokens=tokens)
+        built += builder.group([0.5], version=0, tokens=tokens)
     for outcome, lengths in {"filtered": (4, 4), "failed": (7,), "abandoned": (40, 10, 10, 10), "scored": (30, 60, 5)}.items():
         for tokens in lengths:
-            told += teller.group([0.5], version=0, outcome=outcome, tokens=tokens)
-    unused = teller.next_group - 1
-    told += [teller.step(0, list(range(20)), begun_s=teller.now_s), teller.entry("stale", step=0, groups=(unused - 2, unused - 1))]
-    report = report_of([*told, teller.closed()])
+            built += builder.group([0.5], version=0, outcome=outcome, tokens=tokens)
+    unused = builder.next_group - 1
+    built += [builder.step(0, list(range(20)), begun_s=builder.now_s), builder.entry("stale", step=0, groups=(unused - 2, unused - 1))]
+    report = report_of([*built, builder.closed()])
     assert {fate: tuple(report[name][fate] for name in ("length", "length_p95", "length_max")) for fate in report["length"]} == {
         "admitted": (pytest.approx((210 + 8 + 7 + 70 + 95) / 30), 40, 60),
         "trained": (10.5, 19, 20),
@@ -163,24 +163,24 @@ def test_the_mean_the_95_percent_quantile_and_the_longest_are_told_of_groups_wit
         "abandoned": (17.5, 40, 40),
         "unused": (5.0, 5, 5),
     }
-    fresh = Teller()
+    fresh = RecordBuilder()
     nothing = report_of([fresh.record(), fresh.opened()])
     assert {value for name in ("length", "length_p95", "length_max") for value in nothing[name].values()} == {None}
 
 
 def test_filtered_groups_are_told_apart_by_whether_all_samples_or_none_solved_them() -> None:
-    teller = Teller()
-    told = [teller.record(), teller.opened(), teller.version(0)]
+    builder = RecordBuilder()
+    built = [builder.record(), builder.opened(), builder.version(0)]
     for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 4, [0.5] * 4):
-        told += teller.group(rewards, version=0, outcome="filtered")
-    report = report_of(told)
+        built += builder.group(rewards, version=0, outcome="filtered")
+    report = report_of(built)
     assert report["filtered"] == {"solved_all": 2, "solved_none": 1, "between": 1}
     assert "2 solved by every sample, 1 by none, 1 rewarded alike between" in " ".join(as_text(report, full=True).split())
 
 
 def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> None:
-    told = {"versions": 11, "bytes": 11_000, "digest": f"{10:064x}"}
-    assert report["weights"] == {**told, "delta_bytes_median": None, "adapter_bytes_median": None, "full_bytes": None}
+    built = {"versions": 11, "bytes": 11_000, "digest": f"{10:064x}"}
+    assert report["weights"] == {**built, "delta_bytes_median": None, "adapter_bytes_median": None, "full_bytes": None}
     assert (report["steps"], report["versions"]) == (10, 10)
     assert [(found["version"], found["greedy_accuracy"]) for found in report["eval"]] == [(0, 0.0), (10, 0.9)]
     assert (report["lag"]["mean"], report["lag"]["max"]) == (0.0, 0.0)
@@ -189,37 +189,37 @@ def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> Non
 
 
 def test_what_was_refused_is_counted_once_and_by_kind() -> None:
-    teller = Teller(steps=2)
-    told = [*teller.whole(), teller.letter(offset=1), teller.letter(offset=1), teller.letter(offset=2, kind="foreign-run")]
-    found = report_of(told)
+    builder = RecordBuilder(steps=2)
+    built = [*builder.whole(), builder.letter(offset=1), builder.letter(offset=1), builder.letter(offset=2, kind="foreign-run")]
+    found = report_of(built)
     counts = {"total": 2, "by_kind": {"foreign-run": 1, "undecodable": 1}, "by_topic": {"groups": 2}}
     assert found["dead_letters"] == counts | {"reward_errors": {}}
     assert found["duplicates"] == 1
 
 
 def test_the_commonest_errors_of_the_reward_are_said_with_their_number() -> None:
-    teller, error = Teller(steps=2), "ZeroDivisionError: division by zero (rew.py line 3)"
+    builder, error = RecordBuilder(steps=2), "ZeroDivisionError: division by zero (rew.py line 3)"
     reasons = ["KeyError: 'x' (rew.py line 9)", error, error]
-    letters = [teller.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: {reason}") for n, reason in enumerate(reasons)]
-    found = report_of([*teller.whole(), *letters])
+    letters = [builder.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: {reason}") for n, reason in enumerate(reasons)]
+    found = report_of([*builder.whole(), *letters])
     assert list(found["dead_letters"]["reward_errors"].items()) == [(error, 2), (reasons[0], 1)]
     assert f"2 x {error}" in as_text(found)
 
 
 def test_errors_that_name_something_new_each_time_are_told_apart_up_to_a_number() -> None:
-    teller = Teller(steps=2)
-    letters = [teller.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: no row {n}") for n in range(2 * REWARD_ERRORS)]
-    assert report_of([*teller.whole(), *letters])["dead_letters"]["reward_errors"]["others"] == REWARD_ERRORS
+    builder = RecordBuilder(steps=2)
+    letters = [builder.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: no row {n}") for n in range(2 * REWARD_ERRORS)]
+    assert report_of([*builder.whole(), *letters])["dead_letters"]["reward_errors"]["others"] == REWARD_ERRORS
 
 
 def test_a_stale_group_is_stale_although_it_was_scored() -> None:
-    teller = Teller(steps=2)
-    told = [teller.record(), teller.opened(), *teller.group([1.0], version=0), teller.entry("stale", groups=(0,), step=1)]
-    assert report_of(told)["groups"]["stale"] == 1
+    builder = RecordBuilder(steps=2)
+    built = [builder.record(), builder.opened(), *builder.group([1.0], version=0), builder.entry("stale", groups=(0,), step=1)]
+    assert report_of(built)["groups"]["stale"] == 1
 
 
 def test_a_run_that_has_hardly_begun_has_a_report_of_what_is_known() -> None:
-    found = report_of([Teller().record()])
+    found = report_of([RecordBuilder().record()])
     assert found["status"] == "created"
     assert found["reward"] == {"first": None, "last": None, "curve": []}
     assert found["time"]["trainer_waiting_ratio"] is None
@@ -227,9 +227,9 @@ def test_a_run_that_has_hardly_begun_has_a_report_of_what_is_known() -> None:
 
 
 def test_the_report_is_strict_json_even_when_a_loss_was_not_a_number() -> None:
-    teller = Teller(steps=1)
-    told = [teller.record(), teller.opened(), teller.step(0, [], begun_s=float("nan")), teller.closed()]
-    json.dumps(report_of(told), allow_nan=False)
+    builder = RecordBuilder(steps=1)
+    built = [builder.record(), builder.opened(), builder.step(0, [], begun_s=float("nan")), builder.closed()]
+    json.dumps(report_of(built), allow_nan=False)
 
 
 def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str, Any]) -> None:
@@ -279,9 +279,9 @@ def test_a_stopped_run_says_how_to_resume_it(report: dict[str, Any]) -> None:
 
 
 def test_the_cause_of_a_failed_run_stands_in_its_text() -> None:
-    teller = Teller(steps=5)
-    told = [teller.record(), teller.opened(), teller.closed("failed", steps=0, reason="too many groups were filtered")]
-    assert "failed: too many groups were filtered" in as_text(report_of(told))
+    builder = RecordBuilder(steps=5)
+    built = [builder.record(), builder.opened(), builder.closed("failed", steps=0, reason="too many groups were filtered")]
+    assert "failed: too many groups were filtered" in as_text(report_of(built))
 
 
 @pytest.mark.parametrize(("steps", "window"), [(0, 0), (1, 1), (10, 1), (11, 2), (60, 6)])

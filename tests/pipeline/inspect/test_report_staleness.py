@@ -7,7 +7,7 @@ from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 STEPS = [
     StepFacts(step=0, version=0, time_s=1.0, groups=(0,), metrics={
@@ -38,15 +38,15 @@ def test_without_steps_nothing_is_known() -> None:
 
 
 def test_engines_of_all_rollout_workers_are_added_up_and_named_in_the_text() -> None:
-    teller, view = Teller(steps=2), RunView(run=RUN)
-    told = [
-        *teller.whole(),
-        teller.measured_by("rollout-0", "final", engine_swaps=3.0, engine_swap_stall_s=0.12, engine_swap_stall_max_s=0.06,
+    builder, view = RecordBuilder(steps=2), RunView(run=RUN)
+    records = [
+        *builder.whole(),
+        builder.measured_by("rollout-0", "final", engine_swaps=3.0, engine_swap_stall_s=0.12, engine_swap_stall_max_s=0.06,
                            engine_occupancy=0.5, engine_prefix_cache_queries=10.0, engine_prefix_cache_hits=4.0),
-        teller.measured_by("rollout-1", "final", engine_swaps=1.0, engine_swap_stall_s=0.08, engine_swap_stall_max_s=0.08,
+        builder.measured_by("rollout-1", "final", engine_swaps=1.0, engine_swap_stall_s=0.08, engine_swap_stall_max_s=0.08,
                            engine_occupancy=0.9, engine_prefix_cache_queries=10.0, engine_prefix_cache_hits=1.0, aborted_groups=2.0),
     ]  # fmt: skip
-    for record in as_records(told):
+    for record in as_records(records):
         view.fold(record)
     found = figures.engines(view)
     assert found == {

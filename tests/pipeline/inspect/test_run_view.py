@@ -12,7 +12,7 @@ from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import weights
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from tests.support.a_run import CREATED_S, RUN, Teller, as_records
+from tests.support.a_run import CREATED_S, RUN, RecordBuilder, as_records
 from tests.support.strategies import a_manifest
 
 
@@ -24,7 +24,7 @@ def folded(records: list[Record]) -> RunView:
 
 
 def test_the_state_of_a_whole_run_is_read_from_its_records() -> None:
-    view = folded(as_records(list(Teller(steps=4).whole())))
+    view = folded(as_records(list(RecordBuilder(steps=4).whole())))
     assert status_of(view) == "finished"
     assert has_ended(view)
     assert sorted(view.steps) == [0, 1, 2, 3]
@@ -39,7 +39,7 @@ def test_the_state_of_a_whole_run_is_read_from_its_records() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_topics_may_be_interleaved_in_any_way(seed: int) -> None:
-    records = as_records(list(Teller(steps=4).whole()))
+    records = as_records(list(RecordBuilder(steps=4).whole()))
     waiting = {topic: [record for record in records if record.topic == topic] for topic in {record.topic for record in records}}
     draw, mixed = random.Random(seed), []
     while waiting:
@@ -53,7 +53,7 @@ def test_topics_may_be_interleaved_in_any_way(seed: int) -> None:
 
 
 def test_a_record_that_was_seen_before_changes_nothing_and_is_counted() -> None:
-    records = as_records([*Teller(steps=3).whole()])
+    records = as_records([*RecordBuilder(steps=3).whole()])
     view, once = RunView(run=RUN), folded(records)
     for record in records:
         view.fold(record)
@@ -70,10 +70,10 @@ def test_a_record_that_was_seen_before_changes_nothing_and_is_counted() -> None:
 
 
 def test_the_first_outcome_of_a_group_stands() -> None:
-    teller = Teller()
-    first = teller.group([1.0, 0.0], version=0)
-    teller.next_group = 0
-    second = teller.group([0.0, 0.0], version=0, outcome="filtered")
+    builder = RecordBuilder()
+    first = builder.group([1.0, 0.0], version=0)
+    builder.next_group = 0
+    second = builder.group([0.0, 0.0], version=0, outcome="filtered")
     view = folded(as_records([*first, *second]))
     assert view.groups[0].outcome == "scored"
     assert view.duplicates == {"prompts": 1, "rollouts": 2, "groups": 1}
@@ -89,65 +89,65 @@ def test_an_unusable_record_is_refused_and_leaves_the_state_alone(topic: str) ->
 
 
 def test_records_of_other_runs_in_the_register_are_nobodys_business() -> None:
-    other = Teller(run="other").record()
+    other = RecordBuilder(run="other").record()
     assert RunView(run=RUN).fold(as_records([other])[0]) is None
     with pytest.raises(Unusable):
         RunView(run=RUN).fold(replace(as_records([other])[0], key=RUN.encode()))
 
 
 def test_an_id_is_free_again_once_the_run_that_had_it_is_deleted() -> None:
-    first, again = Teller().record("finished"), Teller(created_s=CREATED_S + 60).record()
-    told = as_records([first, replace(first, headers=(), value=b""), again])
-    assert folded(told[:2]).record is None
-    assert status_of(folded(told)) == "created"
+    first, again = RecordBuilder().record("finished"), RecordBuilder(created_s=CREATED_S + 60).record()
+    built = as_records([first, replace(first, headers=(), value=b""), again])
+    assert folded(built[:2]).record is None
+    assert status_of(folded(built)) == "created"
 
 
 def test_the_last_state_in_the_register_counts_whatever_its_writers_clock_says() -> None:
-    late, early = Teller(created_s=CREATED_S + 300).record("stopped"), Teller().record("running")
+    late, early = RecordBuilder(created_s=CREATED_S + 300).record("stopped"), RecordBuilder().record("running")
     assert status_of(folded(as_records([late, early]))) == "running"
 
 
 def test_a_restarted_worker_keeps_its_totals_and_is_not_ended() -> None:
-    teller = Teller()
-    told = [teller.measured_by("rollout-0", samples=5.0), teller.measured_by("rollout-0", "final", samples=7.0)]
-    teller.now_s -= 3600  # it begins again on a machine whose clock is an hour behind
-    told.append(teller.measured_by("rollout-0", incarnation="b", samples=2.0))
-    told.append(teller.measured_by("rollout-0", samples=7.0))  # a word of the first that comes late
-    worker = folded(as_records(told)).workers["rollout-0"]
+    builder = RecordBuilder()
+    built = [builder.measured_by("rollout-0", samples=5.0), builder.measured_by("rollout-0", "final", samples=7.0)]
+    builder.now_s -= 3600  # it begins again on a machine whose clock is an hour behind
+    built.append(builder.measured_by("rollout-0", incarnation="b", samples=2.0))
+    built.append(builder.measured_by("rollout-0", samples=7.0))  # a word of the first that comes late
+    worker = folded(as_records(built)).workers["rollout-0"]
     assert worker.total("samples") == 9.0
     assert worker.values["samples"] == 2.0
     assert not worker.ended
 
 
 def test_a_rate_is_taken_over_the_time_between_statuses() -> None:
-    teller = Teller()
-    told = []
+    builder = RecordBuilder()
+    built = []
     for count in range(4):
-        told.append(teller.measured_by("rollout-0", samples=10.0 * count))
-        teller.now_s += 0.5
-    worker = folded(as_records(told)).workers["rollout-0"]
+        built.append(builder.measured_by("rollout-0", samples=10.0 * count))
+        builder.now_s += 0.5
+    worker = folded(as_records(built)).workers["rollout-0"]
     assert worker.rate("samples") == pytest.approx(20.0)
     assert worker.rate("nothing") is None
 
 
 def test_the_status_comes_from_the_ledger_before_the_register() -> None:
-    teller = Teller()
-    assert status_of(folded(as_records([teller.record()]))) == "created"
-    opened = teller.opened()
-    assert status_of(folded(as_records([teller.record(), opened]))) == "running"
-    assert status_of(folded(as_records([teller.record("failed")]))) == "failed"
-    view = folded(as_records([teller.record("running"), opened, teller.closed("stopped", steps=1, reason="asked to")]))
+    builder = RecordBuilder()
+    assert status_of(folded(as_records([builder.record()]))) == "created"
+    opened = builder.opened()
+    assert status_of(folded(as_records([builder.record(), opened]))) == "running"
+    assert status_of(folded(as_records([builder.record("failed")]))) == "failed"
+    view = folded(as_records([builder.record("running"), opened, builder.closed("stopped", steps=1, reason="asked to")]))
     assert (status_of(view), closing(view)["reason"]) == ("stopped", "asked to")
 
 
 def test_an_entry_beyond_a_gap_is_refused_and_the_true_ones_count_all_the_same() -> None:
-    teller = Teller()
-    told = [teller.opened(), teller.version(0)]
-    teller.seq = 900
-    forged = teller.entry("stale", groups=(1, 2, 3))
-    teller.seq = 2
-    told += [teller.step(0, [0, 1], begun_s=teller.now_s), teller.closed()]
-    records = as_records([*told[:2], forged, *told[2:]])
+    builder = RecordBuilder()
+    built = [builder.opened(), builder.version(0)]
+    builder.seq = 900
+    forged = builder.entry("stale", groups=(1, 2, 3))
+    builder.seq = 2
+    built += [builder.step(0, [0, 1], begun_s=builder.now_s), builder.closed()]
+    records = as_records([*built[:2], forged, *built[2:]])
     view, state = RunView(run=RUN), LedgerState(RUN)
     for apply in (view.fold, state.apply):
         for place, record in enumerate(records):
@@ -162,13 +162,13 @@ def test_an_entry_beyond_a_gap_is_refused_and_the_true_ones_count_all_the_same()
 
 
 def test_a_measurement_numbered_far_ahead_does_not_silence_its_worker() -> None:
-    teller = Teller()
-    told = [teller.measured_by("rollout-0", samples=1.0)]
-    teller.measured["rollout-0a"] = 10**12
-    told.append(teller.measured_by("rollout-0", samples=2.0))
-    teller.measured["rollout-0a"] = 1
-    told += [teller.measured_by("rollout-0", samples=3.0), told[0], told[1]]
-    view = folded(as_records(told))
+    builder = RecordBuilder()
+    built = [builder.measured_by("rollout-0", samples=1.0)]
+    builder.measured["rollout-0a"] = 10**12
+    built.append(builder.measured_by("rollout-0", samples=2.0))
+    builder.measured["rollout-0a"] = 1
+    built += [builder.measured_by("rollout-0", samples=3.0), built[0], built[1]]
+    view = folded(as_records(built))
     assert view.workers["rollout-0"].values["samples"] == 3.0
     assert view.duplicates["metrics"] == 2
 
@@ -189,7 +189,7 @@ def test_a_version_that_was_not_published_is_refused() -> None:
 
 
 def test_the_last_reward_is_that_of_the_last_tenth_of_the_steps_as_in_the_report() -> None:
-    view = folded(as_records(list(Teller(steps=30).whole())))
+    view = folded(as_records(list(RecordBuilder(steps=30).whole())))
     assert last_reward(view) == summarise(view)["reward"]["last"]
     assert view.rewards[29].mean == 1.0
     assert (last_reward(view) or 0.0) < 1.0

@@ -18,7 +18,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.upkeep import state
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 STEPS = 60
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
@@ -31,9 +31,9 @@ def forgetting_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def told(seed: int = 0, *, steps: int = STEPS) -> tuple[Record, ...]:
+def recorded(seed: int = 0, *, steps: int = STEPS) -> tuple[Record, ...]:
     """A run's records, topics interleaved at random."""
-    records = as_records(list(Teller(steps=steps).whole()))
+    records = as_records(list(RecordBuilder(steps=steps).whole()))
     waiting = {topic: [record for record in records if record.topic == topic] for topic in {record.topic for record in records}}
     draw, mixed = random.Random(seed), list[Record]()
     while waiting:
@@ -62,7 +62,7 @@ def said(view: RunView) -> object:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_view_that_forgets_says_what_a_whole_one_says(seed: int) -> None:
-    records = told(seed)
+    records = recorded(seed)
     for end in (len(records) // 3, len(records) // 2, len(records)):
         whole, forgetful = folded(records[:end]), folded(records[:end], forgets=True)
         assert said(forgetful) == said(whole)
@@ -72,7 +72,7 @@ def test_a_view_that_forgets_says_what_a_whole_one_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_view_that_was_saved_goes_on_as_if_it_had_not_been(seed: int) -> None:
-    records, draw = told(seed), random.Random(seed)
+    records, draw = recorded(seed), random.Random(seed)
     cut = draw.randrange(len(records))
     register = [record for record in records if record.topic in (RUNS_TOPIC, f"{RUN}.run")]
     first = folded(records[:cut], forgets=True)
@@ -84,7 +84,7 @@ def test_a_view_that_forgets_holds_no_more_of_a_long_run_than_of_a_short_one(mon
     monkeypatch.setattr(saved_view, "REWARDS", 24)
     held = []
     for steps in (60, 240):
-        view = folded(told(steps=steps), forgets=True)
+        view = folded(recorded(steps=steps), forgets=True)
         assert fate_counts(view).total() == len(view.admitted)
         held.append((len(view.steps), len(view.groups), len(view.versions), len(view.stale), len(to_json(view))))
     assert all(long <= 2 * 24 for long in held[1][:4])
@@ -92,7 +92,7 @@ def test_a_view_that_forgets_holds_no_more_of_a_long_run_than_of_a_short_one(mon
 
 
 def test_a_record_that_was_forgotten_changes_nothing_when_it_comes_again() -> None:
-    records = told()
+    records = recorded()
     view = folded(records, forgets=True)
     before = said(view)
     assert all(view.fold(record) is None for record in records if record.topic not in (RUNS_TOPIC, f"{RUN}.run"))
@@ -129,7 +129,7 @@ def look(log: MemoryLog) -> tuple[RunView, int]:
 
 
 def test_who_looks_reads_what_came_after_the_newest_saved_view_and_no_more() -> None:
-    records = told()
+    records = recorded()
     cut = len(records) - 40
     log = logged(records[:cut])
     save(log)
@@ -141,14 +141,14 @@ def test_who_looks_reads_what_came_after_the_newest_saved_view_and_no_more() -> 
 
 @pytest.mark.parametrize("value", [b"noise", state.encode(state.State(worker="w", positions='{"ledger/0": 3}', view='{"format": 99}'))])
 def test_without_a_usable_saved_view_everything_is_read(value: bytes) -> None:
-    log = logged(told())
+    log = logged(recorded())
     headers = state.headers(state.State(worker="w", positions="{}", view="{}"), run=RUN).encode(value)
     log.producer().send(Outgoing(topic=f"{RUN}.state", partition=0, key=state.KEY, headers=headers, value=value))
-    assert said(look(log)[0]) == said(folded(told()))
+    assert said(look(log)[0]) == said(folded(recorded()))
 
 
 def test_a_saved_view_that_has_seen_what_the_log_has_lost_is_not_used() -> None:
-    log = logged(told())
+    log = logged(recorded())
     save(log)
     assert newest(log, RUN)[1]
     log.truncate((f"{RUN}.ledger", 0), 20)

@@ -16,7 +16,7 @@ from penstock.pipeline.runtime.reporting.reporter import USES, Reporter, split, 
 from penstock.topics import metrics
 from penstock.topics.catalogue import topics_of
 from penstock.topics.metrics import Activity, activity_of
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ SECONDS = st.fixed_dictionaries({f"time_{use}_s": st.floats(0.0, 1e6) for use in
 
 @given(uses=SECONDS, computed=st.floats(0.0, 1e6))
 def test_whoever_tells_how_long_the_trainer_waited_tells_the_same(uses: dict[str, float], computed: float) -> None:
-    teller = Teller()
-    told = [teller.record(), teller.opened(), teller.entry("step", step=0, version=0, metrics={"compute_s": computed})]
-    told.append(teller.measured_by("trainer", "final", uptime_s=sum(uses.values()), **uses))
+    builder = RecordBuilder()
+    records = [builder.record(), builder.opened(), builder.entry("step", step=0, version=0, metrics={"compute_s": computed})]
+    records.append(builder.measured_by("trainer", "final", uptime_s=sum(uses.values()), **uses))
     view = RunView(run=RUN)
-    for record in as_records(told):
+    for record in as_records(records):
         view.fold(record)
     report = summarise(view)
     time, share = report["time"], trainer_waiting_ratio(view, whole=True)
@@ -125,12 +125,12 @@ def test_whoever_tells_how_long_the_trainer_waited_tells_the_same(uses: dict[str
 
 
 def test_the_waiting_of_the_last_steps_is_their_share_of_all_the_trainers_time() -> None:
-    teller, view = Teller(), RunView(run=RUN)
-    told = [teller.record(), teller.opened()]
+    builder, view = RecordBuilder(), RunView(run=RUN)
+    records = [builder.record(), builder.opened()]
     for step in range(30):  # each of 10 s: 3 s of waiting, 4 s of computing, 3 s of digests, the ledger and publishing
-        begun_s, teller.now_s = teller.now_s, teller.now_s + 10.0
-        told.append(teller.entry("step", step=step, version=step, metrics={"started_at": begun_s, "wait_s": 3.0, "compute_s": 4.0}))
-    for number, record in enumerate(as_records(told)):
+        begun_s, builder.now_s = builder.now_s, builder.now_s + 10.0
+        records.append(builder.entry("step", step=step, version=step, metrics={"started_at": begun_s, "wait_s": 3.0, "compute_s": 4.0}))
+    for number, record in enumerate(as_records(records)):
         view.fold(record)
         if number > 2:
             assert trainer_waiting_ratio(view) == pytest.approx(0.3)
@@ -182,13 +182,13 @@ def test_training_in_order_of_length_is_told_from_training_in_order_of_submissio
 
 
 def test_the_bottleneck_of_a_whole_run_is_told_after_its_end_with_what_to_change() -> None:
-    teller, view = Teller(), RunView(run=RUN)
-    told = [teller.record(), teller.opened()]
-    told.append(teller.measured_by("rollout-0", "final", generate_s=9.5, uptime_s=12.0, time_start_s=2.0))
-    told.append(teller.entry("step", step=0, version=0, metrics={"wait_s": 7.0, "compute_s": 3.0}))
-    told.append(teller.measured_by("trainer", "final", uptime_s=12.0, time_start_s=2.0, time_busy_s=3.0, time_no_group_s=7.0))
-    told.append(teller.entry("run-closed"))
-    for record in as_records(told):
+    builder, view = RecordBuilder(), RunView(run=RUN)
+    records = [builder.record(), builder.opened()]
+    records.append(builder.measured_by("rollout-0", "final", generate_s=9.5, uptime_s=12.0, time_start_s=2.0))
+    records.append(builder.entry("step", step=0, version=0, metrics={"wait_s": 7.0, "compute_s": 3.0}))
+    records.append(builder.measured_by("trainer", "final", uptime_s=12.0, time_start_s=2.0, time_busy_s=3.0, time_no_group_s=7.0))
+    records.append(builder.entry("run-closed"))
+    for record in as_records(records):
         view.fold(record)
     found = bottleneck(view, whole=True)
     assert found is not None

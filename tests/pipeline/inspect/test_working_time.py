@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import PAUSE_S, WorkingTime
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=60))
@@ -34,9 +34,9 @@ def test_what_is_under_way_counts_on_until_it_must_be_a_pause() -> None:
 
 
 @given(st.permutations([*(("sign", moment) for moment in (0.0, 2.0, 4.0, 30.0, 32.0, 60.0)), ("stop", 4.0)]))
-def test_a_pause_after_a_stop_is_none_of_the_work_however_short(told: list[tuple[str, float]]) -> None:
+def test_a_pause_after_a_stop_is_none_of_the_work_however_short(records: list[tuple[str, float]]) -> None:
     worked = WorkingTime()
-    for what, moment in told:
+    for what, moment in records:
         worked.add(moment) if what == "sign" else worked.stop(moment)
     assert worked.between(0.0, 100.0) == 4.0 + 30.0
     assert worked.until(70.0) == 4.0 + 30.0 + 10.0
@@ -46,32 +46,32 @@ def test_a_pause_after_a_stop_is_none_of_the_work_however_short(told: list[tuple
 
 @pytest.mark.parametrize(("again", "worked_s"), [("b", 3.0 + 3.0), ("a", 3.0 + 30.0 + 3.0)])
 def test_a_silence_that_a_restarted_worker_ends_is_a_pause_and_one_that_goes_on_is_none(again: str, worked_s: float) -> None:
-    teller, told = Teller(steps=4), []
+    builder, records = RecordBuilder(steps=4), []
     for incarnation, silence_s in (("a", 0.0), (again, 30.0)):
-        teller.now_s += silence_s
+        builder.now_s += silence_s
         for _ in range(4):
-            told.append(teller.measured_by("scorer-0", incarnation=incarnation))
-            teller.now_s += 1.0
-        teller.now_s -= 1.0
+            records.append(builder.measured_by("scorer-0", incarnation=incarnation))
+            builder.now_s += 1.0
+        builder.now_s -= 1.0
     view = RunView(run=RUN)
-    for record in as_records(told):
+    for record in as_records(records):
         view.fold(record)
-    assert view.worked.between(0.0, teller.now_s) == pytest.approx(worked_s)
+    assert view.worked.between(0.0, builder.now_s) == pytest.approx(worked_s)
 
 
 def test_start_training_and_end_add_up_to_the_time_of_a_run_that_was_paused_for_an_hour() -> None:
-    teller = Teller(steps=4)
-    told = [teller.record()]
-    teller.now_s += 10.0
-    told += [teller.opened(), teller.version(0)]
+    builder = RecordBuilder(steps=4)
+    records = [builder.record()]
+    builder.now_s += 10.0
+    records += [builder.opened(), builder.version(0)]
     for step in range(4):
         if step == 2:
-            teller.now_s += 3600.0
-        told += teller.round(step)
-    teller.now_s += 5.0
-    told.append(teller.closed())
+            builder.now_s += 3600.0
+        records += builder.round(step)
+    builder.now_s += 5.0
+    records.append(builder.closed())
     view = RunView(run=RUN)
-    for record in as_records(told):
+    for record in as_records(records):
         view.fold(record)
     time = summarise(view)["time"]
     assert (time["start_s"], time["train_s"], time["end_s"]) == (10.0, 4.0, 5.0)

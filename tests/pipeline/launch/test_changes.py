@@ -20,7 +20,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch.check.changes import code_digests, with_changes
 from penstock.pipeline.rewards import functions as rewards
 from penstock.topics.runs import RunRecord
-from tests.support.a_run import RUN, Teller, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records
 
 ROWS = "".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8))
 CODE = "def reward(completions, **_):\n    return [0.0 for _ in completions]\n\n\nclass Game:\n    pass\n"
@@ -139,12 +139,12 @@ CHANGES = [{"what": "reward rew.py:reward", "before": "1" * 64, "after": "2" * 6
 
 
 def test_report_and_audit_repeat_a_change_with_the_steps_that_were_done_before() -> None:
-    teller, view = Teller(steps=4), RunView(run=RUN)
-    told = [teller.record(), teller.opened()]
+    builder, view = RecordBuilder(steps=4), RunView(run=RUN)
+    records = [builder.record(), builder.opened()]
     for step in range(4):
-        teller.now_s += 1.0
-        told.append(teller.entry("step", step=step, version=step, metrics={}))
-    for record in as_records(told):
+        builder.now_s += 1.0
+        records.append(builder.entry("step", step=step, version=step, metrics={}))
+    for record in as_records(records):
         view.fold(record)
     assert view.record is not None
     moment = int((view.steps[1].time_s + 0.5) * 1e9)
@@ -163,8 +163,8 @@ def test_report_and_audit_repeat_a_change_with_the_steps_that_were_done_before()
 
 
 def test_a_report_of_a_run_in_which_nothing_was_changed_says_nothing() -> None:
-    teller, view = Teller(), RunView(run=RUN)
-    for record in as_records([teller.record(), teller.opened()]):
+    builder, view = RecordBuilder(), RunView(run=RUN)
+    for record in as_records([builder.record(), builder.opened()]):
         view.fold(record)
     report: dict[str, Any] = summarise(view)
     assert report["changed"] == []

@@ -55,19 +55,19 @@ def configured(folder: Path, **sections: dict[str, object]) -> Config:
 
 def found(config: Config) -> tuple[dict[str, str], str | None]:
     """What was told, and the problem that ended it."""
-    told: dict[str, str] = {}
+    records: dict[str, str] = {}
     try:
-        preflight.check(config, tell=told.__setitem__, samples=False)
+        preflight.check(config, tell=records.__setitem__, samples=False)
     except (PenstockError, ValueError) as error:
-        return told, str(error)
-    return told, None
+        return records, str(error)
+    return records, None
 
 
 def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tmp_path: Path) -> None:
-    told, problem = found(configured(project(tmp_path)))
+    records, problem = found(configured(project(tmp_path)))
     assert problem is None
-    assert told["data"].startswith("50 rows")
-    assert told["reward"] == "of the first 2 rows' own answers: 1, 1"
+    assert records["data"].startswith("50 rows")
+    assert records["reward"] == "of the first 2 rows' own answers: 1, 1"
 
 
 def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_for(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_f
 
 
 @pytest.mark.parametrize(
-    ("run", "trainer", "algorithm", "told"),
+    ("run", "trainer", "algorithm", "records"),
     [
         ({"epochs": 1}, {"lr_schedule": "linear"}, {}, True),
         ({"epochs": 2}, {"lr_schedule": "cosine"}, {}, True),
@@ -89,12 +89,12 @@ def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_f
     ],
 )
 def test_a_learning_rate_that_may_not_reach_its_end_is_told_of(
-    tmp_path: Path, run: dict[str, object], trainer: dict[str, object], algorithm: dict[str, object], *, told: bool
+    tmp_path: Path, run: dict[str, object], trainer: dict[str, object], algorithm: dict[str, object], *, records: bool
 ) -> None:
     said: list[str] = []
     config = configured(project(tmp_path), run={"steps": None, **run}, trainer=trainer, algorithm=algorithm)
     check_inputs(config, notify=said.append)
-    assert any("trainer.lr_schedule" in line and "run.steps fixes the number of steps" in line for line in said) == told
+    assert any("trainer.lr_schedule" in line and "run.steps fixes the number of steps" in line for line in said) == records
 
 
 def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Pat
     ids=["one for all", "it raises", "too many values", "no number", "it hangs", "it wants a package"],
 )
 def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, reward: str, said: str) -> None:
-    told, problem = found(configured(project(tmp_path, reward=reward), reward={"timeout_s": 2.0}))
-    assert "one step" in told
+    records, problem = found(configured(project(tmp_path, reward=reward), reward={"timeout_s": 2.0}))
+    assert "one step" in records
     assert problem is not None
     assert said in problem
     assert "\n" not in problem
@@ -163,9 +163,9 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     with_weights(folder / "model", (1000, 1_000_000))
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     assert parameters(folder / "model") == 10**9
-    told, problem = found(configured(folder, run={"steps": 100_000}))
-    assert told["weights"].startswith("4.0 GB whole, every 20 versions; a delta about 4.0 GB")
-    assert "about 400.0 TB of weights (at most 400.0 TB)" in told["disk"]
+    records, problem = found(configured(folder, run={"steps": 100_000}))
+    assert records["weights"].startswith("4.0 GB whole, every 20 versions; a delta about 4.0 GB")
+    assert "about 400.0 TB of weights (at most 400.0 TB)" in records["disk"]
     assert problem is not None
     assert "the disk would be full after step " in problem
     assert not (tmp_path / "home").exists()
@@ -200,8 +200,8 @@ def test_what_a_run_takes_follows_from_its_deltas_and_from_what_is_kept_of_them(
     with_weights(folder / "model", (1000, 1_000_000))
     monkeypatch.setattr(sizes.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     sections = {"run": {"steps": 200_000}, "trainer": {"dtype": "bfloat16", "lr": 1e-6}, "weights": {"keep": keep}}
-    told, problem = found(configured(folder, **sections))
-    assert "2.0 GB whole, every 20 versions; a delta about 12.0 MB" in told["weights"]
+    records, problem = found(configured(folder, **sections))
+    assert "2.0 GB whole, every 20 versions; a delta about 12.0 MB" in records["weights"]
     assert said is None or said in (problem or "")
     assert (problem is None) == (said is None), problem
 
@@ -324,13 +324,13 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
 
         model = make_tiny_model(tmp_path / "tiny", steps=1)
     config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})
-    told, said = dict[str, str](), list[str]()
-    checked = preflight.check(config, tell=told.__setitem__, samples=True, notify=said.append)
+    records, said = dict[str, str](), list[str]()
+    checked = preflight.check(config, tell=records.__setitem__, samples=True, notify=said.append)
     assert said[-1] == f"loading the model into the {engine} engine, to generate the samples of a step, at most 64"
     assert [sample["answer"] for sample in checked.samples] == [str(2 * number) for number in range(8) for _ in range(8)]
     assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)
-    assert "What is 1 plus 1?" in told["sample 2"] and told["rewards"].startswith("of 64 samples of 8 prompts: ")
-    assert {"drawing", "time"} <= told.keys()
+    assert "What is 1 plus 1?" in records["sample 2"] and records["rewards"].startswith("of 64 samples of 8 prompts: ")
+    assert {"drawing", "time"} <= records.keys()
 
 
 @pytest.mark.costly
@@ -397,8 +397,8 @@ def test_rows_without_an_answer_or_with_the_same_one_are_not_compared() -> None:
 
 def test_check_and_run_refuse_a_reversed_reward(tmp_path: Path) -> None:
     reversed_reward = "return [-float(a == b) for a, b in zip(completions, answer)]"
-    told, problem = found(configured(project(tmp_path, reward=reversed_reward)))
-    assert "a wrong answer earns more than the right one" in str(problem) and "disk" in told | {"disk": ""}
+    records, problem = found(configured(project(tmp_path, reward=reversed_reward)))
+    assert "a wrong answer earns more than the right one" in str(problem) and "disk" in records | {"disk": ""}
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 8, [0.3, 0.1 + 0.2] * 4, [-1.0] * 8, [0.49] * 2])

@@ -11,7 +11,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.launcher import show_report
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, RecordBuilder
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     log = MemoryLog()
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=8)})
     producer = log.producer()
-    for outgoing in Teller(steps=2).whole():
+    for outgoing in RecordBuilder(steps=2).whole():
         producer.send(outgoing)
     return log
 

@@ -45,20 +45,20 @@ class CheapSupervisor(Supervisor):
         return worker
 
 
-def crew_of(directory: Path, *, said: list[str], programs: dict[str, str] | None = None, **run: Any) -> CheapSupervisor:
+def worker_set_of(directory: Path, *, said: list[str], programs: dict[str, str] | None = None, **run: Any) -> CheapSupervisor:
     table = {"run": {"steps": 1, **run}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "rollout": {"workers": 1}}
-    crew = CheapSupervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), directory, said.append)
-    crew.programs = programs or {}
-    return crew
+    worker_set = CheapSupervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), directory, said.append)
+    worker_set.programs = programs or {}
+    return worker_set
 
 
 @contextmanager
-def working(crew: Supervisor) -> Iterator[Supervisor]:
-    crew.start()
+def working(worker_set: Supervisor) -> Iterator[Supervisor]:
+    worker_set.start()
     try:
-        yield crew
+        yield worker_set
     finally:
-        crew.stop(limit_s=5.0)
+        worker_set.stop(limit_s=5.0)
 
 
 def until(holds: Callable[[], Any], *, limit_s: float = 120.0) -> Any:
@@ -76,16 +76,16 @@ def seen(*, over: bool = False, progress: int = 0) -> RunView:
     return RunView(run="r", closed=closed, groups={group: GroupFacts("scored", 1, 1, 0.0, 0) for group in range(progress)})
 
 
-def tend(crew: Supervisor, view: RunView | None = None, *, later_s: float = 0.0, reachable: bool = True) -> Failure | None:
-    return crew.poll(view or seen(), now_s=time.monotonic() + later_s, reachable=reachable)
+def tend(worker_set: Supervisor, view: RunView | None = None, *, later_s: float = 0.0, reachable: bool = True) -> Failure | None:
+    return worker_set.poll(view or seen(), now_s=time.monotonic() + later_s, reachable=reachable)
 
 
-def at_work(crew: Supervisor) -> bool:
-    return all("at work" in worker.last_words() for worker in crew.workers)
+def at_work(worker_set: Supervisor) -> bool:
+    return all("at work" in worker.last_words() for worker in worker_set.workers)
 
 
-def worker_named(crew: Supervisor, name: str) -> Worker:
-    return next(worker for worker in crew.workers if worker.name == name)
+def worker_named(worker_set: Supervisor, name: str) -> Worker:
+    return next(worker for worker in worker_set.workers if worker.name == name)
 
 
 def pids(directory: Path) -> dict[str, int]:
@@ -94,11 +94,11 @@ def pids(directory: Path) -> dict[str, int]:
 
 def test_a_killed_worker_is_replaced_at_once_and_the_list_and_the_log_say_so(tmp_path: Path):
     said: list[str] = []
-    with working(crew_of(tmp_path, said=said)) as crew:
-        until(lambda: at_work(crew))
+    with working(worker_set_of(tmp_path, said=said)) as worker_set:
+        until(lambda: at_work(worker_set))
         before = pids(tmp_path)
         os.kill(before["scorer-0"], signal.SIGKILL)
-        until(lambda: tend(crew) or pids(tmp_path) != before)
+        until(lambda: tend(worker_set) or pids(tmp_path) != before)
         after = pids(tmp_path)
         assert {name for name in before if before[name] != after[name]} == {"scorer-0"}
         assert said == ["scorer-0 was killed by SIGKILL and is started again (start 2)"]
@@ -111,8 +111,8 @@ def test_a_killed_worker_is_replaced_at_once_and_the_list_and_the_log_say_so(tmp
 
 def test_a_worker_that_fails_again_and_again_is_given_up_with_the_last_words_of_its_last_process(tmp_path: Path):
     said: list[str] = []
-    with working(crew_of(tmp_path, said=said, programs={"feeder": FAILING}, max_restarts=2)) as crew:
-        failure = until(lambda: tend(crew))
+    with working(worker_set_of(tmp_path, said=said, programs={"feeder": FAILING}, max_restarts=2)) as worker_set:
+        failure = until(lambda: tend(worker_set))
         assert "feeder ended with status 1 (3 times in a row, run.max_restarts = 2)" in failure.line
         assert str(tmp_path / "logs" / "feeder.log") in failure.line
         assert failure.last_words == "  | the reason"
@@ -121,81 +121,81 @@ def test_a_worker_that_fails_again_and_again_is_given_up_with_the_last_words_of_
 
 
 def test_a_persons_mistake_is_given_up_at_once_in_the_workers_own_words(tmp_path: Path):
-    with working(crew_of(tmp_path, said=[], programs={"feeder": MISTAKEN})) as crew:
-        failure = until(lambda: tend(crew))
+    with working(worker_set_of(tmp_path, said=[], programs={"feeder": MISTAKEN})) as worker_set:
+        failure = until(lambda: tend(worker_set))
         assert (failure.line, failure.last_words) == ("feeder: sampling.top_p = 3", "")
-        assert worker_named(crew, "feeder").starts == 1
+        assert worker_named(worker_set, "feeder").starts == 1
 
 
 def test_nobody_is_started_without_a_broker_and_what_died_meanwhile_is_excused(tmp_path: Path):
     said: list[str] = []
-    with working(crew_of(tmp_path, said=said, max_restarts=0)) as crew:
-        until(lambda: at_work(crew))
+    with working(worker_set_of(tmp_path, said=said, max_restarts=0)) as worker_set:
+        until(lambda: at_work(worker_set))
         os.kill(pids(tmp_path)["trainer"], signal.SIGKILL)
-        until(lambda: worker_named(crew, "trainer").status is not None)
-        assert tend(crew, reachable=False) is None
-        assert tend(crew, reachable=False) is None
-        assert worker_named(crew, "trainer").starts == 1
-        assert "was killed by SIGKILL" in crew.notes(now_s=time.monotonic())["trainer"]
-        assert tend(crew) is None
-        assert worker_named(crew, "trainer").starts == 2
+        until(lambda: worker_named(worker_set, "trainer").status is not None)
+        assert tend(worker_set, reachable=False) is None
+        assert tend(worker_set, reachable=False) is None
+        assert worker_named(worker_set, "trainer").starts == 1
+        assert "was killed by SIGKILL" in worker_set.notes(now_s=time.monotonic())["trainer"]
+        assert tend(worker_set) is None
+        assert worker_named(worker_set, "trainer").starts == 2
 
 
 def test_who_leaves_too_early_is_missed_and_who_leaves_a_closed_run_is_not(tmp_path: Path):
-    with working(crew_of(tmp_path, said=[], programs={"scorer-0": "pass", "feeder": FAILING})) as crew:
-        until(lambda: worker_named(crew, "scorer-0").status == 0 and worker_named(crew, "feeder").status == 1)
-        assert tend(crew, seen(over=True)) is None
-        assert worker_named(crew, "feeder").starts == 1, "the run is closed: there is nothing left for a feeder"
-        assert tend(crew) is None
-        missed = tend(crew, later_s=11.0)
+    with working(worker_set_of(tmp_path, said=[], programs={"scorer-0": "pass", "feeder": FAILING})) as worker_set:
+        until(lambda: worker_named(worker_set, "scorer-0").status == 0 and worker_named(worker_set, "feeder").status == 1)
+        assert tend(worker_set, seen(over=True)) is None
+        assert worker_named(worker_set, "feeder").starts == 1, "the run is closed: there is nothing left for a feeder"
+        assert tend(worker_set) is None
+        missed = tend(worker_set, later_s=11.0)
         assert missed is not None
         assert "scorer-0 exited although the run is not over" in missed.line
 
 
 def test_a_tracker_that_dies_after_the_end_is_still_started_again(tmp_path: Path):
-    with working(crew_of(tmp_path, said=[])) as crew:
+    with working(worker_set_of(tmp_path, said=[])) as worker_set:
         os.kill(pids(tmp_path)["tracker"], signal.SIGKILL)
-        until(lambda: worker_named(crew, "tracker").status is not None)
-        assert tend(crew, seen(over=True)) is None
-        assert worker_named(crew, "tracker").starts == 2
+        until(lambda: worker_named(worker_set, "tracker").status is not None)
+        assert tend(worker_set, seen(over=True)) is None
+        assert worker_named(worker_set, "tracker").starts == 2
 
 
 def test_a_rollout_worker_that_dies_over_the_last_evaluation_is_started_again(tmp_path: Path):
-    with working(crew_of(tmp_path, said=[])) as crew:
-        crew.config = crew.config.model_copy(update={"eval": EvalSection(source="tiny:successor", engine="rollout")})
+    with working(worker_set_of(tmp_path, said=[])) as worker_set:
+        worker_set.config = worker_set.config.model_copy(update={"eval": EvalSection(source="tiny:successor", engine="rollout")})
         os.kill(pids(tmp_path)["rollout-0"], signal.SIGKILL)
-        until(lambda: worker_named(crew, "rollout-0").status is not None)
-        assert tend(crew, seen(over=True)) is None
-        assert worker_named(crew, "rollout-0").starts == 2
+        until(lambda: worker_named(worker_set, "rollout-0").status is not None)
+        assert tend(worker_set, seen(over=True)) is None
+        assert worker_named(worker_set, "rollout-0").starts == 2
 
 
 def test_a_run_goes_on_without_a_helper_that_is_given_up(tmp_path: Path):
     said: list[str] = []
-    with working(crew_of(tmp_path, said=said, programs={"tracker": MISTAKEN})) as crew:
-        until(lambda: worker_named(crew, "tracker").status == 2)
-        assert tend(crew) is None
-        assert tend(crew) is None
-        assert crew.missing == ["tracker"]
+    with working(worker_set_of(tmp_path, said=said, programs={"tracker": MISTAKEN})) as worker_set:
+        until(lambda: worker_named(worker_set, "tracker").status == 2)
+        assert tend(worker_set) is None
+        assert tend(worker_set) is None
+        assert worker_set.missing == ["tracker"]
         assert said == ["warning: tracker: sampling.top_p = 3; the run continues without it"]
-        assert not crew.ended
-    assert crew.ended
+        assert not worker_set.ended
+    assert worker_set.ended
 
 
 def test_a_helper_whose_reward_is_broken_ends_the_run_with_its_line(tmp_path: Path):
-    with working(crew_of(tmp_path, said=[], programs={"tracker": BROKEN_REWARD.replace("evaluator", "tracker")})) as crew:
-        assert until(lambda: tend(crew)) == Failure("reward f broke: mend it")
+    with working(worker_set_of(tmp_path, said=[], programs={"tracker": BROKEN_REWARD.replace("evaluator", "tracker")})) as worker_set:
+        assert until(lambda: tend(worker_set)) == Failure("reward f broke: mend it")
 
 
 def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path: Path):
     said: list[str] = []
-    crew = crew_of(tmp_path, said=said, programs={"trainer": DEAF})
-    crew.start()
-    until(lambda: at_work(crew))
+    worker_set = worker_set_of(tmp_path, said=said, programs={"trainer": DEAF})
+    worker_set.start()
+    until(lambda: at_work(worker_set))
     statuses = {
         "trainer": {"doing": "commits step 3", "activity": "compute"},
         "feeder": {"doing": "no version is new", "activity": "full_window"},
     }
-    crew.stop(limit_s=1.0, labels=lambda: statuses)
+    worker_set.stop(limit_s=1.0, labels=lambda: statuses)
     finishes, killed = [line for line in said if line.startswith("trainer")]
     assert finishes == "trainer: commits step 3"
     assert re.fullmatch(r"trainer did not exit within \d+ s: killed", killed)
@@ -204,18 +204,18 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
 
 def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_stands_still(tmp_path: Path):
     said: list[str] = []
-    crew = crew_of(tmp_path, said=said, programs={"trainer": DEAF})
-    crew.start()
-    until(lambda: at_work(crew))
+    worker_set = worker_set_of(tmp_path, said=said, programs={"trainer": DEAF})
+    worker_set.start()
+    until(lambda: at_work(worker_set))
     steps = itertools.count()
-    crew.stop(limit_s=0.3, labels=lambda: {"trainer": {"doing": f"training step 3, micro-batch {next(steps)}"}})
+    worker_set.stop(limit_s=0.3, labels=lambda: {"trainer": {"doing": f"training step 3, micro-batch {next(steps)}"}})
     (found,) = filter(None, (re.fullmatch(r"trainer did not exit within (\d+) s: killed", line) for line in said))
     assert int(found[1]) >= round(LONGEST_STOP * 0.3)
 
 
 def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
-    with working(crew_of(tmp_path, said=[], max_restarts=0)) as crew:
-        trainer = worker_named(crew, "trainer")
+    with working(worker_set_of(tmp_path, said=[], max_restarts=0)) as worker_set:
+        trainer = worker_named(worker_set, "trainer")
         trainer.on_report(
             WorkerView(worker="trainer", role="trainer", values={"startup_s": 1.0}, labels={"pid": str(trainer.pid)}), now_s=0.0
         )
@@ -230,49 +230,49 @@ def test_a_stopped_process_that_was_ready_is_killed_after_two_stalls_and_a_silen
     monkeypatch.setattr(restart_policy, "IDLE_SHARE", 1e-4)  # so much it computes on the busiest machine
     said: list[str] = []
     busy = "print('at work', flush=True)\nwhile True: pass"
-    with working(crew_of(tmp_path, said=said, programs={"trainer": busy})) as crew:
-        until(lambda: at_work(crew))
+    with working(worker_set_of(tmp_path, said=said, programs={"trainer": busy})) as worker_set:
+        until(lambda: at_work(worker_set))
         view = seen()
         for name in ("trainer", "scorer-0"):
             view.workers[name] = WorkerView(worker=name, role="x", values={"startup_s": 1.0}, labels={"pid": str(pids(tmp_path)[name])})
-        tend(crew, view)
+        tend(worker_set, view)
         os.kill(pids(tmp_path)["scorer-0"], signal.SIGSTOP)
         began = time.monotonic()
 
         def looked() -> bool:
             silent = {name: 10.0 + time.monotonic() - began for name in view.workers}
-            crew.kill_hung(silent, now_s=time.monotonic(), stall_s=0.5, reachable=True)
+            worker_set.kill_hung(silent, now_s=time.monotonic(), stall_s=0.5, reachable=True)
             return bool(said)
 
         until(looked)
-        until(lambda: worker_named(crew, "scorer-0").status == -signal.SIGKILL)
+        until(lambda: worker_named(worker_set, "scorer-0").status == -signal.SIGKILL)
         until(lambda: looked() and time.monotonic() - began > 1.5)
-        assert worker_named(crew, "trainer").status is None
+        assert worker_named(worker_set, "trainer").status is None
         assert all("scorer-0 has reported nothing" in line for line in said)
 
 
 def test_who_does_not_end_when_asked_is_killed(tmp_path: Path):
     said: list[str] = []
-    crew = crew_of(tmp_path, said=said, programs={"rollout-0": DEAF})
-    crew.start()
-    until(lambda: at_work(crew))
+    worker_set = worker_set_of(tmp_path, said=said, programs={"rollout-0": DEAF})
+    worker_set.start()
+    until(lambda: at_work(worker_set))
     before = pids(tmp_path)
-    crew.stop(limit_s=0.3)
+    worker_set.stop(limit_s=0.3)
     assert [line.split()[0] for line in said if line.endswith(" s: killed")] == ["rollout-0"]
     assert end_in_time(*before.values())
 
 
 def test_a_second_ctrl_c_kills_what_is_left_at_once(tmp_path: Path):
-    crew = crew_of(tmp_path, said=[], programs={"feeder": DEAF})
-    crew.start()
-    until(lambda: at_work(crew))
+    worker_set = worker_set_of(tmp_path, said=[], programs={"feeder": DEAF})
+    worker_set.start()
+    until(lambda: at_work(worker_set))
     before = pids(tmp_path)
 
     def interrupted() -> dict[str, str]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        crew.stop(limit_s=60.0, labels=interrupted)
+        worker_set.stop(limit_s=60.0, labels=interrupted)
     assert end_in_time(*before.values())
 
 
@@ -394,9 +394,9 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
 
 def test_each_worker_answers_at_a_port_of_its_own_where_the_run_has_one(tmp_path: Path) -> None:
     table = {"run": {"steps": 1, "health_port": 9100}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
-    crew = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), tmp_path, lambda _: None)
+    worker_set = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), tmp_path, lambda _: None)
     for slot in range(2):
-        crew.workers.append(crew._worker("rollout", slot))
-    assert [worker.environment["PENSTOCK_HEALTH"] for worker in crew.workers] == ["9100", "9101"]
-    silent = Supervisor("r", crew.connection, from_table(table | {"run": {"steps": 1}}), tmp_path, lambda _: None)
+        worker_set.workers.append(worker_set._worker("rollout", slot))
+    assert [worker.environment["PENSTOCK_HEALTH"] for worker in worker_set.workers] == ["9100", "9101"]
+    silent = Supervisor("r", worker_set.connection, from_table(table | {"run": {"steps": 1}}), tmp_path, lambda _: None)
     assert "PENSTOCK_HEALTH" not in silent._worker("rollout", 0).environment

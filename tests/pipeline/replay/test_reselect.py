@@ -10,7 +10,7 @@ from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.steps import Selection
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, RecordBuilder
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def log() -> MemoryLog:
     return made
 
 
-def told(log: MemoryLog, records: Sequence[Outgoing]) -> Recording:
+def recording_of(log: MemoryLog, records: Sequence[Outgoing]) -> Recording:
     producer = log.producer()
     for record in records:
         producer.send(record)
@@ -33,14 +33,14 @@ def plans(recording: Recording, *overrides: str, follow: bool = False) -> list[l
 
 
 def test_scored_groups_are_taken_in_their_order_and_those_nobody_trained_too(log: MemoryLog) -> None:
-    recording = told(log, list(Teller(steps=3).whole()))  # group 0 is filtered, 1 to 6 are trained, 7 is unused
+    recording = recording_of(log, list(RecordBuilder(steps=3).whole()))  # group 0 is filtered, 1 to 6 are trained, 7 is unused
     assert plans(recording) == [[1, 2], [3, 4], [5, 6]]
     assert plans(recording, "schedule.prompts_per_step=3") == [[1, 2, 3], [4, 5, 6]]
     assert Selection(recording, recording.config).steps() == 3
 
 
 def test_without_the_filter_groups_of_equal_rewards_are_taken_and_with_it_they_are_not(log: MemoryLog) -> None:
-    recording = told(log, list(Teller(steps=3).whole()))
+    recording = recording_of(log, list(RecordBuilder(steps=3).whole()))
     assert plans(recording, "algorithm.filter_zero_variance=false") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     recording.config = what_if(recording.config, ["algorithm.filter_zero_variance=false"]).config
     # All rewards of a told group are equal.
@@ -52,28 +52,28 @@ def test_without_the_filter_groups_of_equal_rewards_are_taken_and_with_it_they_a
     [([0.5, 0.5, None], True), ([0.5, 0.5], True), ([0.5], True), ([0.5, None, None], False), ([None, None], False), ([None], False)],
 )
 def test_a_group_without_two_rewards_is_never_taken(log: MemoryLog, rewards: list[float | None], taken: bool) -> None:
-    teller = Teller(steps=1)
-    records = [teller.record(), teller.opened(), *teller.group([1.0, 0.0], version=0)]
-    recording = told(log, [*records, *teller.group(rewards, version=0, outcome="filtered"), teller.closed()])
+    builder = RecordBuilder(steps=1)
+    records = [builder.record(), builder.opened(), *builder.group([1.0, 0.0], version=0)]
+    recording = recording_of(log, [*records, *builder.group(rewards, version=0, outcome="filtered"), builder.closed()])
     plan = plans(recording, "algorithm.filter_zero_variance=false", "schedule.prompts_per_step=1")
     assert plan == ([[0], [1]] if taken else [[0]])
 
 
 def test_the_order_of_arrival_is_that_of_the_records(log: MemoryLog) -> None:
-    teller = Teller(steps=2)
-    head = [teller.record(), teller.made(), teller.opened()]
-    first, second = teller.group([1.0, 0.0], version=0), teller.group([0.0, 1.0], version=0)
-    recording = told(log, [*head, *second, *first, *second])  # written within a millisecond or not, offsets rise
+    builder = RecordBuilder(steps=2)
+    head = [builder.record(), builder.made(), builder.opened()]
+    first, second = builder.group([1.0, 0.0], version=0), builder.group([0.0, 1.0], version=0)
+    recording = recording_of(log, [*head, *second, *first, *second])  # written within a millisecond or not, offsets rise
     assert plans(recording, "schedule.order=submission") == [[0, 1]]
     assert plans(recording, "schedule.order=arrival") == [[1, 0]]
 
 
 def test_a_group_without_an_outcome_holds_nobody_up_once_the_run_is_over(log: MemoryLog) -> None:
-    teller = Teller(steps=1)
-    records = [teller.record(), teller.made(), teller.opened(), teller.version(0), *teller.group([1.0, 0.0], version=0)]
-    lost = teller.group([1.0, 0.0], version=0)
+    builder = RecordBuilder(steps=1)
+    records = [builder.record(), builder.made(), builder.opened(), builder.version(0), *builder.group([1.0, 0.0], version=0)]
+    lost = builder.group([1.0, 0.0], version=0)
     records += [record for record in lost if not record.topic.endswith(".groups")]
-    records += [*teller.group([1.0, 0.0], version=0), teller.closed()]
-    recording = told(log, records)
+    records += [*builder.group([1.0, 0.0], version=0), builder.closed()]
+    recording = recording_of(log, records)
     assert plans(recording) == [[0, 2]]
     assert plans(recording, follow=True) == [[0, 2]]

@@ -13,14 +13,14 @@ from penstock.pipeline.learner.train_step import group_measures
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import group_of, group_outcome
 from penstock.topics import groups, prompts, rollouts
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 
 REWARDS = (1.0, 0.0, 1.0, 0.0)
 
 
 def drawn(finishes: tuple[str, ...] = ("stop",) * 4) -> list[rollouts.Rollout]:
     """The samples of one group, with these finish reasons."""
-    records = [record for record in Teller().group(list(REWARDS), version=3) if record.topic.endswith(".rollouts")]
+    records = [record for record in RecordBuilder().group(list(REWARDS), version=3) if record.topic.endswith(".rollouts")]
     return [replace(rollouts.decode(record.value), finish=finish) for record, finish in zip(records, finishes, strict=True)]
 
 
@@ -100,7 +100,7 @@ def test_a_group_without_a_trained_token_is_filtered_with_that_reason(finishes: 
 
 
 def test_an_outcome_holds_all_that_a_later_reader_needs_of_its_prompt() -> None:
-    prompt = prompts.decode(Teller().group(list(REWARDS), version=3)[0].value)
+    prompt = prompts.decode(RecordBuilder().group(list(REWARDS), version=3)[0].value)
     reward = RewardSection(functions=["exact_match", "length"])
     group = group_of(prompt, "failed", reason="it broke", samples=(), reward=reward, scored_ns=9)
     assert (group.group, group.min_version, group.prompt, group.columns) == (prompt.group, 3, prompt.prompt, prompt.columns)
@@ -142,7 +142,7 @@ def test_samples_without_a_reward_change_no_advantage_and_are_not_trained(combin
     rewards = [None if number in missing else reward for number, reward in enumerate((1.0, 0.25, 0.0, 0.5))]
     kept = [number for number in range(4) if number not in missing]
 
-    (recorded,) = [groups.decode(out.value) for out in Teller().group(list(REWARDS), version=3) if out.topic.endswith(".groups")]
+    (recorded,) = [groups.decode(out.value) for out in RecordBuilder().group(list(REWARDS), version=3) if out.topic.endswith(".groups")]
 
     def trained(numbers: list[int]) -> dict[int, float]:
         score = Score(

@@ -12,7 +12,7 @@ from penstock.infra.backends.base import StepResult
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics import groups
 from penstock.topics.groups import Group
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 
 
 def test_a_summary_worked_out_by_hand() -> None:
@@ -38,7 +38,7 @@ def test_a_summary_is_ordered_and_fractions_add_up(lags: list[int]) -> None:
 
 def group_of(number: int, samples: list[dict[str, Any]]) -> Group:
     """A group of four samples of eight tokens, changed as said."""
-    group = groups.decode(Teller().group([1.0, 0.0, 1.0, 0.0], version=5)[-1].value)
+    group = groups.decode(RecordBuilder().group([1.0, 0.0, 1.0, 0.0], version=5)[-1].value)
     changed = []
     for index, sample in enumerate(group.samples):
         tokens = 8

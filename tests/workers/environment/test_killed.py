@@ -9,8 +9,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from tests.support.counting_run import counting_run
-from tests.support.crew import Crew, audited, complete
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, audited, complete
 
 KILLED = ("environment", "rollout", "scorer")
 
@@ -22,20 +22,20 @@ def test_a_run_whose_workers_are_killed_inside_trajectories_draws_no_answered_tu
     sizes = {"run": {"steps": 3, "seed": 7}, "sampling": {"max_new_tokens": 40}}
     plain = complete(MemoryLog(), run_id, counting_run(tiny_model, tmp_path, **sizes))
     config = counting_run(tiny_model, tmp_path, environment={"carrier": "log"}, **sizes)
-    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for role in KILLED:
             workers.start(role)
-        crew.start_all(config, ("trainer", "feeder"))
-        crew.wait(lambda: len(read_turns(crew.log, run_id)) >= 10)
+        worker_set.start_all(config, ("trainer", "feeder"))
+        worker_set.wait(lambda: len(read_turns(worker_set.log, run_id)) >= 10)
         for role in KILLED:
             workers.kill(f"{role}-0")
             workers.start(role)
-        crew.wait(lambda: crew.report()["status"] == "finished")
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
-        killed = crew.report()
-        drawn = count(read_turns(crew.log, run_id))
+        killed = worker_set.report()
+        drawn = count(read_turns(worker_set.log, run_id))
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert drawn.needless == 0, drawn
     audit = audited(broker, run_id)

@@ -11,7 +11,7 @@ from penstock.topics.turns import calls, replies
 from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.environment.worker import LogEngine
-from tests.support.crew import records_of
+from tests.support.worker_set import records_of
 
 RUN = "known"
 

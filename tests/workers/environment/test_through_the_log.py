@@ -12,8 +12,8 @@ from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics.turns import calls, replies
 from tests.support.counting_run import counting_run
-from tests.support.crew import audited, complete, records_of
 from tests.support.listed_records import Listed
+from tests.support.worker_set import audited, complete, records_of
 
 CODECS: dict[str, Any] = {"calls": calls, "replies": replies}
 ROLES = ("trainer", "environment", "rollout", "scorer", "feeder")

@@ -14,7 +14,7 @@ from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.rewards.scoring import FaultCount
 from penstock.pipeline.rewards.values import BrokenReward
 from penstock.workers.evaluator.evaluator import Evaluator
-from tests.support.crew import complete, config_of
+from tests.support.worker_set import complete, config_of
 
 
 class Ended(list[Done[int]]):

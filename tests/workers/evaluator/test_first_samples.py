@@ -11,7 +11,7 @@ from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
 from penstock.topics.metrics import Activity, activity_of
 from penstock.workers.evaluator import worker
-from tests.support.crew import Crew, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 ROLES = ("evaluator", "trainer", "rollout", "scorer", "feeder")
 
@@ -45,11 +45,11 @@ def test_an_evaluator_that_waits_for_samples_is_not_busy_and_ends_when_it_is_ask
     log = MemoryLog()
     monkeypatch.setattr(worker, "make_engine", refused)
     create(_evaluated(tiny_model, tmp_path), log=log, run_id=run_id)
-    with Crew(log, run_id) as crew:
-        crew.start("evaluator")
-        crew.wait(lambda: "evaluator" in (seen := load(log, run_id).workers) and "samples" in seen["evaluator"].labels["doing"])
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("evaluator")
+        worker_set.wait(lambda: "evaluator" in (seen := load(log, run_id).workers) and "samples" in seen["evaluator"].labels["doing"])
         waiting = load(log, run_id).workers["evaluator"]
         assert activity_of(waiting.labels) == Activity.NO_SAMPLES
         assert "time_busy_s" not in waiting.values
-        crew.stop("evaluator")
-        assert not crew.failures
+        worker_set.stop("evaluator")
+        assert not worker_set.failures

@@ -13,8 +13,8 @@ from penstock.pipeline.runtime.roles import ROLES
 from penstock.workers.evaluator.evaluator import Evaluator
 from penstock.workers.evaluator.worker import main
 from tests.support.counting_run import counting_run
-from tests.support.crew import PIPELINE, Crew, audited, complete, config_of
 from tests.support.in_flight import config_in_flight
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of
 
 ALL = (*PIPELINE, "evaluator")
 
@@ -71,11 +71,11 @@ def test_a_worker_that_takes_over_makes_the_evaluations_that_are_left(
 
     monkeypatch.setattr(Evaluator, "evaluate", noted)
     config = config_of(tiny_model, tmp_path, eval=held_out(tmp_path, "rollout"))
-    with Crew(MemoryLog(), run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
-        crew.start_all(config, ALL)
-        crew.wait()
-        report = crew.report()
+    with WorkerSet(MemoryLog(), run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.start_all(config, ALL)
+        worker_set.wait()
+        report = worker_set.report()
     assert (report["status"], measures(report, last=4)[1]["version"]) == ("finished", 4)
     assert [version for _, version in made] in ([0, 0, 2, 4], [0, 0, 4])
     assert len({worker for worker, _ in made}) == 2

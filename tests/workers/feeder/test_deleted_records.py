@@ -7,18 +7,18 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.topics.wire.record import Outgoing
-from tests.support.crew import Crew, config_of
+from tests.support.worker_set import WorkerSet, config_of
 
 RUN = "cut"
 
 
 def test_a_feeder_without_a_note_refuses_to_count_from_what_is_left(tiny_model: Path, tmp_path: Path) -> None:
     log, config = MemoryLog(), config_of(tiny_model, tmp_path, kafka={"partitions": 2})
-    with Crew(log, RUN) as crew:
-        create(config, log=crew.log, run_id=RUN, notify=lambda _: None)
+    with WorkerSet(log, RUN) as worker_set:
+        create(config, log=worker_set.log, run_id=RUN, notify=lambda _: None)
         log.producer().send(Outgoing(topic=f"{RUN}.groups", partition=1, key=None, headers=(), value=b"?"))
         log.delete_records({(f"{RUN}.groups", 1): 1})
-        crew.start("feeder")
+        worker_set.start("feeder")
         line = "the numbers of admitted and dropped groups are lost: no earlier feeder has committed them, and "
         with pytest.raises(AssertionError, match=f"feeder failed: {line}{RUN}.groups/1: the records at offsets 0 to 0 were deleted"):
-            crew.wait()
+            worker_set.wait()

@@ -22,7 +22,7 @@ from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.rollout import worker as rollout_worker
 from penstock.workers.rollout.worker import CallWorker
-from tests.support.crew import records_of
+from tests.support.worker_set import records_of
 
 RUN = "calls"
 PARTITIONS = 3

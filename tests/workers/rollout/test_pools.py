@@ -16,8 +16,8 @@ from penstock.pipeline.launch.create import create
 from penstock.topics import prompts, rollouts
 from penstock.topics.turns import replies
 from tests.support.counting_run import counting_run
-from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
 from tests.support.processes import Processes
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, records_of
 
 RUN = "pools"
 HARD, EASY = "rollout-0", "rollout-1"
@@ -81,14 +81,14 @@ def test_each_pool_draws_the_prompts_of_its_tags_and_the_weights_are_those_of_a_
 
 def test_prompts_of_a_pool_without_workers_wait_for_one_and_no_other_pool_draws_them(tiny_model: Path, tmp_path: Path) -> None:
     config = tagged(tiny_model, tmp_path)
-    with Crew(MemoryLog(), RUN) as crew:
-        create(config, log=crew.log, run_id=RUN, notify=lambda _: None)
-        crew.start_all(config, ("trainer", "scorer", "feeder"))
-        crew.start("rollout", 1)
-        crew.wait(lambda: feeder_says(crew) == "waiting for a rollout worker for pool 'hard'")
-        crew.start("rollout", 0)
-        crew.wait()
-        drawn, hard = drawn_by(crew.log), hard_groups(crew.log)
+    with WorkerSet(MemoryLog(), RUN) as worker_set:
+        create(config, log=worker_set.log, run_id=RUN, notify=lambda _: None)
+        worker_set.start_all(config, ("trainer", "scorer", "feeder"))
+        worker_set.start("rollout", 1)
+        worker_set.wait(lambda: feeder_says(worker_set) == "waiting for a rollout worker for pool 'hard'")
+        worker_set.start("rollout", 0)
+        worker_set.wait()
+        drawn, hard = drawn_by(worker_set.log), hard_groups(worker_set.log)
     assert {group: workers for group, workers in drawn.items() if workers != ({HARD} if group in hard else {EASY})} == {}
 
 
@@ -98,15 +98,15 @@ def test_the_work_of_a_pool_that_is_killed_moves_to_its_fallback_and_the_weights
 ) -> None:
     config = tagged(tiny_model, tmp_path, fallback=("easy",))
     plain = complete(MemoryLog(), run_id, config)
-    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for slot in (0, 1):
             workers.start("rollout", slot)
-        crew.start_all(config, ("trainer", "scorer", "feeder"))
-        crew.wait(lambda: HARD in set().union(*drawn_by(crew.log, run_id).values()))
+        worker_set.start_all(config, ("trainer", "scorer", "feeder"))
+        worker_set.wait(lambda: HARD in set().union(*drawn_by(worker_set.log, run_id).values()))
         workers.kill(HARD)
-        crew.wait(lambda: crew.report()["status"] == "finished")
-        drawn, hard, report = drawn_by(crew.log, run_id), hard_groups(crew.log, run_id), crew.report()
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
+        drawn, hard, report = drawn_by(worker_set.log, run_id), hard_groups(worker_set.log, run_id), worker_set.report()
     moved = {group for group in hard if EASY in drawn[group]}
     assert moved and all(drawn[group] <= {HARD, EASY} for group in hard)
     assert all(drawn[group] == {EASY} for group in drawn if group not in hard)
@@ -115,7 +115,7 @@ def test_the_work_of_a_pool_that_is_killed_moves_to_its_fallback_and_the_weights
     assert audit.clean, as_text(audit)
 
 
-def feeder_says(crew: Crew) -> str | None:
+def feeder_says(worker_set: WorkerSet) -> str | None:
     """What the feeder does by its own report."""
-    feeder = load(crew.log, crew.run).workers.get("feeder")
+    feeder = load(worker_set.log, worker_set.run).workers.get("feeder")
     return None if feeder is None else feeder.labels.get("doing")

@@ -15,9 +15,9 @@ from penstock.pipeline.scheduling.rules import SILENT_S, Presence, WorkingClock,
 from penstock.topics import groups, metrics
 from penstock.workers.feeder.worker import Admission
 from penstock.workers.scorer.worker import Scorer
-from tests.support.a_run import Teller
-from tests.support.crew import records_of
+from tests.support.a_run import RecordBuilder
 from tests.support.scorers import PARTITIONS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
+from tests.support.worker_set import records_of
 
 RUN, TURN_S = "absent", 20.0
 
@@ -26,7 +26,7 @@ class Away:
     """A run whose scorer works on while rollout workers come and go, on a clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self.log, self.teller = time.monotonic(), MemoryLog(), Teller(RUN)
+        self.now_s, self.log, self.builder = time.monotonic(), MemoryLog(), RecordBuilder(RUN)
         monkeypatch.setattr(rules.time, "monotonic", lambda: self.now_s)
         filled(self.log, RUN, topics=("prompts",))
         self.feeder = Admission(RUN, PARTITIONS, LedgerState(RUN))
@@ -41,7 +41,7 @@ class Away:
             self.now_s += TURN_S
             if reporting:
                 labels = {"partitions": ",".join(map(str, range(PARTITIONS)))}
-                self.log.producer().send(self.teller.measured_by("rollout-0", labels=labels, slots=16.0))
+                self.log.producer().send(self.builder.measured_by("rollout-0", labels=labels, slots=16.0))
             self.feeder.presence.now_s = self.now_s
             for record in self.reports.poll(0.0):
                 self.feeder.apply(record)
@@ -102,7 +102,7 @@ def test_an_owner_lasts_as_long_as_its_reports_and_a_final_one_ends_it_at_once()
 
 def says(known: Presence, incarnation: str, owned: str, kind: Any = "status") -> None:
     """A report of one of the processes named rollout-0."""
-    report = Teller(RUN).measured_by("rollout-0", kind, incarnation=incarnation, labels={"partitions": owned})
+    report = RecordBuilder(RUN).measured_by("rollout-0", kind, incarnation=incarnation, labels={"partitions": owned})
     update_presence(known, metrics.decode(report.value))
 
 

@@ -16,10 +16,10 @@ from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Outgoing
 from tests.support import deadly_payloads
-from tests.support.crew import Crew, complete, config_of
 from tests.support.deaths import dying_of
 from tests.support.foreign_records import letters
 from tests.support.processes import Processes
+from tests.support.worker_set import WorkerSet, complete, config_of
 
 GROUP = b"7+8="
 """Stands in the prompt of group 7 alone, where the data is not shuffled."""
@@ -29,14 +29,14 @@ Killers = Mapping[str, Mapping[str, str]]
 
 
 def a_run_with(
-    killers: Killers, broker: str, run: str, config: Any, directory: Path, *, before: Callable[[Crew], None] | None = None
+    killers: Killers, broker: str, run: str, config: Any, directory: Path, *, before: Callable[[WorkerSet], None] | None = None
 ) -> Any:
     """A run of real processes; each one that is killed is started again. Gives the report, the dead letters and the deaths by worker."""
     deaths: Counter[str] = Counter()
-    with Crew(broker, run) as crew, Processes(broker, run, directory) as workers:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
+    with WorkerSet(broker, run) as worker_set, Processes(broker, run, directory) as workers:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
         if before is not None:
-            before(crew)
+            before(worker_set)
 
         def start(name: str) -> None:
             environment = killers.get(name)
@@ -51,17 +51,17 @@ def a_run_with(
 
         for name in ("trainer", "rollout-0", "scorer-0", "feeder", "tracker"):
             start(name)
-        crew.wait(ended, limit_s=LIMIT_S)
-        return crew.report(), letters(crew, run), deaths
+        worker_set.wait(ended, limit_s=LIMIT_S)
+        return worker_set.report(), letters(worker_set, run), deaths
 
 
-def boom(crew: Crew) -> None:
+def boom(worker_set: WorkerSet) -> None:
     """A measurement that nobody would miss."""
     found = Measurement(worker="rollout-9", role="rollout", incarnation="x", seq=0, kind="progress", time_ns=1, labels={"x": BOOM.decode()})
     value = metrics.encode(found)
-    headers = metrics.headers(found, run=crew.run).encode(value)
-    producer = crew.log.producer()
-    producer.send(Outgoing(topic=f"{crew.run}.metrics", partition=0, key=None, headers=headers, value=value)).offset(10.0)
+    headers = metrics.headers(found, run=worker_set.run).encode(value)
+    producer = worker_set.log.producer()
+    producer.send(Outgoing(topic=f"{worker_set.run}.metrics", partition=0, key=None, headers=headers, value=value)).offset(10.0)
     producer.close()
 
 
@@ -73,15 +73,15 @@ def a_config(tiny_model: Path, directory: Path, **sections: Any) -> Any:
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_trainer_skips_what_has_killed_it_three_times_and_uses_what_killed_it_twice(run_id: str, tiny_model, tmp_path: Path, times: int):
     config, log = a_config(tiny_model, tmp_path), MemoryLog()
-    with Crew(log, run_id) as crew, dying_of({"trainer": ("groups/1", GROUP)}, times=times) as deaths:
+    with WorkerSet(log, run_id) as worker_set, dying_of({"trainer": ("groups/1", GROUP)}, times=times) as deaths:
         create(config, log=log, run_id=run_id, notify=lambda _: None)
-        crew.start_all(config)
+        worker_set.start_all(config)
         for death in range(1, times + 1):
-            crew.wait(lambda death=death: len(deaths) >= death)
-            crew.abandon("trainer")
-            crew.start("trainer")
-        crew.wait()
-        report, found = crew.report(), letters(crew, run_id)
+            worker_set.wait(lambda death=death: len(deaths) >= death)
+            worker_set.abandon("trainer")
+            worker_set.start("trainer")
+        worker_set.wait()
+        report, found = worker_set.report(), letters(worker_set, run_id)
     judge(report, found, plain=lambda: complete(MemoryLog(), run_id, config), skipped={"groups"} if times == 3 else set())
 
 

@@ -16,8 +16,8 @@ from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 from penstock.workers.scorer.group_buffer import PartitionGroups
 from penstock.workers.scorer.worker import Scorer
-from tests.support.crew import records_of
 from tests.support.strategies import a_rollout
+from tests.support.worker_set import records_of
 
 RUN, GROUP = "several", 3
 UNUSED: Any = None

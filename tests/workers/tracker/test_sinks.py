@@ -12,7 +12,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.metrics import Line
 from penstock.workers.tracker import worker as tracker
 from penstock.workers.tracker.metrics_file import Sinks, sinks
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
 pytestmark = pytest.mark.costly
@@ -26,10 +26,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told_and_tracked(**sections: Any) -> tuple[Path, list[dict[str, Any]]]:
     """A finished run of three steps, tracked; its folder and the lines of its `metrics.jsonl`."""
-    log, teller = log_with(), Teller(RUN, steps=3)
+    log, builder = log_with(), RecordBuilder(RUN, steps=3)
     producer = log.producer()
-    producer.send(teller.made())
-    for record in whole_run(teller):
+    producer.send(builder.made())
+    for record in whole_run(builder):
         producer.send(record)
     session = session_of(log, config_of(None, **sections), role="tracker")
     tracker.main(session)
@@ -37,11 +37,11 @@ def told_and_tracked(**sections: Any) -> tuple[Path, list[dict[str, Any]]]:
     return directory, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def whole_run(teller: Teller) -> list[Any]:
-    records = [teller.entry("run-opened")]
+def whole_run(builder: RecordBuilder) -> list[Any]:
+    records = [builder.entry("run-opened")]
     for step in range(3):
-        records.append(teller.entry("step", step=step, version=step, metrics={"loss": 0.5 * step, "reward_std": 0.25}))
-    return [*records, teller.entry("run-closed", details=json.dumps({"status": "finished"}))]
+        records.append(builder.entry("step", step=step, version=step, metrics={"loss": 0.5 * step, "reward_std": 0.25}))
+    return [*records, builder.entry("run-closed", details=json.dumps({"status": "finished"}))]
 
 
 def points_of(lines: list[dict[str, Any]]) -> Counter[tuple[str, int, float]]:

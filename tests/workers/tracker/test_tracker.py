@@ -24,7 +24,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.tracker import metrics_file, results, worker
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, RecordBuilder
 
 STEPS = 5
 History = Callable[[str], list[tuple[int, int, float]]]
@@ -47,9 +47,9 @@ def log() -> MemoryLog:
     return made
 
 
-def told(**config: Any) -> tuple[Teller, list[Outgoing]]:
-    teller = Teller(steps=STEPS, config=config)
-    return teller, list(teller.whole())
+def built(**config: Any) -> tuple[RecordBuilder, list[Outgoing]]:
+    builder = RecordBuilder(steps=STEPS, config=config)
+    return builder, list(builder.whole())
 
 
 def write(log: MemoryLog, records: list[Outgoing]) -> None:
@@ -102,7 +102,7 @@ WITHOUT_MLFLOW = {"mlflow": {"enabled": False}}
 
 
 def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path: Path) -> None:
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     follow(log)
     found = points_in(tmp_path)
     counts = Counter(point["kind"] for point in found if point.get("worker") != "tracker")
@@ -112,7 +112,7 @@ def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path:
 
 
 def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_path: Path) -> None:
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     follow(log)
     report = json.loads((run_directory(tmp_path) / "report.json").read_text())
     assert (report["status"], report["steps"], report["mlflow_run_id"]) == ("finished", STEPS, None)
@@ -120,7 +120,7 @@ def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_p
 
 
 def test_who_looks_at_the_run_goes_on_from_what_the_tracker_has_left(log: MemoryLog) -> None:
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     follow(log)
     left, since = newest(log, RUN)
     assert (left.steps_done, left.closed is not None) == (STEPS, True)
@@ -131,7 +131,7 @@ def test_who_looks_at_the_run_goes_on_from_what_the_tracker_has_left(log: Memory
 
 
 def test_the_run_is_left_as_a_page_beside_its_report(log: MemoryLog, tmp_path: Path) -> None:
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     follow(log)
     page = (run_directory(tmp_path) / "report.html").read_text()
     assert page.startswith("<!doctype html>") and f"<title>{RUN} · Penstock</title>" in page
@@ -140,7 +140,7 @@ def test_the_run_is_left_as_a_page_beside_its_report(log: MemoryLog, tmp_path: P
 def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
     log: MemoryLog, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     monkeypatch.setattr(results, "PAGE_S", 0.0)
     follow(log)
     assert [line for line in said if "page" in line] == [
@@ -157,7 +157,7 @@ def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
 
 @pytest.mark.parametrize("cut", [0, 7, 40])
 def test_a_tracker_that_starts_again_writes_no_line_twice_and_mends_a_torn_one(log: MemoryLog, tmp_path: Path, cut: int) -> None:
-    _, records = told(**WITHOUT_MLFLOW)
+    _, records = built(**WITHOUT_MLFLOW)
     write(log, records[: len(records) // 2])
     follow(log, stop=True)
     file = run_directory(tmp_path) / "metrics.jsonl"
@@ -171,8 +171,8 @@ def test_a_tracker_that_starts_again_writes_no_line_twice_and_mends_a_torn_one(l
 
 
 def test_statuses_are_thinned_out_in_the_same_way_every_time(log: MemoryLog, tmp_path: Path) -> None:
-    teller, records = told(**WITHOUT_MLFLOW)
-    records[-1:-1] = [teller.measured_by("rollout-0", samples=float(count)) for count in range(50)]
+    builder, records = built(**WITHOUT_MLFLOW)
+    records[-1:-1] = [builder.measured_by("rollout-0", samples=float(count)) for count in range(50)]
     write(log, records)
     follow(log)
     statuses = [point for point in points_in(tmp_path) if point["kind"] == "status" and point["worker"] == "rollout-0"]
@@ -180,9 +180,9 @@ def test_statuses_are_thinned_out_in_the_same_way_every_time(log: MemoryLog, tmp
 
 
 def test_records_nobody_can_use_become_dead_letters_once_and_duplicates_are_counted(log: MemoryLog) -> None:
-    _, records = told(**WITHOUT_MLFLOW)
+    _, records = built(**WITHOUT_MLFLOW)
     steps = [outgoing for outgoing in records if outgoing.topic.endswith(".ledger")]
-    foreign = Teller("other").record()
+    foreign = RecordBuilder("other").record()
     noise = [Outgoing(topic=f"{RUN}.{name}", partition=0, key=None, headers=(), value=b"noise") for name in ("ledger", "metrics", "groups")]
     wrong = [Outgoing(topic=RUNS_SPEC.name, partition=0, key=RUN.encode(), headers=foreign.headers, value=foreign.value), foreign]
     write(log, [*records[:10], *noise, *wrong, *records[10:], steps[2]])
@@ -200,15 +200,15 @@ def test_records_nobody_can_use_become_dead_letters_once_and_duplicates_are_coun
 
 
 def test_it_waits_for_the_last_words_of_workers_that_still_report(log: MemoryLog, tmp_path: Path) -> None:
-    teller, records = told(**WITHOUT_MLFLOW)
+    builder, records = built(**WITHOUT_MLFLOW)
     write(log, records[:-1])
     session = session_for(log)
     thread = threading.Thread(target=worker.main, args=(session,), daemon=True)
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    write(log, [teller.measured_by("evaluator", "eval", version=STEPS + 1, greedy_accuracy=1.0)])
-    write(log, [teller.measured_by("evaluator", "final")])
+    write(log, [builder.measured_by("evaluator", "eval", version=STEPS + 1, greedy_accuracy=1.0)])
+    write(log, [builder.measured_by("evaluator", "final")])
     thread.join(120.0)
     assert not thread.is_alive()
     report = json.loads((run_directory(tmp_path) / "report.json").read_text())
@@ -221,7 +221,7 @@ def test_only_a_worker_that_was_never_heard_of_is_given_time_after_the_end(
 ) -> None:
     monkeypatch.setattr(worker, "CLOSED_S", 60.0)
     config = {"rollout": {"workers": 1}, "eval": {"source": "tiny:successor"}, **WITHOUT_MLFLOW}
-    records = [record for record in told(**config)[1] if not missing or record.key != b"scorer-0"]
+    records = [record for record in built(**config)[1] if not missing or record.key != b"scorer-0"]
     write(log, records)
     thread = followed()
     thread.join(1.0 if waits else 120.0)
@@ -249,16 +249,17 @@ def followed(log: MemoryLog) -> Iterator[Callable[[], threading.Thread]]:
 @pytest.mark.parametrize("doing", ["starting", "loading the model"])
 def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp_path: Path, monkeypatch, followed, doing: str) -> None:
     monkeypatch.setattr(worker, "QUIET_S", 0.0)
-    teller, records = told(**WITHOUT_MLFLOW)
+    builder, records = built(**WITHOUT_MLFLOW)
     late = {"doing": doing, "activity": "start"}
     write(
-        log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels=late), teller.measured_by("trainer", incarnation="b")]
+        log,
+        [*records[:-1], builder.measured_by("evaluator", incarnation="b", labels=late), builder.measured_by("trainer", incarnation="b")],
     )
     thread = followed()
     thread.join(0.5)
     assert thread.is_alive(), "a worker that is loading says nothing for long"
-    write(log, [teller.measured_by("evaluator", "eval", incarnation="b", version=STEPS + 1, greedy_accuracy=1.0)])
-    write(log, [teller.measured_by("evaluator", "final", incarnation="b")])
+    write(log, [builder.measured_by("evaluator", "eval", incarnation="b", version=STEPS + 1, greedy_accuracy=1.0)])
+    write(log, [builder.measured_by("evaluator", "final", incarnation="b")])
     thread.join(120.0)
     assert not thread.is_alive()
     assert json.loads((run_directory(tmp_path) / "report.json").read_text())["eval"][-1]["version"] == STEPS + 1
@@ -266,9 +267,9 @@ def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp
 
 def test_an_evaluator_that_died_while_it_was_loading_is_not_waited_for_without_end(log, tmp_path: Path, monkeypatch, followed) -> None:
     monkeypatch.setattr(worker, "LOADING_S", 0.5)
-    teller, records = told(**WITHOUT_MLFLOW)
+    builder, records = built(**WITHOUT_MLFLOW)
     write(
-        log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model", "activity": "start"})]
+        log, [*records[:-1], builder.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model", "activity": "start"})]
     )
     followed().join(120.0)
     assert (run_directory(tmp_path) / "report.json").exists()
@@ -276,7 +277,7 @@ def test_an_evaluator_that_died_while_it_was_loading_is_not_waited_for_without_e
 
 def test_a_second_tracker_of_the_same_run_writes_nothing(log, tmp_path: Path, monkeypatch, followed) -> None:
     monkeypatch.setattr(metrics_file, "LOCK_WAIT_S", 0.2)
-    _, records = told(**WITHOUT_MLFLOW)
+    _, records = built(**WITHOUT_MLFLOW)
     write(log, records[:-10])
     followed()
     deadline = time.monotonic() + 120.0
@@ -287,7 +288,7 @@ def test_a_second_tracker_of_the_same_run_writes_nothing(log, tmp_path: Path, mo
 
 
 def test_a_tracker_that_is_stopped_says_no_reward_that_may_still_change(log: MemoryLog, tmp_path: Path) -> None:
-    _, records = told(**WITHOUT_MLFLOW)
+    _, records = built(**WITHOUT_MLFLOW)
     middle = next(place for place, record in enumerate(records) if record.topic.endswith(".ledger") and place > len(records) // 2)
     write(log, records[: middle - 1])
     follow(log, stop=True)
@@ -300,7 +301,7 @@ def test_a_tracker_that_is_stopped_says_no_reward_that_may_still_change(log: Mem
 def test_a_tracker_that_is_stopped_leaves_no_report_of_a_log_too_long_to_be_read_in_time(
     log: MemoryLog, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     follow(log, stop=True)
     assert (run_directory(tmp_path) / "report.json").exists()
     monkeypatch.setattr(worker, "STOPPED_S", -1.0)
@@ -313,7 +314,7 @@ def test_rewards_are_the_same_whatever_is_read_first_of_a_long_log(log: MemoryLo
     """One record at a time, a whole topic before the next: the versions are known long before their groups are."""
     poll = MemoryTail.poll
     monkeypatch.setattr(MemoryTail, "poll", lambda self, timeout_s, **_: poll(self, timeout_s, max_records=1))
-    write(log, told(**WITHOUT_MLFLOW)[1])
+    write(log, built(**WITHOUT_MLFLOW)[1])
     follow(log)
     assert [point["reward"] for point in points_in(tmp_path) if point["kind"] == "reward"] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
 
@@ -343,7 +344,7 @@ def mlflow_points(tmp_path: Path, empty_database: Path) -> Callable[[], tuple[li
 def test_a_run_followed_by_three_trackers_is_one_mlflow_run_without_double_points(
     log: MemoryLog, tmp_path: Path, mlflow_points: Any
 ) -> None:
-    _, records = told(kafka={"security": {"sasl_plain_password": "hush", "security_protocol": "SASL_SSL"}})
+    _, records = built(kafka={"security": {"sasl_plain_password": "hush", "security_protocol": "SASL_SSL"}})
     third = len(records) // 3
     for part in (records[:third], records[third : 2 * third]):
         write(log, part)
@@ -373,7 +374,7 @@ def test_a_run_followed_by_three_trackers_is_one_mlflow_run_without_double_point
 
 
 def test_a_closed_run_that_is_tracked_once_more_gets_nothing_twice(log: MemoryLog, mlflow_points: Any) -> None:
-    write(log, told()[1])
+    write(log, built()[1])
     follow(log)
     _, history = mlflow_points()
     before = [history(key) for key in ("train/loss", "reward", "system/trainer/cpu_s")]
@@ -389,7 +390,7 @@ def test_a_server_that_does_not_answer_costs_one_line_and_a_limited_time(
 ) -> None:
     monkeypatch.setattr(worker, "MLFLOW_END_S", 0.5)
     monkeypatch.setattr(worker, "STOPPED_S", 0.5)
-    write(log, told(mlflow={"tracking_uri": "http://user:secret@127.0.0.1:9"})[1])
+    write(log, built(mlflow={"tracking_uri": "http://user:secret@127.0.0.1:9"})[1])
     follow(log)
     about = [line for line in said if "MLflow at http://127.0.0.1:9" in line]
     assert "secret" not in "".join(said)

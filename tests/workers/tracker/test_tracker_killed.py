@@ -23,7 +23,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.tracker import worker
-from tests.support.a_run import Teller
+from tests.support.a_run import RecordBuilder
 from tests.support.mlflow_server import MlflowServer
 from tests.support.processes import Processes
 
@@ -100,8 +100,8 @@ def story(broker: str, run_id: str, tmp_path: Path) -> Iterator[Callable[..., St
         logs.append(log)
         log.create_topics({RUNS_SPEC.name: RUNS_SPEC})
         log.create_topics(topics_of(run_id, partitions=1))
-        teller = Teller(run_id, steps=steps, created_s=time.time() - 3600, config=config)
-        return Story(log, run_id, tmp_path / "state", list(teller.whole()))
+        builder = RecordBuilder(run_id, steps=steps, created_s=time.time() - 3600, config=config)
+        return Story(log, run_id, tmp_path / "state", list(builder.whole()))
 
     yield begin
     for log in logs:
@@ -144,14 +144,14 @@ def of_client(uri: str, keys: Iterable[str]) -> tuple[Any, list[Point]]:
     return run, [(key, point.step, point.timestamp, None if math.isnan(point.value) else point.value) for key, point in history]
 
 
-def check(told: Story, *, uri: str, database: Path) -> None:
+def check(built: Story, *, uri: str, database: Path) -> None:
     """Every point once in the file, in the database and for the client; one MLflow run, ended as the run did."""
-    lines, points = told.lines(), told.points()
+    lines, points = built.lines(), built.points()
     places = Counter((line["from"], line["number"]) for line in lines)
     assert max(places.values()) == 1
     assert max(Counter(points).values()) == 1
     known = {(line["from"], line["number"]): line for line in lines}
-    for line in told.expected():
+    for line in built.expected():
         found = known[line.source, line.number]
         assert {name: found[name] for name in line.values} == line.values
         assert (found["step"], round(found["time"] * 1000)) == (line.step, line.timestamp_ms)
@@ -161,27 +161,27 @@ def check(told: Story, *, uri: str, database: Path) -> None:
     assert Counter(given) == Counter(points)
     assert count(database, "runs") == 1
     assert run.info.status == "FINISHED"
-    assert json.loads((told.file.parent / "report.json").read_text())["mlflow_run_id"] == run.info.run_id
+    assert json.loads((built.file.parent / "report.json").read_text())["mlflow_run_id"] == run.info.run_id
 
 
 @pytest.mark.slow
 def test_a_tracker_killed_again_and_again_has_every_point_once(story, broker: str, tmp_path: Path):
-    told, chance = story(steps=24), random.Random(4)
-    database, unborn = told.home / "mlflow.db", told.home / ".mlflow.db.new"
-    settings = {"PENSTOCK_HOME": str(told.home)}
-    told.tell(60)
-    with Processes(broker, told.run, tmp_path) as workers:
+    built, chance = story(steps=24), random.Random(4)
+    database, unborn = built.home / "mlflow.db", built.home / ".mlflow.db.new"
+    settings = {"PENSTOCK_HOME": str(built.home)}
+    built.tell(60)
+    with Processes(broker, built.run, tmp_path) as workers:
         for kill in range(3):
             before = count(database, "metrics") + chance.randrange(20, 120)
             workers.start("tracker", environment=settings, before=hurry)
             wait_for((lambda: count(unborn, "sqlite_master") > 60) if kill == 0 else lambda: count(database, "metrics") > before)  # noqa: B023
             workers.kill("tracker")
-            told.tell(140 if kill < 2 else None)
+            built.tell(140 if kill < 2 else None)
             if kill > 0:  # and the machine with it: the end of the file is lost
-                os.truncate(told.file, told.file.stat().st_size - chance.randrange(1, 400))
+                os.truncate(built.file, built.file.stat().st_size - chance.randrange(1, 400))
         workers.start("tracker", environment=settings, before=hurry)
         assert workers.ended("tracker", limit_s=LIMIT_S) == 0, workers.text("tracker")
-    check(told, uri=f"sqlite:///{database}", database=database)
+    check(built, uri=f"sqlite:///{database}", database=database)
 
 
 @pytest.mark.slow
@@ -190,9 +190,9 @@ def test_a_tracker_killed_again_and_again_has_every_point_once(story, broker: st
 def test_a_server_that_dies_hangs_and_breaks_under_a_tracker_that_is_killed_has_every_point_once(story, broker, tmp_path: Path, seed: int):
     chance = random.Random(seed)
     with MlflowServer(tmp_path) as server, Processes(broker, f"t{seed}", tmp_path) as workers:
-        told = story(steps=150, mlflow={"tracking_uri": server.uri})
-        workers.run = told.run
-        settings = {"PENSTOCK_HOME": str(told.home), "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
+        built = story(steps=150, mlflow={"tracking_uri": server.uri})
+        workers.run = built.run
+        settings = {"PENSTOCK_HOME": str(built.home), "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
 
         def follow() -> None:
             workers.start("tracker", environment=settings, before=hurry)
@@ -202,29 +202,29 @@ def test_a_server_that_dies_hangs_and_breaks_under_a_tracker_that_is_killed_has_
             return lambda: count(server.database, "metrics") >= until
 
         def written(lines: int) -> Callable[[], bool]:
-            until = told.file.read_bytes().count(b"\n") + lines
-            return lambda: told.file.read_bytes().count(b"\n") >= until
+            until = built.file.read_bytes().count(b"\n") + lines
+            return lambda: built.file.read_bytes().count(b"\n") >= until
 
-        told.tell(100)
+        built.tell(100)
         follow()  # nobody answers yet
         wait_for(lambda: "does not answer" in workers.text("tracker"))
         server.start()
         for turn in range(3):
             wait_for(grown(chance.randrange(10, 60)))
             server.kill()
-            told.tell(60)
+            built.tell(60)
             wait_for(written(10))
             if turn == 1:
                 workers.kill("tracker")
                 follow()
             with server.broken() as asked:
                 wait_for(lambda asked=asked: asked)
-                told.tell(30)
+                built.tell(30)
             server.start()
-            told.tell(60)
+            built.tell(60)
             wait_for(grown(chance.randrange(10, 60)))
             server.signal(signal.SIGSTOP)
-            told.tell(60)
+            built.tell(60)
             wait_for(written(10))
             if turn != 1:  # a request that was given up on is still in the server's hands
                 workers.kill("tracker")
@@ -233,27 +233,27 @@ def test_a_server_that_dies_hangs_and_breaks_under_a_tracker_that_is_killed_has_
             server.signal(signal.SIGCONT)
             wait_for(grown(chance.randrange(10, 60)))
             workers.kill("tracker")
-            told.tell(60)
+            built.tell(60)
             follow()
-        told.tell()
+        built.tell()
         assert workers.ended("tracker", limit_s=LIMIT_S) == 0, workers.text("tracker")
-        check(told, uri=server.uri, database=server.database)
+        check(built, uri=server.uri, database=server.database)
 
 
 @pytest.mark.slow
 def test_a_tracker_started_when_the_run_is_long_over_delivers_what_an_absent_server_lacks(story, broker, tmp_path: Path):
     with MlflowServer(tmp_path) as server, Processes(broker, "late", tmp_path) as workers:
-        told = story(steps=12, mlflow={"tracking_uri": server.uri})
-        workers.run = told.run
-        settings = {"PENSTOCK_HOME": str(told.home)}
-        told.tell()
+        built = story(steps=12, mlflow={"tracking_uri": server.uri})
+        workers.run = built.run
+        settings = {"PENSTOCK_HOME": str(built.home)}
+        built.tell()
         workers.start("tracker", environment=settings, before=give_up_soon)
         assert workers.ended("tracker") == 0
-        assert f"`penstock worker tracker --run {told.run}` delivers them" in workers.text("tracker")
+        assert f"`penstock worker tracker --run {built.run}` delivers them" in workers.text("tracker")
         server.start()
         workers.start("tracker", environment=settings, before=hurry)
         assert workers.ended("tracker") == 0
-        check(told, uri=server.uri, database=server.database)
+        check(built, uri=server.uri, database=server.database)
 
 
 def give_up_soon() -> None:

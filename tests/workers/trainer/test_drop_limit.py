@@ -11,7 +11,7 @@ from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.inbox import DropLimit, GroupInbox
-from tests.support.a_run import Teller, as_records
+from tests.support.a_run import RecordBuilder, as_records
 
 
 def refused(record: Record, error: Unusable) -> None:
@@ -159,8 +159,8 @@ def test_epochs_that_are_over_before_the_first_step_say_why() -> None:
 
 
 def test_groups_that_lack_rewards_do_not_end_the_run_as_solved() -> None:
-    drops, teller = limit_of(1, scale=RewardScale(0.0, 1.0)), Teller("demo")
-    for record in as_records([out for _ in range(2) for out in teller.group([1.0] * 4, version=0, outcome="filtered")]):
+    drops, builder = limit_of(1, scale=RewardScale(0.0, 1.0)), RecordBuilder("demo")
+    for record in as_records([out for _ in range(2) for out in builder.group([1.0] * 4, version=0, outcome="filtered")]):
         if record.topic.endswith(".groups"):
             group = groups.decode(record.value)
             samples = (group.samples[0], *(replace(sample, reward=None, components=(None,)) for sample in group.samples[1:]))

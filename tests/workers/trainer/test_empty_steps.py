@@ -15,8 +15,8 @@ from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.steps import ReplayRequest
 from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.topics.groups import Group
-from tests.support.crew import audited
 from tests.support.trainer_alone import config_for, group_of, trained, written
+from tests.support.worker_set import audited
 
 MaskedRun = tuple[MemoryLog, str, dict[str, Any]]
 

@@ -17,10 +17,10 @@ from penstock.pipeline.launch.create import create
 from penstock.topics import weights
 from penstock.workers.trainer import weight_publisher
 from tests.support import small_chunks
-from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
 from tests.support.own_broker import OwnBroker
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, trained, written
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, records_of
 
 VERSIONS, CHUNKS = 3, 5
 """Versions at each of whose chunks the trainer dies, one of them whole, and the chunks of each."""
@@ -74,7 +74,7 @@ def test_a_trainer_that_dies_after_any_chunk_is_followed_by_one_that_publishes_t
 @pytest.fixture(scope="module")
 def whole(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The report of an undisturbed run with all its workers, and its configuration."""
-    config = config_of(tiny_model, tmp_path_factory.mktemp("crew"), run={"steps": 4, "seed": 7}, rollout={"workers": 1})
+    config = config_of(tiny_model, tmp_path_factory.mktemp("worker_set"), run={"steps": 4, "seed": 7}, rollout={"workers": 1})
     return complete(broker, f"published-in-peace-{uuid.uuid4().hex[:6]}", config), config  # several processes may test on one broker
 
 
@@ -83,22 +83,22 @@ def test_a_trainer_process_killed_after_every_chunk_of_three_versions_one_after_
     broker: str, whole: Any, run_id: str, tmp_path: Path
 ) -> None:
     plain, config = whole
-    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as trainer:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as trainer:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
-            crew.start(role)
+            worker_set.start(role)
         for _ in range(VERSIONS):
             for chunk in range(1, CHUNKS + 1):  # of the same version: what the dead one has sent belongs to none
                 trainer.start("trainer", environment={VARIABLE: f"chunk.sent:{chunk}"}, before=small_chunks.cut_small)
                 assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
-            published = len(chunk_counts(crew.log, run_id))
+            published = len(chunk_counts(worker_set.log, run_id))
             trainer.start("trainer", environment={VARIABLE: "ledger.version.after"}, before=small_chunks.cut_small)
             assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
-            assert len(chunk_counts(crew.log, run_id)) == published + 1
+            assert len(chunk_counts(worker_set.log, run_id)) == published + 1
         trainer.start("trainer", before=small_chunks.cut_small)
         assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
-        crew.wait()
-        report = crew.report()
+        worker_set.wait()
+        report = worker_set.report()
     assert audited(broker, run_id).clean
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
@@ -128,11 +128,11 @@ def test_a_broker_killed_while_a_version_is_sent_comes_back_to_the_same_weights(
 
     monkeypatch.setattr(faults, "reach", reach)
     bootstrap = own_broker.start()
-    with Crew(bootstrap, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
-        crew.start_all(config, PIPELINE)
-        crew.wait()
-        report = crew.report()
+    with WorkerSet(bootstrap, run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.start_all(config, PIPELINE)
+        worker_set.wait()
+        report = worker_set.report()
     back.join()
     assert left[0] <= 0
     assert audited(bootstrap, run_id).clean

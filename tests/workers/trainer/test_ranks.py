@@ -15,10 +15,10 @@ from penstock.pipeline.config.load import from_json, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.runtime.registration.run_registry import find, write
-from tests.support.crew import Crew, audited
 from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
+from tests.support.worker_set import WorkerSet, audited
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("torch", {}),
@@ -138,6 +138,6 @@ def test_several_processes_need_a_broker(tiny_model: Path, tmp_path: Path, run_i
 
 def train(log: MemoryLog, run_id: str, config: Config) -> None:
     written(log, run_id, config, [])
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait()
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait()

@@ -20,9 +20,9 @@ from penstock.pipeline.replay.steps import ReplayRequest
 from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.workers.trainer import resuming
-from tests.support.crew import Crew, audited, config_of
 from tests.support.deaths import dying_at
 from tests.support.trainer_alone import config_for, group_of, trained, written
+from tests.support.worker_set import WorkerSet, audited, config_of
 
 torch = pytest.importorskip("torch")
 
@@ -76,18 +76,18 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
         tiny_model, tmp_path, run={"steps": 7, "seed": 7}, rollout={"workers": 1}, trainer=trainer, schedule={"prompts_per_step": 2}
     )
     log = MemoryLog()
-    with Crew(log, run_id) as crew:
+    with WorkerSet(log, run_id) as worker_set:
         create(config, log=log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
-            crew.start(role)
+            worker_set.start(role)
         for fault in DEATHS[deaths]:
             with dying_at(fault) as dead:
-                crew.start("trainer")
-                crew.wait(dead.is_set)
-                crew.abandon("trainer")
-        crew.start("trainer")
-        crew.wait()
-        report = crew.report()
+                worker_set.start("trainer")
+                worker_set.wait(dead.is_set)
+                worker_set.abandon("trainer")
+        worker_set.start("trainer")
+        worker_set.wait()
+        report = worker_set.report()
     assert (report["status"], report["steps"], report["groups"]["trained"]) == ("finished", 7, 14)
     rebased = [entry for entry in read_ledger_history(log, run_id).entries if entry.kind == "rebased"]
     assert len(rebased) == len(report["rebased"]) == 3
@@ -114,17 +114,17 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
 def test_a_run_that_is_to_stop_stops(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     config = config_of(tiny_model, tmp_path, rollout={"workers": 1}, trainer={"on_mismatch": "stop", "checkpoint_every": 0})
     log = MemoryLog()
-    with Crew(log, run_id) as crew:
+    with WorkerSet(log, run_id) as worker_set:
         create(config, log=log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
-            crew.start(role)
+            worker_set.start(role)
         with dying_at("ledger.step.after:1") as dead:
-            crew.start("trainer")
-            crew.wait(dead.is_set)
-            crew.abandon("trainer")
-        crew.start("trainer")
+            worker_set.start("trainer")
+            worker_set.wait(dead.is_set)
+            worker_set.abandon("trainer")
+        worker_set.start("trainer")
         with pytest.raises(AssertionError, match="step 0 repeated from the log gave"):
-            crew.wait()
+            worker_set.wait()
 
 
 def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(

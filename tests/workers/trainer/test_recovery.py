@@ -21,10 +21,10 @@ from penstock.topics import metrics
 from penstock.topics.groups import Group
 from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
-from tests.support.crew import Crew, config_of
 from tests.support.deaths import dying_at
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
+from tests.support.worker_set import WorkerSet, config_of
 
 pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
 
@@ -107,10 +107,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_us
     written(log, f"{run_id}-plain", config, found)
     plain = trained(log, f"{run_id}-plain")
     written(log, run_id, config, found)
-    with Crew(log, run_id) as crew, dying_at("ledger.step.after:5") as dead:
-        crew.start("trainer")
-        crew.wait(dead.is_set)
-        crew.abandon("trainer")
+    with WorkerSet(log, run_id) as worker_set, dying_at("ledger.step.after:5") as dead:
+        worker_set.start("trainer")
+        worker_set.wait(dead.is_set)
+        worker_set.abandon("trainer")
     for steps in spoilt:
         spoil(tmp_path / "kept" / run_id / f"step-{steps:08d}")
     capsys.readouterr()
@@ -130,18 +130,18 @@ def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_
     )
     found = rounds(12, per_version=2)
     written(log, run_id, config, found[:6])
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait(lambda: crew.report()["steps"] == 3)
-        crew.stop("trainer")
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait(lambda: worker_set.report()["steps"] == 3)
+        worker_set.stop("trainer")
         write_groups(log, run_id, found[6:], partitions=config.partitions)
         evaluator = session_of(log, run_id, "evaluator")
         stop = {"ask": "stop", "reason": "good enough"}
         evaluator.reporter.send(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels=stop, control=True)
         evaluator.close(status="finished")
-        crew.start("trainer")
-        crew.wait()
-        assert crew.report()["status"] == "finished"
+        worker_set.start("trainer")
+        worker_set.wait()
+        assert worker_set.report()["status"] == "finished"
     values = load(log, run_id).workers["trainer"].values
     assert (values["recovered_from_step"], values["repeated_steps"]) == (3, 0)
     assert len(outcome_of(log, run_id)["steps"]) == 3  # groups for more were there
@@ -163,15 +163,15 @@ def opened(session: Session) -> tuple[Trainer, Any]:
 def three_steps(run_id, log, tiny_model, tmp_path: Path) -> Callable[[], tuple[Trainer, Any]]:
     """A run of which a trainer, stopped since, has done three steps; opens another trainer for it."""
     written(log, run_id, config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0}), rounds(6, per_version=2))
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait(lambda: crew.report()["steps"] == 3)
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait(lambda: worker_set.report()["steps"] == 3)
     return lambda: opened(session_of(log, run_id, "trainer"))
 
 
 def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_steps: Callable[[], tuple[Trainer, Any]]):
     bits = r".*, recorded .* \(bits -?\d+ and -?\d+\)"
-    for field, told in (
+    for field, built in (
         ("loss_bits", f"loss {bits}"),
         ("grad_norm_bits", f"gradient norm {bits}"),
         ("digest", r"weights blake3:[0-9a-f]{9}…, recorded e{16}…"),
@@ -183,7 +183,7 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
             else entry
             for entry in past.entries
         ]
-        with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {told}"):
+        with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {built}"):
             trainer.start(Resumed(past=replace(past, entries=changed)))
 
 
@@ -206,17 +206,17 @@ def half(first: int, dropped: int) -> list[Group]:
 def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id, log, tiny_model, tmp_path: Path):
     config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
     written(log, run_id, config, half(0, 6))
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait(lambda: crew.report()["steps"] == 3)
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait(lambda: worker_set.report()["steps"] == 3)
     trainer, past = opened(session_of(log, run_id, "trainer"))
     trainer.start(Resumed(past=past))
     assert trainer.arrivals.inbox.selector.drops == past.drops == 6
     write_groups(log, run_id, half(12, 6), partitions=config.partitions)
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait()
-        assert crew.report()["status"] == "finished"
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait()
+        assert worker_set.report()["status"] == "finished"
     assert [dropped for *_, dropped in outcome_of(log, run_id)["steps"]] == [6, 0, 0, 6, 0, 0]
 
 
@@ -224,22 +224,22 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id
 def test_a_run_that_was_stopped_for_its_drops_is_resumed_and_counts_anew(run_id, log, tiny_model, tmp_path: Path, first_half: bool):
     config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
     written(log, run_id, config, half(0, 6 if first_half else 7))
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
         if first_half:
-            crew.wait(lambda: crew.report()["steps"] == 3)
+            worker_set.wait(lambda: worker_set.report()["steps"] == 3)
             write_groups(log, run_id, half(12, 7), partitions=config.partitions)
         with pytest.raises(
             AssertionError, match=r"(\d+) groups were dropped (since|before) step . .*= 6\): \1 filtered at reward 0\.5.*denser reward"
         ):
-            crew.wait()
-        assert crew.report()["status"] == "stopped"
+            worker_set.wait()
+        assert worker_set.report()["status"] == "stopped"
     if not first_half:
         write_groups(log, run_id, half(13, 6), partitions=config.partitions)
-    with Crew(log, run_id) as crew:
-        crew.start("trainer")
-        crew.wait()
-        assert crew.report()["status"] == "finished"
+    with WorkerSet(log, run_id) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait()
+        assert worker_set.report()["status"] == "finished"
 
 
 def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
@@ -257,12 +257,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_o
     written(twin, run_id, config, found)
     plain = trained(twin, run_id)
     shutil.rmtree(place)
-    with Crew(broker, run_id) as crew:
-        written(crew.log, run_id, config, found[:6])
-        crew.start("trainer")
-        crew.wait(lambda: bool(list((place / run_id).glob("step-*"))))
-        crew.stop("trainer")
-        write_groups(crew.log, run_id, found[6:], partitions=config.partitions)
+    with WorkerSet(broker, run_id) as worker_set:
+        written(worker_set.log, run_id, config, found[:6])
+        worker_set.start("trainer")
+        worker_set.wait(lambda: bool(list((place / run_id).glob("step-*"))))
+        worker_set.stop("trainer")
+        write_groups(worker_set.log, run_id, found[6:], partitions=config.partitions)
         with Processes(broker, run_id, tmp_path) as trainer:
             trainer.start("trainer", before=no_large_files)
             assert trainer.ended("trainer", limit_s=400.0) == 1
@@ -273,7 +273,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_o
         assert "File too large" in line
         assert line.endswith(f"then: penstock run --resume {run_id}")
         assert trained(broker, run_id) == plain
-        assert load(crew.log, run_id).workers["trainer"].values["recovered_from_step"] >= 2
+        assert load(worker_set.log, run_id).workers["trainer"].values["recovered_from_step"] >= 2
 
 
 def no_large_files() -> None:
@@ -286,16 +286,16 @@ def no_large_files() -> None:
 def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, tiny_model, tmp_path: Path):
     held = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
     config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
-    with Crew(log, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(log, run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for role in ("evaluator", "trainer", "rollout", "feeder"):
-            crew.start(role)
-        crew.wait(lambda: bool(crew.report()["eval"]))
-        crew.stop("evaluator")
-        crew.start("evaluator")
-        crew.start("scorer")
-        crew.wait()
-        tail = crew.log.tail({(f"{run_id}.metrics", 0): "earliest"})
+            worker_set.start(role)
+        worker_set.wait(lambda: bool(worker_set.report()["eval"]))
+        worker_set.stop("evaluator")
+        worker_set.start("evaluator")
+        worker_set.start("scorer")
+        worker_set.wait()
+        tail = worker_set.log.tail({(f"{run_id}.metrics", 0): "earliest"})
         found = [metrics.read(record, run=run_id)[1] for record in tail.read_to_end()]
         tail.close()
     measured = [one.version for one in found if one.kind == "eval"]

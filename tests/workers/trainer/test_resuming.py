@@ -18,8 +18,8 @@ from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.trainer.resuming import ResumeOffsets, read_resumed
-from tests.support.crew import Crew, records_of
 from tests.support.trainer_alone import config_for, group_of, killed, trained, write_groups, written
+from tests.support.worker_set import WorkerSet, records_of
 
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")
 
@@ -132,9 +132,9 @@ def test_a_trainer_needs_no_group_that_ended_before_its_newest_checkpoint(tiny_m
     plain = trained(log, "whole")
     written(log, "short", config, mixed[: 12 if fault else 10])
     if fault is None:  # an orderly stop, which writes a checkpoint
-        with Crew(log, "short") as crew:
-            crew.start("trainer")
-            crew.wait(lambda: crew.report()["steps"] == 4)
+        with WorkerSet(log, "short") as worker_set:
+            worker_set.start("trainer")
+            worker_set.wait(lambda: worker_set.report()["steps"] == 4)
     else:
         killed(log, "short", fault)
     write_groups(log, "short", mixed[12 if fault else 10 :], partitions=2)

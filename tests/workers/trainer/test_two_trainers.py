@@ -11,7 +11,7 @@ import pytest
 from penstock.pipeline.inspect.audit.report import summary
 from penstock.pipeline.launch.create import create
 from tests.support.containers import contained, containers_work
-from tests.support.crew import Crew, audited, config_of
+from tests.support.worker_set import WorkerSet, audited, config_of
 
 LIMIT_S = 120.0
 """For a process to import torch, join and end, on a machine that is busy."""
@@ -31,12 +31,12 @@ def test_of_two_trainers_in_containers_one_goes_on_and_the_other_ends_for_good(
 ) -> None:
     config = config_of(tiny_model, tmp_path, run={"steps": 120, "seed": 7}, rollout={"workers": 1}, trainer={"checkpoint_every": 2})
     command = [sys.executable, "-m", "penstock.workers", "trainer", "--run", run_id, "--bootstrap", broker]
-    with Crew(broker, run_id) as crew:
-        create(config, log=crew.log, run_id=run_id, notify=lambda _: None)
+    with WorkerSet(broker, run_id) as worker_set:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
-            crew.start(role)
+            worker_set.start(role)
         first = contained(command)
-        crew.wait(lambda: crew.report()["steps"] >= 2)
+        worker_set.wait(lambda: worker_set.report()["steps"] >= 2)
 
         second = contained(command)
         said, _ = second.communicate(timeout=LIMIT_S)
@@ -45,9 +45,9 @@ def test_of_two_trainers_in_containers_one_goes_on_and_the_other_ends_for_good(
         assert first.poll() is None
 
         signalled(first, signal.SIGSTOP)  # its machine is cut off: a third one takes its place
-        done = crew.report()["steps"]
+        done = worker_set.report()["steps"]
         third = contained(command)
-        crew.wait(lambda: crew.report()["steps"] >= done + 2)
+        worker_set.wait(lambda: worker_set.report()["steps"] >= done + 2)
         signalled(first, signal.SIGCONT)
         said, _ = first.communicate(timeout=LIMIT_S)
         assert first.returncode == 2, said

@@ -31,7 +31,7 @@ from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import CONFIG, RUN, Teller
+from tests.support.a_run import CONFIG, RUN, RecordBuilder
 from tests.support.page_records import log_with
 
 OWN = json.dumps({**CONFIG, "reward": {"functions": ["os:system?command=touch /tmp/x\x1b[2J"]}})
@@ -117,7 +117,7 @@ def test_the_register_configures_nothing_and_only_a_run_that_exists_is_refused_f
 
 
 def test_a_run_of_an_earlier_release_is_adopted_as_its_ledger_says_it_is() -> None:
-    old = Teller()
+    old = RecordBuilder()
     log = log_with([old.record(), old.opened()])
     log.delete_topics([topic_name(RUN, "run")])
     append(log, RUNS_TOPIC, CODE)
@@ -152,7 +152,7 @@ def test_what_no_record_says_is_not_adopted(run: str) -> None:
 
 
 def test_scoring_again_loads_what_the_record_names_only_when_it_is_trusted() -> None:
-    log = log_with([Teller().opened()])
+    log = log_with([RecordBuilder().opened()])
     write(log, CODE)
     said: list[str] = []
     with pytest.raises(ConfigError, match="--trust-code"):

@@ -39,7 +39,7 @@ def connect(place: LogLocation, *, client_id: str = "tests") -> Log:
     return place if isinstance(place, MemoryLog) else KafkaLog(place, client_id=client_id)
 
 
-class Crew:
+class WorkerSet:
     """Starts and ends the workers of one run; leaving the block ends all of them."""
 
     def __init__(self, place: LogLocation, run: str) -> None:
@@ -92,7 +92,7 @@ class Crew:
         """What the log says of the run."""
         return collect(self.log, self.run)
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerSet":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,8 +173,8 @@ def audited(place: LogLocation, run: str) -> Audit:
 
 def complete(place: LogLocation, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """A whole undisturbed run; returns its report."""
-    with Crew(place, run) as crew:
-        create(config, log=crew.log, run_id=run, notify=lambda _: None)
-        crew.start_all(config, roles)
-        crew.wait()
-        return crew.report()
+    with WorkerSet(place, run) as worker_set:
+        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.start_all(config, roles)
+        worker_set.wait()
+        return worker_set.report()
