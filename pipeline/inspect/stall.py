@@ -32,7 +32,7 @@ class Stuck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class Generated:
     """The samples of one group that are in the log."""
 
     samples: int
@@ -48,7 +48,7 @@ class RunSnapshot:
     silent: Mapping[str, float]
     """Worker -> seconds since its last report."""
     outage_s: float = 0.0
-    drawn: Drawn | None = None
+    generated: Generated | None = None
     """Samples of the group that `waiting_for` names; None if they were not read."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Worker -> what the launcher knows beyond its reports."""
@@ -102,17 +102,17 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
 
 def _group(snapshot: RunSnapshot, rules: Schedule, group: int) -> Stuck:
     """Reason why a group that the next step needs has no outcome."""
-    view, drawn = snapshot.view, snapshot.drawn
+    view, generated = snapshot.view, snapshot.generated
     opened = view.open.get(group)
     step = f"step {view.steps_done} waits for group {group}"
     if opened is None:
         return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(snapshot, 'feeder')}")
     waiting = f"{step} (partition {opened.partition})"
-    if drawn is not None and drawn.samples >= rules.samples_per_prompt:
-        since = "" if drawn.newest_s is None else f" since {max(0.0, snapshot.now_s - drawn.newest_s):.0f} s"
+    if generated is not None and generated.samples >= rules.samples_per_prompt:
+        since = "" if generated.newest_s is None else f" since {max(0.0, snapshot.now_s - generated.newest_s):.0f} s"
         return Stuck(stage="scorer", group=group, reason=f"{waiting}, complete{since}; {_role(snapshot, 'scorer', opened.partition)}")
     admitted = f"prompt admitted {max(0.0, snapshot.now_s - opened.time_s):.0f} s ago"
-    there = "" if drawn is None else f", {drawn.samples} of {rules.samples_per_prompt} samples there"
+    there = "" if generated is None else f", {generated.samples} of {rules.samples_per_prompt} samples there"
     owners = "; ".join(_role(snapshot, role, opened.partition) for role in _drawers(view))
     return Stuck(stage=_drawers(view)[0], group=group, reason=f"{waiting}: {admitted}{there}; {owners}")
 

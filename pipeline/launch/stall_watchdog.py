@@ -14,7 +14,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.inspect.live.frame import waiting_for as waits_of_workers
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.stall import Drawn, RunSnapshot, Stuck, find, waiting_for
+from penstock.pipeline.inspect.stall import Generated, RunSnapshot, Stuck, find, waiting_for
 from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable
@@ -81,7 +81,7 @@ def examine(log: Log, snapshot: RunSnapshot) -> Stuck | None:
     opened = None if group is None else snapshot.view.open.get(group)
     if group is not None and opened is not None:
         with contextlib.suppress(LogError):  # diagnose without the samples, from the workers' reports
-            snapshot = replace(snapshot, drawn=_samples(log, snapshot.view.run, group, opened.partition))
+            snapshot = replace(snapshot, generated=_samples(log, snapshot.view.run, group, opened.partition))
     return find(snapshot)
 
 
@@ -91,7 +91,7 @@ def describe(stuck: Stuck, *, still_s: float) -> str:
     return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {stuck.reason}"
 
 
-def _samples(log: Log, run: str, group: int, partition: int) -> Drawn:
+def _samples(log: Log, run: str, group: int, partition: int) -> Generated:
     """The samples of a group without an outcome: its scorer's committed offset is before them."""
     partition_read = (f"{run}.rollouts", partition)
     tail = log.tail({partition_read: "earliest"}, group=f"{run}.scorer")
@@ -108,4 +108,4 @@ def _samples(log: Log, run: str, group: int, partition: int) -> Drawn:
     for record in records:
         with contextlib.suppress(Unusable):
             numbers |= rollouts.tokens_of(rollouts.check(record, run=run)).keys()
-    return Drawn(samples=len(numbers), newest_s=max((record.timestamp_ms / 1000 for record in records), default=None))
+    return Generated(samples=len(numbers), newest_s=max((record.timestamp_ms / 1000 for record in records), default=None))

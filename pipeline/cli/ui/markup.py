@@ -103,8 +103,8 @@ def _line(curve: Curve, low: float, high: float, last: int, width: int, height: 
     if len(points) == 1:
         across, down = points[0].split(",")
         return f'<circle r="3" fill="{colour}" cx="{across}" cy="{down}"/>'
-    drawn = " ".join(points)
-    return f'<polyline fill="none" stroke-width="2" stroke-linecap="round" stroke="{colour}" points="{drawn}"/>'
+    polyline = " ".join(points)
+    return f'<polyline fill="none" stroke-width="2" stroke-linecap="round" stroke="{colour}" points="{polyline}"/>'
 
 
 def page(title: str, body: Sequence[Html], *, refresh_s: int | None = None) -> bytes:

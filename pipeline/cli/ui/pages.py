@@ -168,7 +168,7 @@ def index(runs: Watching, _query: Query) -> bytes:
 
 
 def curve_of(runs: Watching, run: str) -> Sequence[float | None]:
-    """Mean reward by version, from version 0 on; None where nothing was drawn first under a version."""
+    """Mean reward by version, from version 0; None if no sample was generated first under a version."""
     rewards = runs.view(run).rewards
     return [rewards[version].mean if version in rewards else None for version in range(max(rewards, default=-1) + 1)]
 

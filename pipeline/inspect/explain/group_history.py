@@ -319,9 +319,9 @@ def _why_stale(history: GroupHistory) -> str:
     facts = stale_facts(history) or {}
     for dead_letter in (stored.dead_letter for stored in history.dead_letters):
         if dead_letter.kind == POISON and dead_letter.topic.endswith(".groups"):
-            return f"its record could not be read ({dead_letter.reason}): it was set aside like one that is too old"
+            return f"its record could not be read ({dead_letter.reason}): it was dead-lettered and its group dropped"
     if facts["lag"] is None:
-        return f"the ledger says so (entry {facts['entry']}); the record it judged is not here"
+        return f"the ledger says so (entry {facts['entry']}); the record of its outcome is not in the log"
     return (
         f"its oldest trained token is of version {facts['policy_version_min']}, the learner was at version {facts['learner_version']}: "
         f"{facts['lag']} behind, max_lag is {facts['max_lag']} (ledger entry {facts['entry']})"

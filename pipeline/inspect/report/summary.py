@@ -200,10 +200,10 @@ def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
     """Completion tokens of the samples, by what became of their group: `length` is the mean, then the 95 % quantile and the longest."""
     tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "failed": [], "abandoned": [], "unused": []}
     for group, fate in fates(view).items():
-        drawn = view.samples.get(group, {}).values()
-        tokens["admitted"] += drawn
+        generated = view.samples.get(group, {}).values()
+        tokens["admitted"] += generated
         if fate in tokens:
-            tokens[fate] += drawn
+            tokens[fate] += generated
     ordered = {name: sorted(lengths) for name, lengths in tokens.items()}
     return {
         "length": {name: sum(lengths) / len(lengths) if lengths else None for name, lengths in ordered.items()},

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.pipeline.inspect import stall
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.stall import Drawn, RunSnapshot, Stuck
+from penstock.pipeline.inspect.stall import Generated, RunSnapshot, Stuck
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import CREATED_S, RecordBuilder, as_records
 
@@ -64,7 +64,7 @@ class Told:
 
 def test_an_incomplete_group_names_the_silent_rollout_worker_that_owns_its_partition():
     built = Told().begun().report("rollout-0", partitions="1,2").report("rollout-1", doing="generating", partitions="0,3").prompts(2)
-    found = built.stuck(silent={"rollout-1": 305.0, "rollout-0": 0.4}, drawn=Drawn(samples=3, newest_s=CREATED_S))
+    found = built.stuck(silent={"rollout-1": 305.0, "rollout-0": 0.4}, generated=Generated(samples=3, newest_s=CREATED_S))
     assert (found.stage, found.group) == ("rollout", 0)
     assert "group 0 (partition 0): prompt admitted 313 s ago, 3 of 4 samples there" in found.reason
     assert "rollout-1 has been silent for 305 s (then: generating)" in found.reason
@@ -73,7 +73,7 @@ def test_an_incomplete_group_names_the_silent_rollout_worker_that_owns_its_parti
 
 def test_a_complete_group_without_an_outcome_names_its_scorer():
     built = Told().begun().report("scorer-0", doing="scoring").prompts(2)
-    found = built.stuck(drawn=Drawn(samples=4, newest_s=built.view.moved_ms / 1000))
+    found = built.stuck(generated=Generated(samples=4, newest_s=built.view.moved_ms / 1000))
     assert (found.stage, found.group) == ("scorer", 0)
     assert "complete since 312 s; scorer-0: scoring" in found.reason
 
@@ -120,13 +120,13 @@ def test_a_role_that_nobody_fills_is_named(workers: tuple[str, ...], stage: str,
 
 def test_a_scorer_that_is_missing_is_named_once_the_group_is_complete():
     built = Told().begun(workers=("feeder", "rollout-0", "trainer")).prompts(2)
-    assert built.stuck(drawn=Drawn(samples=4, newest_s=None)).reason.endswith("complete; no scorer")
+    assert built.stuck(generated=Generated(samples=4, newest_s=None)).reason.endswith("complete; no scorer")
 
 
 def test_a_role_whose_last_worker_failed_is_named_with_the_cause():
     built = Told().begun(workers=("feeder", "rollout-0", "trainer")).prompts(2)
     built.records.append(built.builder.measured_by("scorer-0", "final", labels={"error": "no space left"}))
-    assert built.stuck(drawn=Drawn(samples=4, newest_s=None)).reason.endswith("complete; no scorer; scorer-0 failed: no space left")
+    assert built.stuck(generated=Generated(samples=4, newest_s=None)).reason.endswith("complete; no scorer; scorer-0 failed: no space left")
 
 
 def test_a_partition_without_an_owner_is_named():

@@ -2,7 +2,7 @@
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, i8: BigInt64Array, f4: Float32Array, f8: Float64Array };
 const NOTHING = 0xffff;
-const UNKNOWN = -2147483647; // a moment nobody knows
+const UNKNOWN = -2147483647; // an unknown time
 const pieces = new Map();
 const parsed = new Promise((done) => {
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", () => done(), { once: true });

@@ -57,7 +57,7 @@ function buildFlow() {
   if (!data.report.dead_letters.total) return;
   const letters = data.letters.map(([kind, topic, partition, offset, worker, when, reason]) => [kind, `${topic}/${partition}/${offset}`, worker, `${((when - data.zero_ms) / 1000).toFixed(1)} s`, reason]);
   const more = data.report.dead_letters.total > letters.length ? `, the first ${letters.length} of them` : "";
-  $("letters").append(el("h3", {}, `Dead letters: ${count(data.report.dead_letters.total)} records nobody could use${more}`), el("div", { className: "scroll", tabIndex: 0 }, table([["kind"], ["record"], ["set aside by"], ["at", "n"], ["reason"]], letters)));
+  $("letters").append(el("h3", {}, `Dead letters: ${count(data.report.dead_letters.total)} unreadable records${more}`), el("div", { className: "scroll", tabIndex: 0 }, table([["kind"], ["record"], ["written by"], ["at", "n"], ["reason"]], letters)));
 }
 
 function spentTable() {

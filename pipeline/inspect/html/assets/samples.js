@@ -75,7 +75,7 @@ async function filter() {
   let unread = 0, done = 0;
   for (const [chunk, members] of chunks) {
     const some = chunk === NOTHING ? null : await textsOf(chunk);
-    if (mine !== list.search) return; // asked anew meanwhile
+    if (mine !== list.search) return; // a newer search has started
     if (!some) unread += members.length;
     found.push(...members.filter((g) => (some ? has(some[data.g_slot[g]], wanted) : data.prompts[data.g_prompt[g]].toLowerCase().includes(wanted))));
     if (++done % 4 === 0) tell(`searching, ${Math.round((100 * done) / chunks.size)} %`);
