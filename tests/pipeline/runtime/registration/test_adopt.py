@@ -9,7 +9,7 @@ import pytest
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
-from penstock.pipeline.cli import topics
+from penstock.pipeline.cli import options, topics
 from penstock.pipeline.runtime.leases import WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import registration, write
@@ -30,7 +30,7 @@ def test_a_run_without_control_topics_gets_them_signed_or_not_and_its_writers_ta
     def at(*_: object) -> Iterator[Log]:
         yield log
 
-    monkeypatch.setattr(topics, "at", at)
+    monkeypatch.setattr(options, "at", at)
     if signed:
         make_key(RUN)
     write(log, RunRecord(run=RUN, status="created", config=json.dumps(CONFIG), info="{}", created_ns=1, updated_ns=1))
