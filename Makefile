@@ -14,7 +14,7 @@ SMOLLM2 := .penstock/smollm2
 PYTEST := $(BIN)/python -m pytest
 BENCHMARK := $(BIN)/python -m benchmarks
 # Processes that share the tests, each with a broker of its own: more than cores, as tests mostly wait.
-TESTERS ?= 3
+TESTERS ?= 4
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
 SBOM := .penstock/sbom.json
