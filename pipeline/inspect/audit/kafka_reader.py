@@ -24,6 +24,7 @@ RESPONSE_S = 15.0
 SILENT_S = 60.0
 """Timeout of a broker that sends nothing although there is more to read."""
 PROGRESS_S = 3.0
+POLL_S = 0.5
 RETRY_S = 0.2
 TRANSIENT = frozenset(
     {
@@ -36,6 +37,8 @@ TRANSIENT = frozenset(
 )
 """Error codes of a broker while a topic is new or a leader is changing."""
 FETCH_BYTES = 32 << 20
+EMPTY_FETCH_MS = 20
+"""The broker holds a fetch at the end of a partition this long; only then is the end known if a transaction marker is last."""
 
 
 class KafkaSource:
@@ -85,10 +88,11 @@ class KafkaSource:
             consumer.assign([TopicPartition(name, partition, next_offsets[partition]) for partition in sorted(remaining)])
             last_response = time.monotonic()
             while remaining:
-                messages = consumer.consume(500, timeout=0.5)
-                if not messages:
+                first = consumer.poll(POLL_S)
+                if first is None:
                     self._check_silence(last_response, name)
                     continue
+                messages = [first, *consumer.consume(500, timeout=0)]  # with a timeout it would wait for 500 messages
                 last_response, moved = time.monotonic(), set[int]()
                 for message in messages:
                     partition, error = message.partition(), message.error()
@@ -124,6 +128,7 @@ class KafkaSource:
                 "isolation.level": "read_committed",
                 "enable.partition.eof": True,
                 "check.crcs": True,
+                "fetch.wait.max.ms": EMPTY_FETCH_MS,
                 "fetch.message.max.bytes": FETCH_BYTES,
                 "queued.max.messages.kbytes": 2 * FETCH_BYTES >> 10,
                 "error_cb": self._note,
