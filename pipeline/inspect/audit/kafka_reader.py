@@ -38,7 +38,7 @@ TRANSIENT = frozenset(
 """Error codes of a broker while a topic is new or a leader is changing."""
 FETCH_BYTES = 32 << 20
 EMPTY_FETCH_MS = 20
-"""The broker holds a fetch at the end of a partition this long; only then is the end known if a transaction marker is last."""
+"""The broker holds a fetch at the end of a partition this long; an end behind a transaction marker shows only then."""
 
 
 class KafkaSource:
