@@ -97,7 +97,7 @@ def check(written: list[Any], found: list[Any], cases: list[dict[str, Any]]) -> 
         np.testing.assert_allclose(next_step, following, rtol=rounding, err_msg=str(own))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_two_processes_wrote_is_read_by_one_bit_for_bit(model_path: str, tmp_path: Path) -> None:
     cases = STAGES[2:3]
     written = together(2, write, model_path, cases, tmp_path, 2)[0]
