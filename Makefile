@@ -41,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      install, make the tiny model, train it through Kafka, print the report"
 	@echo "make real      the same with SmolLM2-135M-Instruct and sums asked in words, evaluated before and after; minutes on two cores"
-	@echo "make unit      the tests that need no broker and train no model; a minute"
+	@echo "make unit      the tests that need no broker and train no model; two minutes on two cores"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
 	@echo "make mutated   10,000 mutated configurations and data files through penstock run --dry-run; 15 minutes on two quiet cores"
