@@ -75,8 +75,6 @@ class Run:
             ValueError: the steps have no such column.
             PenstockError: matplotlib is not installed.
         """
-        from penstock.opened import figure
-
         return figure(self.report(), self.steps(), measures)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Literal, get_args
 
 import pyarrow as pa
@@ -358,5 +359,10 @@ def meaning_of(point: str) -> str | None:
     if prefix == "system":
         name = name.partition("/")[2]
     names = TABLES.get(prefix, REWARD) if slash else REWARD
-    patterns = {re.sub("STAT|USE|NAME|N", lambda match: _PLACEHOLDERS[match[0]], key): text for key, text in names.items()}
-    return next((text for pattern, text in patterns.items() if re.fullmatch(pattern, name if slash else point)), None)
+    return next((text for key, text in names.items() if _pattern(key).fullmatch(name if slash else point)), None)
+
+
+@cache
+def _pattern(key: str) -> re.Pattern[str]:
+    """Matches the names of a table's key. Cached, because each request of `/metrics` matches each of its names with all keys."""
+    return re.compile(re.sub("STAT|USE|NAME|N", lambda match: _PLACEHOLDERS[match[0]], key))

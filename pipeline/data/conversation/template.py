@@ -136,7 +136,19 @@ def _as_json(function: dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-class ChatTemplate:
+class _TokenizedText:
+    """The part of both templates that the tokenizer does alone."""
+
+    _tokenizer: Any
+
+    def shortened(self, text: str, tokens: int) -> str:
+        return shortened(text, tokens, self._tokenizer)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+class ChatTemplate(_TokenizedText):
     """A Jinja chat template with a tokenizer of the `tokenizers` library; arguments as in `template_of`.
 
     For a template without support for tools or tool calls, both are rendered as text in Hermes' format.
@@ -201,12 +213,6 @@ class ChatTemplate:
             return ids
         # The model generated a stop id, which cannot be replaced by a different one of the template.
         return ids[1:] if ids[0] == last else None
-
-    def shortened(self, text: str, tokens: int) -> str:
-        return shortened(text, tokens, self._tokenizer)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
         """The message in generated ids: reasoning is split off, tool calls are parsed if there are `tools`."""
@@ -349,7 +355,7 @@ def _results_together(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-class PlainTemplate:
+class PlainTemplate(_TokenizedText):
     """For models without a chat template. Each completion ends with a stop id, directly followed by the next message.
 
     `tokenizer` is from the `tokenizers` library. The first of `stop_ids` closes a truncated completion. `encode_prompt` encodes the first
@@ -383,14 +389,8 @@ class PlainTemplate:
             ids += self._encode_text(message)
         return ids
 
-    def shortened(self, text: str, tokens: int) -> str:
-        return shortened(text, tokens, self._tokenizer)
-
     def _encode_text(self, message: Message) -> list[int]:
         return self._control.encode(self._control.escape({"role": message.get("role"), "content": text_of(message)})["content"])
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
         return ParsedCompletion({"role": "assistant", "content": str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))})

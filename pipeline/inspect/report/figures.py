@@ -2,17 +2,23 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.run_view_types import StepFacts
+from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.runtime.reporting.reporter import OUTSIDE, TRAINER_WAITS, USES
 from penstock.pipeline.runtime.roles import ROLES, generating_roles
 from penstock.topics.metrics import Measurement
 
 _PREFIX = "engine_environment_"
+
+
+def _total(workers: Iterable[WorkerView], name: str) -> float:
+    """Sum of an engine's cumulative metric over workers and their restarts."""
+    return sum(worker.total(f"engine_{name}") for worker in workers)
 
 
 def episodes(view: RunView) -> dict[str, Any] | None:
@@ -24,10 +30,7 @@ def episodes(view: RunView) -> dict[str, Any] | None:
     """
     workers = [worker for worker in view.workers.values() if worker.role in generating_roles()]
     engines = [worker for worker in workers if worker.role == "rollout"]
-
-    def total(name: str) -> float:
-        return sum(worker.total(f"engine_{name}") for worker in workers)
-
+    total = partial(_total, workers)
     count = total("trajectories")
     if not count:
         return None
@@ -256,10 +259,7 @@ def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
 def engines(view: RunView) -> dict[str, float | None]:
     """The engines: weights loaded in flight and the stall, `occupancy` of the batch, share of prompt tokens from the prefix cache."""
     workers = [worker for worker in view.workers.values() if worker.role == "rollout"]
-
-    def total(name: str) -> float:
-        return sum(worker.total(f"engine_{name}") for worker in workers)
-
+    total = partial(_total, workers)
     swaps, queries = total("swaps"), total("prefix_cache_queries")
     values_of: Mapping[str, Iterable[float]] = {
         name: [worker.values[f"engine_{name}"] for worker in workers if f"engine_{name}" in worker.values]
