@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from penstock.pipeline.inspect.audit.report import Audit
 from penstock.pipeline.inspect.audit.source import plain
 from penstock.topics.wire.record import Record
 
@@ -31,3 +32,8 @@ class Listed:
         for partition in self.partitions(topic) if partitions is None else partitions:
             held = self._topics.get(topic, {}).get(partition, ())
             yield from (record for record in held if record.offset >= self.start_offset(topic, partition))
+
+
+def broken(found: Audit) -> set[str]:
+    """The names of the checks that report something."""
+    return {result.check.name for result in found.results if result.violations}

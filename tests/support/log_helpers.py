@@ -18,6 +18,15 @@ from tests.support.bare_clients import c_client
 WAIT_S = 100.0
 
 
+class EditedLog(MemoryLog):
+    """An in-memory log whose records a test may replace."""
+
+    def replace(self, record: Record) -> None:
+        with self._state.change:
+            records = self._state.part((record.topic, record.partition)).records
+            records[next(index for index, one in enumerate(records) if one.offset == record.offset)] = record
+
+
 def make_topics(log: Log, run: str, *names: str, partitions: int = 4) -> list[str]:
     """Create topics `<run>.<name>`; returns their names."""
     topics = [f"{run}.{name}" for name in names]

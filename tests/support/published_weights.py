@@ -33,3 +33,16 @@ class Publishing:
     def version(self, number: int) -> None:
         self.writer.publish(Weights(partial(tensors_of, number)), version=number, step=number)
         self.writer.finish_publishing()
+
+
+class NoNews:
+    """Weights that stay as they are."""
+
+    def __init__(self, run: str) -> None:
+        self.state, self.version = LedgerState(run), 0
+
+    def check(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        pass

@@ -15,7 +15,7 @@ from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN as TOLD
 from tests.support.a_run import RecordBuilder, as_records
 from tests.support.edited_run import EditedRun
-from tests.support.listed_records import Listed
+from tests.support.listed_records import Listed, broken
 from tests.support.worker_set import complete, config_of, records_of
 
 RUN, STEPS, U, K = "cut-run", 8, 2, 2
@@ -50,11 +50,6 @@ def edited(genuine: list[Record]) -> EditedRun:
 
 def judged(edited: EditedRun, begins: Begins) -> Audit:
     return audit(Listed(RUN, edited.records, begins=begins))
-
-
-def broken(found: Audit) -> set[str]:
-    """The names of the checks that report something."""
-    return {result.check.name for result in found.results if result.violations}
 
 
 def ends(records: list[Record]) -> dict[tuple[str, int], int]:

@@ -19,7 +19,7 @@ from penstock.topics.wire.record import Record
 from tests.support.bare_clients import c_client
 from tests.support.edited_run import EditedRun
 from tests.support.foreign_records import OWNED, bad_records, repeat, write
-from tests.support.listed_records import Listed
+from tests.support.listed_records import Listed, broken
 from tests.support.processes import Processes
 from tests.support.violations import (
     FOREIGN,
@@ -102,11 +102,6 @@ THROUGH_THE_LOG = {"turns-answered", "replies-asked"}
 def judged(edited: EditedRun, begins: Mapping[tuple[str, int], int] | None = None) -> Audit:
     """The audit of what a test has made of the run; `begins`: as where earlier records were deleted."""
     return audit(Listed(RUN, edited.records, begins=begins))
-
-
-def broken(found: Audit) -> set[str]:
-    """The names of the checks that report something."""
-    return {result.check.name for result in found.results if result.violations}
 
 
 def test_a_real_run_is_clean_and_every_check_has_examined_something(edited: EditedRun) -> None:

@@ -13,7 +13,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.state import MemoryMember
 from penstock.pipeline.agents.engine import turn_of
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
@@ -22,6 +21,7 @@ from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.rollout import worker as rollout_worker
 from penstock.workers.rollout.worker import CallWorker
+from tests.support.published_weights import NoNews
 from tests.support.worker_set import records_of
 
 RUN = "calls"
@@ -39,19 +39,6 @@ CONFIG = from_table(
     }
 )
 RECORD = RunRecord(run=RUN, status="running", config="{}", info="{}", created_ns=0, updated_ns=0)
-
-
-class NoNews:
-    """Weights that stay as they are."""
-
-    def __init__(self) -> None:
-        self.state, self.version = LedgerState(RUN), 0
-
-    def check(self) -> None:
-        pass
-
-    def wait(self, timeout_s: float) -> None:
-        pass
 
 
 class Watched(ToyEngine):
@@ -102,7 +89,7 @@ class Site:
             run=RUN, role="rollout", worker=f"rollout-{self._started}", log=self.log, record=RECORD, config=CONFIG,
             info={"steps": 1, "digests": {"stop_ids": [2]}}, stop=threading.Event(),
         )  # fmt: skip
-        self.workers.append(CallWorker.open(session, Watched(self), NoNews()))  # type: ignore[arg-type]
+        self.workers.append(CallWorker.open(session, Watched(self), NoNews(RUN)))  # type: ignore[arg-type]
 
     def die(self, number: int) -> None:
         """A worker is killed, and the broker notices."""

@@ -16,7 +16,6 @@ from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.state import MemoryMember
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import prompts, rollouts
 from penstock.topics.catalogue import topics_of
@@ -24,6 +23,7 @@ from penstock.topics.prompts import Prompt
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.rollout.group_worker import GroupWorker
+from tests.support.published_weights import NoNews
 
 RUN = "handover"
 PARTITIONS, SAMPLES = 4, 4
@@ -39,19 +39,6 @@ CONFIG = from_table(
     }
 )
 RECORD = RunRecord(run=RUN, status="running", config="{}", info="{}", created_ns=0, updated_ns=0)
-
-
-class NoNews:
-    """Weights that stay as they are."""
-
-    def __init__(self) -> None:
-        self.state, self.version = LedgerState(RUN), 0
-
-    def check(self) -> None:
-        pass
-
-    def wait(self, timeout_s: float) -> None:
-        pass
 
 
 class Watched(ToyEngine):
@@ -101,7 +88,7 @@ class Site:
             info={"steps": 1, "digests": {"stop_ids": [2]}}, stop=threading.Event(),
         )  # fmt: skip
         engine = Watched(self.log, self.needless, capacity=capacity)
-        found = GroupWorker.open(session, engine, NoNews())  # type: ignore[arg-type]
+        found = GroupWorker.open(session, engine, NoNews(RUN))  # type: ignore[arg-type]
         self.workers.append(found)
         return found
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from penstock.infra.errors import LogError, RecordMissing
-from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.adapted import Adapted, Adapter
 from penstock.infra.tensors.stream import HASH, TensorBytes, digest
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
@@ -21,6 +20,7 @@ from penstock.topics import weights
 from penstock.topics.weights import Chunk
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.run_writer import RunWriter
+from tests.support.log_helpers import EditedLog
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
 ROWS, COLUMNS, RANK = 40, 30, 2
@@ -29,15 +29,6 @@ FIRST = [
     TensorBytes(name="frozen", dtype="bfloat16", shape=(5,), data=bytes(range(10))),
 ]
 ADAPTER_BYTES = 29 + 4 * RANK * (ROWS + COLUMNS)
-
-
-class EditedLog(MemoryLog):
-    """An in-memory log whose records a test may replace."""
-
-    def replace(self, record: Record) -> None:
-        with self._state.change:
-            records = self._state.part((record.topic, record.partition)).records
-            records[next(index for index, one in enumerate(records) if one.offset == record.offset)] = record
 
 
 def weights_of(version: int) -> Weights:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from penstock.infra.errors import LogError, RecordMissing
-from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.runtime.weights import read
@@ -20,6 +19,7 @@ from penstock.topics import weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing, Record
+from tests.support.log_helpers import EditedLog
 
 RUN, PARTITIONS, CHUNK_BYTES = "damaged", 5, 48
 ANCHOR, DELTA = 1, 2
@@ -38,20 +38,11 @@ def tensors_of(version: int) -> list[TensorBytes]:
     ]
 
 
-class Log(MemoryLog):
-    """An in-memory log whose records a test may replace."""
-
-    def replace(self, record: Record) -> None:
-        with self._state.change:
-            records = self._state.part((record.topic, record.partition)).records
-            records[next(index for index, one in enumerate(records) if one.offset == record.offset)] = record
-
-
 class Published:
     """Versions 0 to 2 of a small model: two whole ones and a delta, each in several chunks."""
 
     def __init__(self) -> None:
-        self.log, self.manifests = Log(), dict[int, Manifest]()
+        self.log, self.manifests = EditedLog(), dict[int, Manifest]()
         self.log.create_topics(topics_of(RUN, partitions=1, weight_partitions=PARTITIONS))
         producer = self.log.producer()
         for version in (0, ANCHOR, DELTA):
