@@ -47,7 +47,7 @@ def _resolve(target: str, source: str) -> Path:
 
 
 def _page_of(path: Path) -> str | None:
-    """The page that stands for a file or folder outside docs/; None for others and for missing ones."""
+    """The page with the text of a file or folder outside docs/; None for others and for missing ones."""
     if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "docs") or not path.exists():
         return None
     return f"source/{path.relative_to(ROOT).as_posix()}{'/index' if path.is_dir() else ''}.md"

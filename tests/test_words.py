@@ -44,7 +44,7 @@ BUDGETS = {
     r"answer|answers|answered": 314,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 11,
-    r"stood|stands": 3,
+    r"stood|stands": 2,
     r"begins|began|begin": 42,
     r"the rule:": 0,
     r"given? up|gives up|gave up": 0,
