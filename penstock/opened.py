@@ -16,7 +16,6 @@ from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from matplotlib.figure import Figure
 
 

@@ -35,7 +35,7 @@ OTHER_RECORDS = (
     "pipeline/scheduling/resume_point",
 )  # fmt: skip
 """Files of other records; `resume_point` is a part of a ledger entry."""
-WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/weights/prefetch")
+WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/")
 """Files of weights, which are tensors too."""
 LAST = ("workers/trainer/worker.py", "Trainer.end")
 """Called after the last step; later calls shut down the workers."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.cli.inspect import audit, graph, logs, report, sql, status, stop, ui
@@ -159,8 +159,6 @@ def _invoke(words: list[str]) -> int:
 
 def explain(error: Exception) -> tuple[str, int]:
     """Message and exit status of an error: `explain(ValueError("--plot needs --accelerators"))` is ("--plot needs --accelerators", 1)."""
-    from penstock.infra.errors import PenstockError
-
     if isinstance(error, typer.Abort):
         return "aborted", FAILED
     if isinstance(error, typer.TyperException):
@@ -168,8 +166,6 @@ def explain(error: Exception) -> tuple[str, int]:
         command = context.command_path if context is not None else "penstock"
         message = _line(error.format_message())
         return f"{_with_synonym(message)} (see `{command} --help`)" if message else "", error.exit_code
-    from penstock.infra.errors import ConfigError
-
     if isinstance(error, ConfigError):
         return _line(error), USAGE
     if isinstance(error, PenstockError | ValueError | OutputError):

@@ -18,7 +18,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.inspect.report.summary import REPORTS, remove_reports
+from penstock.pipeline.inspect.report.summary import REPORTS, Progress, collect, remove_reports
 from penstock.pipeline.inspect.run_status import closing, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.changes import with_changes
@@ -220,7 +220,6 @@ class Watching:
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker exited before it wrote any."""
     from penstock.pipeline.inspect.live.view import Terminal
-    from penstock.pipeline.inspect.report.summary import Progress, collect
     from penstock.pipeline.inspect.report.text import as_text, render
 
     directory = run_directory(run)

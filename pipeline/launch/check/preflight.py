@@ -24,7 +24,7 @@ from penstock.pipeline.config.load import Config, ConfigError, from_json, to_jso
 from penstock.pipeline.data import Row
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.run_data import open_data
-from penstock.pipeline.data.tokenization import Decoder, Renderer
+from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
 from penstock.pipeline.inspect.report.figures import one_line
 from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.launch.check.rows import PER_SOURCE
@@ -33,7 +33,7 @@ from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards import scoring as reward_child
-from penstock.pipeline.runtime.factories import check_engine
+from penstock.pipeline.runtime.factories import check_engine, make_engine
 from penstock.topics.samples import cause_of, generated
 
 SHOWN_GROUPS = 2
@@ -270,8 +270,6 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
         nothing = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nothing, stream)
-    from penstock.pipeline.runtime.factories import make_engine
-
     config, started = from_json(init["config"]), time.monotonic()
     engine = make_engine(config)
     load_s = time.monotonic() - started
@@ -280,7 +278,6 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
 
 def _generate(config: Config, engine: Any) -> dict[str, Any]:
     from penstock.infra.engines.base import GroupRequest, Sampling
-    from penstock.pipeline.data.tokenization import digests
     from penstock.pipeline.runtime.sampling import episode_request
 
     renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
