@@ -34,13 +34,14 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
+.PHONY: demo real gpu-check install model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
 help:
 	@echo "make demo      install, make the tiny model, train it through Kafka, print the report"
 	@echo "make real      the same with SmolLM2-135M-Instruct and sums asked in words, evaluated before and after; minutes on two cores"
+	@echo "make gpu-check Penstock's own code on one GPU: figures with limits, at most ten minutes; small sizes on a CPU"
 	@echo "make unit      the tests that need no broker and train no model; two minutes on two cores"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
@@ -65,6 +66,9 @@ demo:
 
 real: install $(SMOLLM2)/config.json
 	$(BIN)/penstock run examples/smollm2.toml $(ARGS)
+
+gpu-check: install
+	$(BIN)/python -m penstock.gpu_check --json .penstock/gpu-check.json $(ARGS)
 
 install: $(STAMP)/installed
 

@@ -125,3 +125,28 @@ for name in {LIGHT!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
+
+
+OPTIONAL = (
+    "websockets", "starlette", "uvicorn", "gymnasium", "textarena", "mlflow", "datasets", "reasoning_gym", "duckdb", "simpy", "matplotlib",
+    "wandb", "httpx", "mpmath", "deepspeed", "peft",
+)  # fmt: skip
+"""Packages of extras that a run of `examples/demo.toml` does not use."""
+
+
+def test_a_run_needs_no_package_of_an_extra_that_it_does_not_use() -> None:
+    code = f"""
+import importlib, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+for role in ("feeder", "scorer", "trainer", "rollout", "evaluator", "environment"):
+    importlib.import_module(f"penstock.workers.{{role}}.worker")
+importlib.import_module("penstock.pipeline.launch.launcher")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr

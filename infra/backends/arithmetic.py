@@ -12,10 +12,10 @@ LARGE_BLOCK_BYTES = 2**26
 
 
 def choose_device(device: str) -> torch.device:
-    """The device for this process; `auto` is its GPU (LOCAL_RANK) if there is one, else the CPU."""
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    """The device for this process; `cuda` is its GPU (LOCAL_RANK), and so is `auto` if there is one, else the CPU."""
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu" if device == "auto" else device)
 
 
 def fix_arithmetic(settings: BackendSettings) -> None:

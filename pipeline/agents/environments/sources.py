@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.agents.environments.interfaces import Episode, Observation, OpenEnvText, episode_of, open_server, waits
+from penstock.pipeline.agents.environments.interfaces import Episode, Observation, episode_of, waits
 from penstock.pipeline.config.plugins import PluginError, load, source_digest, split_options
 
 CHILD = "penstock.pipeline.agents.environments.sources:child"
@@ -145,6 +145,8 @@ def _textarena(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 
 def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     _release("websockets")
+    from penstock.pipeline.agents.environments.openenv import OpenEnvText, open_server
+
     server = open_server(name, options)
     return EnvironmentKind(source=f"openenv:{name}", version=server.version, make=lambda: OpenEnvText(server), waits=True)
 

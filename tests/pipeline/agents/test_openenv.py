@@ -147,6 +147,6 @@ def test_a_source_that_does_not_fit_its_server_is_refused_by_name(address: str, 
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pipeline.agents.environments.interfaces.CONNECT_S", 0.0)
+    monkeypatch.setattr("penstock.pipeline.agents.environments.openenv.CONNECT_S", 0.0)
     with pytest.raises(PluginError, match=r"openenv:ws://127.0.0.1:1: http://127.0.0.1:1/schema is not a response .*start the server"):
         open_environment("openenv:ws://127.0.0.1:1")
