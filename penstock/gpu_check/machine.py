@@ -25,7 +25,7 @@ def machine(here: Machine) -> Iterator[Figure]:
     yield Figure(name="GPU memory", value=total / 1e9, unit="GB")
     yield Figure(name="of which free", value=free / total, at_least=0.95)
     yield Figure(name="multiprocessors", value=properties.multi_processor_count)
-    version = re.search(r"Module\D*(\d+)\.", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    version = re.search(r"Module.*?\s(\d+)\.\d+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
     cuda = int(torch.version.cuda.split(".")[0])
     yield Figure(name=f"driver for CUDA {cuda}", value=float(version[1]) if version else 0, at_least=DRIVER_OF_CUDA.get(cuda))
 

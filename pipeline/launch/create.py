@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,8 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
         )
     _warn_long_prompts(config, notify)
     _note_learning_rate(config, steps, notify)
+    if config.mlflow.enabled and find_spec("mlflow") is None:
+        notify("MLflow is not installed here: metrics.jsonl has the run's points; pip install '.[tracking]' in the checkout adds MLflow")
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     info = {
         **install,

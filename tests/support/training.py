@@ -47,7 +47,12 @@ def batch_of(seed: int, rows: int = 4, *, prompt: int = 3, longest: int = 6) -> 
 def loss_of(batch: TokenBatch) -> Any:
     """A loss whose gradient depends on the logprobs: -exp(logprob / 4) * advantage, summed."""
     mask, advantages = torch.from_numpy(batch.completion_mask), torch.from_numpy(batch.advantages)[:, None]
-    return lambda logprobs: (-((logprobs / 4).exp() * advantages * mask).sum(), {"extra": 1.0})
+
+    def loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        on = logprobs.device
+        return -((logprobs / 4).exp() * advantages.to(on) * mask.to(on)).sum(), {"extra": 1.0}
+
+    return loss
 
 
 def take_step(backend: Any, batches: Sequence[TokenBatch]) -> tuple[float, Any]:

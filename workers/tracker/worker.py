@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.infra.errors import LogError
@@ -328,6 +329,9 @@ class Tracker:
 def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
     chosen = session.config.mlflow
     if not chosen.enabled:
+        return None
+    if find_spec("mlflow") is None:
+        session.reporter.notify("MLflow is not installed: metrics.jsonl has all points")
         return None
     tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
     target = target_of(session.record, session.config, tags=tags, data=session.info.get("data", ()))

@@ -337,7 +337,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("name", "settings"), [("torch", {}), ("deepspeed", {"zero_stage": 2})])
 def test_strict_determinism_refuses_an_operation_without_a_deterministic_form_in_one_line(opened, name, settings):
     def loss(logprobs):
-        picked = torch.zeros(1).put_(torch.tensor([0]), logprobs.detach().sum())  # has none, on a CPU either
+        picked = torch.zeros(1, device=logprobs.device).put_(
+            torch.zeros(1, dtype=torch.int64, device=logprobs.device), logprobs.detach().sum()
+        )  # has none, on a CPU either
         return logprobs.sum() * 0.0 + picked.sum(), {}
 
     strict = opened(name, deterministic="strict", **settings)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -117,6 +118,17 @@ def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_p
     report = json.loads((run_directory(tmp_path) / "report.json").read_text())
     assert (report["status"], report["steps"], report["mlflow_run_id"]) == ("finished", STEPS, None)
     assert "reward" in (run_directory(tmp_path) / "report.txt").read_text()
+
+
+def test_where_mlflow_is_not_installed_nothing_waits_for_it(
+    log: MemoryLog, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    write(log, built()[1])
+    follow(log)
+    assert "MLflow is not installed: metrics.jsonl has all points" in said
+    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["mlflow_run_id"] is None
+    assert not [line for line in said if "lacks" in line]
 
 
 def test_who_looks_at_the_run_goes_on_from_what_the_tracker_has_left(log: MemoryLog) -> None:
