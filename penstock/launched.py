@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.backends.hardware import this_cpu
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, to_json, with_paths
 from penstock.pipeline.config.security import refuse_secrets
@@ -20,7 +21,6 @@ from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.launch.placement import visible_gpus
 from penstock.topics.wire.visible import visible
 
 

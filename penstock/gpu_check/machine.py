@@ -2,18 +2,14 @@
 
 import mmap
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from penstock.gpu_check.figures import Figure, Machine, gigabytes_per_s
 from penstock.infra.backends.hardware import peak_flops
-
-DRIVER_OF_CUDA = {12: 525, 13: 580}
-"""Oldest driver for each major release of CUDA."""
+from penstock.infra.backends.nvidia import MIN_DRIVER, driver_version
 
 
 def machine(here: Machine) -> Iterator[Figure]:
@@ -25,9 +21,8 @@ def machine(here: Machine) -> Iterator[Figure]:
     yield Figure(name="GPU memory", value=total / 1e9, unit="GB")
     yield Figure(name="of which free", value=free / total, at_least=0.95)
     yield Figure(name="multiprocessors", value=properties.multi_processor_count)
-    version = re.search(r"Module.*?\s(\d+)\.\d+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
-    cuda = int(torch.version.cuda.split(".")[0])
-    yield Figure(name=f"driver for CUDA {cuda}", value=float(version[1]) if version else 0, at_least=DRIVER_OF_CUDA.get(cuda))
+    release, branch = int(torch.version.cuda.split(".")[0]), (driver_version() or "0").split(".")[0]
+    yield Figure(name=f"driver for CUDA {release}", value=int(branch), at_least=MIN_DRIVER.get(release))
 
 
 def roofs(here: Machine) -> Iterator[Figure]:

@@ -70,9 +70,9 @@ def doctor(
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
     from penstock.infra.backends.hardware import this_cpu
+    from penstock.infra.backends.nvidia import visible_gpus
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary
-    from penstock.pipeline.launch.placement import visible_gpus
 
     loaded, findings = None if config is None else load(config, gpus=len(visible_gpus()), cpu=this_cpu()), []
     for finding in examine(bootstrap=bootstrap, config=loaded, imports=imports):

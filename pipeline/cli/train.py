@@ -60,8 +60,8 @@ def init(
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Validate data, model, reward, disk and GPUs; generate and score the samples of one step."""
     from penstock.infra.backends.hardware import this_cpu
+    from penstock.infra.backends.nvidia import visible_gpus
     from penstock.pipeline.config.load import load
-    from penstock.pipeline.launch.placement import visible_gpus
 
     _report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
     if not json:
@@ -106,11 +106,11 @@ def run(
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
     from penstock.infra.backends.hardware import this_cpu
+    from penstock.infra.backends.nvidia import visible_gpus
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.config.security import security_settings
     from penstock.pipeline.launch.create import usable
-    from penstock.pipeline.launch.placement import visible_gpus
 
     make_files_private()
     if trust_code and resume is None:
@@ -149,10 +149,10 @@ def run(
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
     """Validate a configuration, register its run and create its topics; start no worker."""
     from penstock.infra.backends.hardware import this_cpu
+    from penstock.infra.backends.nvidia import visible_gpus
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register
-    from penstock.pipeline.launch.placement import visible_gpus
 
     loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
     with connected(loaded.kafka.bootstrap, loaded.kafka.security) as log:

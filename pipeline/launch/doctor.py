@@ -23,18 +23,21 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from penstock.infra.backends.nvidia import DRIVER_FILE, driver_problem, driver_version, library_cuda, visible_gpus
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.broker import embedded
 from penstock.infra.broker.jars import maven_cache, read_pins
 from penstock.infra.broker.process import find_java
 from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
-from penstock.infra.errors import PenstockError
+from penstock.infra.engines.vllm.start import check_installed
+from penstock.infra.errors import EngineRefused, PenstockError
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.launch.check.sizes import memory_line
-from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place
+from penstock.pipeline.runtime.factories import check_engine
 from penstock.topics.catalogue import KEPT_SEGMENT_BYTES
 
 Level = Literal["ok", "warn", "fail"]
@@ -109,6 +112,7 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None, import
     """Examine everything, one finding after the other; with `imports` every package is imported too, which takes a minute."""
     yield _python()
     yield from (_package(need, imports=imports) for need in needs())
+    yield from _engine(config)
     yield from (check() for check in (_crc32c, _compiler, _gpu, _state, _memory, _cores))
     if config is not None:
         yield _placement(config)
@@ -152,8 +156,10 @@ def _python() -> Finding:
 
 
 def _package(need: Package, *, imports: bool) -> Finding:
-    install = f"pip install '.[{need.extra}]' in the checkout" if need.extra else "make install in Penstock's folder"
-    absent: Level = "warn" if need.extra else "fail"
+    install = f"pip install '.[{need.extra}]' in the checkout"
+    if need.make or not need.extra:
+        install = f"make {need.make or 'install'} in Penstock's folder"
+    absent: Level = "warn" if need.extra or need.make else "fail"
     try:
         version = metadata.version(need.name)
     except metadata.PackageNotFoundError:
@@ -197,17 +203,36 @@ def _compiler() -> Finding:
     )
 
 
-def _gpu() -> Finding:
-    if not visible_gpus():  # importing torch takes seconds
+def _engine(config: Config | None) -> Iterator[Finding]:
+    """A failure if the configuration's engine, or without one the installed build of vLLM, cannot be used on this machine."""
+    try:
+        if config is not None and config.model_directory.is_dir():
+            check_engine(config)
+        elif config is None and importlib.util.find_spec("vllm") is not None:
+            check_installed("auto")
+    except (ConfigError, EngineRefused) as error:
+        yield Finding("engine", "fail", "unusable", str(error))
+
+
+def _gpu(driver_file: Path = DRIVER_FILE) -> Finding:
+    gpus = visible_gpus()
+    if not gpus:  # importing torch takes seconds
         return Finding("gpu", "ok", "none: models run on the CPU")
     try:
         import torch
     except ImportError:
-        return Finding("gpu", "ok", f"{len(visible_gpus())}; torch is not installed")
-    if not torch.cuda.is_available():
-        return Finding("gpu", "warn", f"{len(visible_gpus())}, which torch cannot use", "install a torch for CUDA")
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("gpu", "ok", f"{len(names)}: {', '.join(sorted(set(names)))}")
+        return Finding("gpu", "ok", f"{len(gpus)}; torch is not installed")
+    driver, cuda = driver_version(driver_file), torch.version.cuda
+    if cuda is None:
+        return Finding("gpu", "warn", f"{len(gpus)}, which torch {torch.__version__} cannot use", "make gpu in Penstock's folder")
+    with warnings.catch_warnings():  # an old driver is one
+        warnings.simplefilter("ignore")
+        usable = torch.cuda.is_available()
+    if not usable:
+        cause = driver_problem(cuda, driver, library_cuda()) or "`nvidia-smi` shows whether the driver sees them"
+        return Finding("gpu", "fail", f"{len(gpus)}, which torch for CUDA {cuda} cannot use with driver {driver or 'none'}", cause)
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    return Finding("gpu", "ok", f"{torch.cuda.device_count()}: {', '.join(sorted(names))}; driver {driver}, torch for CUDA {cuda}")
 
 
 def _placement(config: Config) -> Finding:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.errors import LogError, PenstockError, RunNotFound
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
@@ -25,7 +26,7 @@ from penstock.pipeline.launch.check.changes import with_changes
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.check.sizes import threads
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers, ui_address
 from penstock.pipeline.launch.shutdown import lasting_output, stop_requested

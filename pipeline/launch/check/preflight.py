@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.sandbox.rules import ChildRules
@@ -30,7 +31,7 @@ from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.launch.check.rows import PER_SOURCE
 from penstock.pipeline.launch.check.sizes import arithmetic, check_disk, memory_line
 from penstock.pipeline.launch.create import check_inputs
-from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.runtime.factories import check_engine, make_engine

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.backends.hardware import this_cpu
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
@@ -23,7 +24,6 @@ from penstock.pipeline.data import Dataset, open_dataset
 from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
-from penstock.pipeline.launch.placement import visible_gpus
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.factories import check_engine
 

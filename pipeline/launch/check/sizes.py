@@ -11,12 +11,13 @@ from typing import Any
 
 import psutil
 
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import state_path
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.load import Config, ConfigError, with_values
 from penstock.pipeline.inspect.records.runs import size
-from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import DELETED_SEGMENT_BYTES

