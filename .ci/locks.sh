@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves the locks again from the package index: a lock that `make lock` would change fails. Without an index it says so and passes.
+# Resolves the locks again from the package index: a lock that `make lock` would change fails. Without an index nothing is compared.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 copy=$(mktemp -d); trap 'rm -rf "$copy"' EXIT
