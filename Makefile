@@ -56,7 +56,7 @@ help:
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
-	@echo "make sbom      a CycloneDX bill of materials of packages and jars, in .penstock/sbom.json"
+	@echo "make sbom      a CycloneDX bill of materials of the installed lock and the jars, in .penstock/sbom.json"
 	@echo "make audit-packages  pip-audit over the installed lock; needs a feed of advisories"
 	@echo "make docs      the site of docs/, strictly, in .penstock/site"
 	@echo "make check     ruff, vulture, mypy --strict, layers and folders, make docs;  make format rewrites the files"
@@ -135,7 +135,7 @@ security: install model
 
 sbom: $(STAMP)/environment
 	@mkdir -p $(dir $(SBOM))
-	@$(BIN)/python .ci/sbom.py > $(SBOM) && echo $(SBOM)
+	@$(BIN)/python .ci/sbom.py $(LOCK) > $(SBOM) && echo $(SBOM)
 
 # A tool of its own environment: what it needs is not in the lock that it audits. Without a verdict it has audited nothing.
 audit-packages: $(STAMP)/environment

@@ -1,7 +1,8 @@
-"""Prints a CycloneDX 1.5 bill of materials: the packages of requirements.lock and the jars of jars.sha256, each with its SHA-256."""
+"""Prints a CycloneDX 1.5 bill of materials: the packages of the lock file LOCK and the jars of jars.sha256, each with its SHA-256."""
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def jars(pins: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    components = packages((ROOT / "requirements.lock").read_text()) + jars((ROOT / "infra/broker/jars.sha256").read_text())
+    components = packages((ROOT / sys.argv[1]).read_text()) + jars((ROOT / "infra/broker/jars.sha256").read_text())
     head = {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1}
     subject = {"component": {"type": "application", "name": "penstock-rl"}}
     print(json.dumps({**head, "metadata": subject, "components": components}, indent=1))

@@ -67,6 +67,10 @@ class EngineRefused(EngineError, Unrecoverable):
     """An engine cannot work with these settings, this model or the installed packages."""
 
 
+class WrongBuild(EngineRefused):
+    """The engine's installed package is built for another device; another installation has the engine."""
+
+
 class BackendError(PenstockError):
     """Training failed or does not support the request."""
 

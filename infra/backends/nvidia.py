@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,6 +45,14 @@ def library_cuda(name: str = "libcuda.so.1") -> int:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000
+
+
+def torch_cuda() -> str | None:
+    """CUDA release of the installed torch, such as "13.0", read without importing it; None without torch or for another device."""
+    spec = find_spec("torch")
+    file = Path(spec.origin or "").with_name("version.py") if spec else Path()
+    release = re.search(r"^cuda\b.*'([\d.]+)'", file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else None
+    return release and release[1]
 
 
 def driver_problem(cuda: str, driver: str | None, library: int = 0) -> str | None:

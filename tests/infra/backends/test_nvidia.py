@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.backends.nvidia import driver_problem, driver_version, library_cuda
+from penstock.infra.backends.nvidia import driver_problem, driver_version, library_cuda, torch_cuda
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 03:50:37 UTC 2025\nGCC version:  gcc version 12.3.0\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (dvs-builder@U22)  Tue Sep 1 2026\n"
@@ -39,3 +39,10 @@ def test_a_driver_that_is_new_enough_or_has_a_forward_compatible_library_is_take
 
 def test_without_the_drivers_library_no_release_of_cuda_is_supported() -> None:
     assert library_cuda("libnowhere.so.1") == 0
+
+
+@pytest.mark.costly
+def test_the_release_of_torch_is_read_without_importing_it() -> None:
+    import torch
+
+    assert torch_cuda() == torch.version.cuda
