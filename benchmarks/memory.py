@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.support.command import ROOT, parser_of, penstock_json, set_words, with_numbers, with_settings
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.launch.check.sizes import estimates, shape_of
+from penstock.pipeline.launch.check.memory import estimates, shape_of
 
 EXAMPLE = ROOT / "examples" / "smollm2.toml"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,12 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from penstock.infra.errors import ConfigError
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MEMORY = "PENSTOCK_GPU_MEMORY_GB"
+"""Environment variable with the memory of the GPUs in GiB, one number or one for each, to plan a run for other GPUs."""
+GIB = 2**30
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -28,6 +33,40 @@ def visible_gpus() -> tuple[str, ...]:
         return tuple(part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1")
     count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
     return tuple(map(str, range(count)))
+
+
+def gpu_memory() -> tuple[int, ...]:
+    """Bytes of memory of each visible GPU, from `PENSTOCK_GPU_MEMORY_GB` or the driver; empty if unknown. Raises `ConfigError`."""
+    gpus, text = visible_gpus(), os.environ.get(MEMORY, "")
+    try:
+        sizes = [int(float(word) * GIB) for word in text.split(",") if word.strip()]
+    except (ValueError, OverflowError):
+        sizes = [0]
+    if text and (min(sizes, default=0) <= 0 or len(sizes) not in (1, len(gpus))):
+        raise ConfigError(f"{MEMORY}: {text!r}; expected GiB of memory, one number or one for each of {len(gpus)} visible GPUs")
+    return tuple(sizes * len(gpus))[: len(gpus)] if sizes else _driver_memory(gpus)
+
+
+class _Memory(ctypes.Structure):
+    """`nvmlMemory_t`, in bytes."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def _driver_memory(gpus: Sequence[str]) -> tuple[int, ...]:
+    """Total memory by NVML, which comes with the driver and takes no memory of a GPU; empty if one of them is unknown to it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    sizes = []
+    for gpu in gpus if not nvml.nvmlInit_v2() else ():
+        device, memory = ctypes.c_void_p(), _Memory()
+        by_number = (nvml.nvmlDeviceGetHandleByIndex_v2, int(gpu)) if gpu.isdigit() else (nvml.nvmlDeviceGetHandleByUUID, gpu.encode())
+        if by_number[0](by_number[1], ctypes.byref(device)) or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            return ()
+        sizes.append(int(memory.total))
+    return tuple(sizes)
 
 
 def driver_version(file: Path = DRIVER_FILE, query: Sequence[str] = DRIVER_QUERY) -> str | None:

@@ -35,7 +35,7 @@ from penstock.infra.errors import EngineRefused, PenstockError
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.launch.broker_keeper import connect
-from penstock.pipeline.launch.check.sizes import memory_line
+from penstock.pipeline.launch.check.fit import memory_line
 from penstock.pipeline.launch.placement import place
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.topics.catalogue import KEPT_SEGMENT_BYTES
@@ -245,6 +245,8 @@ def _placement(config: Config) -> Finding:
 def _workers_memory(config: Config) -> Finding:
     try:
         return Finding("memory of workers", "ok", memory_line(config))
+    except ConfigError as error:
+        return Finding("memory of workers", "fail", str(error), "see `penstock check`")
     except (PenstockError, OSError, ValueError) as error:
         return Finding("memory of workers", "warn", f"not estimated: {error}", "see to model.path")
 

@@ -28,8 +28,9 @@ from penstock.pipeline.data.run_data import open_data
 from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
 from penstock.pipeline.inspect.report.figures import one_line
 from penstock.pipeline.inspect.report.formats import duration
+from penstock.pipeline.launch.check.fit import memory_line
 from penstock.pipeline.launch.check.rows import PER_SOURCE
-from penstock.pipeline.launch.check.sizes import arithmetic, check_disk, memory_line
+from penstock.pipeline.launch.check.sizes import arithmetic, check_disk
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place
 from penstock.pipeline.rewards import functions as rewards
@@ -69,7 +70,7 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
 
     Raises:
         ConfigError: a setting that this machine, the model or the data cannot do.
-        PenstockError: data, model, reward, engine or disk cannot be used.
+        PenstockError: data, model, reward, engine, disk or a GPU's memory cannot be used.
     """
     lines: dict[str, str] = {}
 

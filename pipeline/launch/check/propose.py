@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.backends.hardware import this_cpu
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.nvidia import GIB, MEMORY, gpu_memory, visible_gpus
 from penstock.infra.errors import WrongBuild
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
-from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.data import Dataset, open_dataset
 from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
+from penstock.pipeline.inspect.records.runs import size
+from penstock.pipeline.launch.check.fit import proposed
+from penstock.pipeline.launch.check.memory import UTILIZATION, Shape, estimates, shape_of
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.factories import check_engine
 
@@ -37,6 +40,8 @@ HEADROOM = 1.25
 """Room above the longest prompt that was measured."""
 USUAL_GPU, USUAL_CPU, USUAL_SMALL = 1024, 256, 32
 """Tokens of a completion: on a GPU, on a CPU, and of a model that is too small to reason."""
+USUAL_MEMORY = 80 * GIB
+"""Memory that a GPU is taken to have if the driver does not tell."""
 UNKNOWN = 10**9
 """Parameters that a model is taken to have where its weights are not there to be counted."""
 
@@ -63,6 +68,10 @@ class Inputs:
     gpus: int
     cores: int
     bfloat16: bool
+    shape: Shape | None = None
+    """Sizes of the model; None if its memory is not estimated."""
+    memory: tuple[int, ...] = ()
+    """Bytes of each GPU."""
 
     @property
     def prompt_room(self) -> int:
@@ -111,7 +120,10 @@ def look(
     notify(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}
-    gpus, cpu = len(visible_gpus()), this_cpu()
+    gpus, cpu, memory = len(visible_gpus()), this_cpu(), gpu_memory()
+    if gpus and not memory:
+        notify(f"the memory of the GPUs is unknown, {size(USUAL_MEMORY)} are assumed; {MEMORY} sets it")
+        memory = (USUAL_MEMORY,) * gpus
     longest_prompt, longest_answer = _longest(folder, dataset)
     return Inputs(
         rows=len(dataset), prompt_field=prompt, answer_field=answer, longest_prompt=longest_prompt, longest_answer=longest_answer,
@@ -119,7 +131,7 @@ def look(
         half=str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float16"),
         template=chat_template_of(folder, "auto") is not None,
         held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0, gpus=gpus, cores=cpu.cores,
-        bfloat16=gpus > 0 or cpu.bfloat16,
+        bfloat16=gpus > 0 or cpu.bfloat16, shape=shape_of(settings), memory=memory,
     )  # fmt: skip
 
 
@@ -168,32 +180,38 @@ def propose(
         ValueError: the same, from the part that reads them.
     """
     inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, notify=notify)
-    text = _text(model, data, functions, inputs, engine="vllm")
+    engine, text = "vllm", _text(model, data, functions, inputs, engine="vllm")
     try:
-        check_engine(_loaded(text, base))
+        check_engine(config := _loaded(text, base, inputs))
     except ConfigError as error:
         notify(str(error))
         if not isinstance(error.__cause__, WrongBuild):
-            text = _text(model, data, functions, inputs, engine="transformers")
-            _loaded(text, base)
+            engine, text = "transformers", _text(model, data, functions, inputs, engine="transformers")
+            config = _loaded(text, base, inputs)
+    if inputs.gpus and inputs.shape is not None:
+        text = _text(model, data, functions, inputs, engine=engine, fitting=proposed(config, inputs.shape, inputs.memory))
+        _loaded(text, base, inputs)
     return text
 
 
-def _loaded(text: str, base: Path) -> Config:
-    """The configuration, with paths made absolute as `load` does it."""
+def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
+    """The configuration on this machine, with paths made absolute as `load` does it."""
     table = tomllib.loads(text)
     if not is_hub_name(table["model"]["path"]):
         table["model"]["path"] = str((base / table["model"]["path"]).expanduser())
-    return from_table(table)
+    return from_table(with_device_defaults(table, gpus=inputs.gpus))
 
 
-def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str) -> str:
-    """The file: every section that a user is likely to change, each line with its reason."""
+def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str, fitting: Config | None = None) -> str:
+    """The file: every section that a user is likely to change, each line with its reason.
+
+    `fitting` has the values that follow from the memory of the GPUs.
+    """
     sections = (
         *_inputs(model, data, functions, inputs),
         _schedule(inputs, vllm=engine == "vllm"),
-        _rollout(inputs, engine=engine),
-        _trainer(inputs),
+        _rollout(inputs, engine=engine, fitting=fitting),
+        _trainer(inputs, fitting=fitting),
         _eval(data, inputs),
         ["[launch]", _line("placement", "colocated", "trainer and engine have the one GPU by turns")] if inputs.gpus == 1 else [],
     )
@@ -254,30 +272,54 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
     ]
 
 
-def _rollout(inputs: Inputs, *, engine: str) -> list[str]:
+def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str]:
     why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not here, or cannot load this model"
-    return [
+    lines = [
         "[rollout]",
         _line("engine", engine, why),
-        _line("workers", max(1, inputs.gpus - 1)),  # all GPUs but the trainer's
+        _line("workers", max(1, inputs.gpus - 1) if fitting is None else fitting.rollout.workers),
         _line("dtype", inputs.dtype if inputs.gpus or engine == "vllm" else "float32"),
-        *([_line("gpus_per_worker", 1)] if inputs.gpus > 1 else []),
-        *([] if inputs.gpus else [_line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores")]),
     ]
+    if not inputs.gpus:
+        return [*lines, _line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores")]
+    lines += [_line("gpus_per_worker", 1 if fitting is None else fitting.rollout.gpus_per_worker)] if inputs.gpus > 1 else []
+    if engine != "vllm":
+        return lines
+    lines += [_line("kv_cache", "keep", "new weights go on with the cache; recompute: prefill all samples in flight again")]
+    if fitting is not None:
+        lines += [_line("concurrency", fitting.rollout.concurrency, "samples of maximum length that the cache holds, at most 512")]
+    sharded = {} if fitting is None else {name: value for name, value in fitting.rollout.vllm.items() if name == "tensor_parallel_size"}
+    lines += ["", "[rollout.vllm]", _line("gpu_memory_utilization", UTILIZATION, "share of the GPU's memory for weights and cache")]
+    return [*lines, *(_line(name, value, "GPUs of an engine") for name, value in sharded.items())]
 
 
-def _trainer(inputs: Inputs) -> list[str]:
-    count = inputs.count or UNKNOWN
-    return [
+def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
+    count, chosen = inputs.count or UNKNOWN, None if fitting is None else fitting.trainer
+    rank = 0 if chosen is None else chosen.lora_rank
+    lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6
+    why = "of adapters" if rank else "by the model's size"
+    lines = [
         "[trainer]",
-        _line("lr", 5e-4 if count < 10**7 else 1e-5 if count < 10**9 else 1e-6, "by the model's size; halve it if the reward collapses"),
+        _line("lr", lr, f"{why}; halve it if the reward collapses"),
         _line("warmup_steps", 5),
         _line("dtype", inputs.dtype, "weights; sums and moments are float32"),
-        _line("micro_batch_tokens", 16_384 if inputs.gpus else 2_048, "halve it when memory runs out"),
         _line("checkpoint_every", 25, "steps; a resumed run repeats those after the newest"),
-        *([_line("gpus", 1)] if inputs.gpus > 1 else []),
-        *([] if inputs.gpus else [_line("threads", max(1, inputs.cores - inputs.cores // 2))]),
     ]
+    if not inputs.gpus:
+        threads = max(1, inputs.cores - inputs.cores // 2)
+        return [*lines, _line("micro_batch_tokens", 2_048, "halve it when memory runs out"), _line("threads", threads)]
+    if chosen is None or fitting is None or inputs.shape is None:
+        lines += [_line("micro_batch_tokens", 16_384, "halve it when memory runs out")]
+        return [*lines, *([_line("gpus", 1)] if inputs.gpus > 1 else [])]
+    taken = estimates(fitting, inputs.shape, gpu=True)[0].gpu
+    lines += [_line("micro_batch_tokens", chosen.micro_batch_tokens, f"takes about {size(taken)} of {size(min(inputs.memory))} of a GPU")]
+    lines += (
+        [_line("gradient_checkpointing", True, "computes activations again, which do not fit")] if chosen.gradient_checkpointing else []
+    )
+    lines += [_line("lora_rank", rank, "trains adapters: all weights with optimizer and gradients do not fit")] if rank else []
+    if chosen.backend != "torch":
+        lines += [_line("backend", chosen.backend), _line("zero_stage", chosen.zero_stage, "shards what does not fit on each GPU")]
+    return [*lines, *([_line("gpus", chosen.gpus), _line("processes", chosen.processes)] if inputs.gpus > 1 else [])]
 
 
 def _eval(data: str, inputs: Inputs) -> list[str]:

@@ -1,15 +1,12 @@
-"""Sizes that follow from a configuration: of a step and the run, bytes on disk, and memory of each worker. No weight is read."""
+"""Sizes that follow from a configuration: of a step and the run, and bytes on disk. No weight is read."""
 
 import bisect
-import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import psutil
 
 from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.errors import PenstockError
@@ -17,6 +14,7 @@ from penstock.infra.paths import state_path
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.load import Config, ConfigError, with_values
 from penstock.pipeline.inspect.records.runs import size
+from penstock.pipeline.launch.check.memory import ITEM, adapter_bytes, shape_in
 from penstock.pipeline.launch.placement import place
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.scheduling.rules import versions_of
@@ -65,7 +63,6 @@ def _gpus(config: Config) -> str:
         return f"not on this machine: {error}"
 
 
-ITEM = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = 12
 """A checkpoint holds a float32 master and two moments of each parameter."""
 CHANGED_PER_LR = 4_000.0
@@ -166,183 +163,13 @@ def delta_share(dtype: str, lr: float) -> float:
     return min(1.0, lr * CHANGED_PER_LR * BYTES_A_CHANGE / ITEM[dtype])
 
 
-MIB = 2**20
-LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB}
-"""Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
-LOGITS = 128 * MIB
-"""Logits that are alive at once in the trainer, and their gradient."""
-ON_HOST = ("libraries", "published", "new version")
-"""Parts that never lie on a GPU."""
-MOVED = ("weights", "masters", "adapters", "moments", "frozen copies")
-"""Parts of a trainer that lie on the host while a rollout worker has their GPU; an engine keeps none of its own."""
-OFFLOADED = {"none": (), "optimizer": ("masters", "moments", "gradients"), "parameters": ("masters", "moments", "gradients", "weights")}
-"""Parts of the trainer that `trainer.offload` leaves in the host's memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a decoder with gated feed-forward layers."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    biases: bool
-    """True if queries, keys and values have biases (Qwen2)."""
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model, tied ones once."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * queries + 2 * self.hidden * keys + (queries + 2 * keys if self.biases else 0)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
-
-    @property
-    def linear(self) -> int:
-        """Inputs and outputs of all linear layers of a decoder layer: with rank r they have r times as many parameters in adapters."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.intermediate)
-
-    def activations(self, item: int) -> int:
-        """Bytes that a layer keeps of one token for the backward pass; norms compute in float32."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return item * (4 * self.hidden + 3 * queries + 4 * keys + 4 * self.intermediate) + 4 * 4 * self.hidden
-
-    def cached(self, tokens: int, item: int) -> int:
-        """Bytes of keys and values of so many tokens."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item
-
-
-def shape_of(config: Mapping[str, Any]) -> Shape | None:
-    """The sizes in a model's `config.json`; None of another kind of model, such as a mixture of experts."""
-    text = config.get("text_config")
-    sizes = text if isinstance(text, Mapping) else config
-    if any("expert" in name or name == "kv_lora_rank" for name in sizes):
-        return None
-    try:
-        heads, hidden = int(sizes["num_attention_heads"]), int(sizes["hidden_size"])
-        return Shape(
-            layers=int(sizes["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(sizes["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(sizes.get("num_key_value_heads") or heads),
-            head_dim=int(sizes.get("head_dim") or hidden // heads),
-            vocabulary=int(sizes["vocab_size"]),
-            tied=bool(sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
-            biases=bool(sizes.get("attention_bias", sizes.get("model_type") == "qwen2")),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """The peak of one worker's resident memory, by what it is for, in bytes."""
-
-    role: str
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """All parts."""
-        return sum(self.parts.values())
-
-
-def estimates(config: Config, shape: Shape) -> list[Estimate]:
-    """Trainer (each of its processes), rollout worker and evaluator."""
-    parts = {"trainer": trainer_parts(config, shape), "rollout": (engine := engine_parts(config, shape))}
-    if config.eval_sources and not config.evaluates_on_rollout_engine:
-        parts["evaluator"] = engine
-    return [Estimate(role=role, parts=sizes) for role, sizes in parts.items()]
-
-
-def time_shared(workers: Sequence[Estimate]) -> tuple[int, int]:
-    """(bytes on the GPU, bytes on the host) at the peak, where the workers have one GPU by turns."""
-    on_gpu = [sum(size for part, size in each.parts.items() if part not in ON_HOST) for each in workers]
-    stays = [sum(size for part, size in each.parts.items() if part in ON_HOST) for each in workers]
-    moved = [sum(each.parts.get(part, 0) for part in MOVED) for each in workers if each.role == "trainer"]
-    return max(on_gpu), sum(stays) + sum(moved)
-
-
-def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
-    """Memory of a trainer process at its peak."""
-    trainer, count = config.trainer, shape.parameters
-    item, rank = ITEM[trainer.dtype], trainer.lora_rank
-    trained = rank * shape.linear * shape.layers if rank else count
-    shards = trainer.processes if trainer.backend == "deepspeed" else 1
-    of_stage = {0: (1, 1, 1), 1: (shards, 1, 1), 2: (shards, shards, 1), 3: (shards, shards, shards)}
-    optimizer, gradients, weights = of_stage[trainer.zero_stage] if shards > 1 else (1, 1, 1)
-    # DeepSpeed keeps masters of float32 weights, too, where it shards anything.
-    masters = not rank and (item < 4 or (trainer.backend == "deepspeed" and trainer.zero_stage > 0))
-    frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
-    return {
-        "libraries": LIBRARIES["trainer"],
-        "weights": item * count // weights,
-        "masters": 4 * trained // optimizer if masters else 0,
-        "adapters": 4 * trained if rank else 0,
-        "moments": 8 * trained // optimizer,
-        "gradients": 4 * trained // gradients,
-        "frozen copies": frozen * item * count,
-        "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
-        "activations": sum(activations(config, shape)) + LOGITS,
-    }
-
-
-def offloaded(config: Config, shape: Shape) -> int:
-    """Bytes of a trainer process that stay in the host's memory although it computes on a GPU."""
-    parts = trainer_parts(config, shape)
-    on_host = activations(config, shape)[0] if config.trainer.offload_activations else 0
-    return on_host + sum(parts[name] for name in OFFLOADED[config.trainer.offload])
-
-
-def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
-    """Bytes of a version that is published as adapters; None for other versions, and for models that are not estimated."""
-    return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
-
-
-def activations(config: Config, shape: Shape) -> tuple[int, int]:
-    """Bytes of the largest micro-batch, every prompt and completion of maximum length: retained for the backward pass, recomputed in it."""
-    trainer, schedule = config.trainer, config.schedule
-    prompt, completion = config.data.max_prompt_tokens, config.max_completion_tokens
-    samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + completion)))
-    prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
-    tokens, item = prompts * prompt + samples * completion, ITEM[trainer.dtype]
-    layer = tokens * shape.activations(item)
-    return (shape.layers * tokens * item * shape.hidden, layer) if trainer.gradient_checkpointing else (shape.layers * layer, 0)
-
-
-def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
-    """Memory of a process with the rollout engine at its peak."""
-    rollout, item = config.rollout, ITEM[config.rollout.dtype]
-    longest = config.data.max_prompt_tokens + config.max_completion_tokens
-    vllm = rollout.engine == "vllm"
-    rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
-    embedding = item * shape.vocabulary * shape.hidden
-    packed = embedding if vllm and shape.tied and not rollout.device.startswith("cuda") else 0  # a CPU's output layer is a packed copy
-    return {
-        "libraries": LIBRARIES["vllm" if vllm else "transformers"],
-        "weights": item * shape.parameters,
-        "packed output layer": packed,
-        "new version": (2 if config.sends_adapters else 1) * ITEM[config.trainer.dtype] * shape.parameters,
-        "layers while they load": embedding + packed if vllm else 0,
-        "keys and values": shape.cached(rows * (longest + (64 if vllm else 0)), item),
-        "logits": rows * shape.vocabulary * 4 * 2,
-    }
-
-
 def check_disk(config: Config, info: Mapping[str, Any], note: Callable[[str, str], None]) -> None:
     """Compare what the run will write with what is free, where the log is on this machine. Raises `PenstockError`."""
     count = parameters(config.model_directory)
     if count is None:
         return
     chosen, steps, share = config.weights, info["steps"], delta_share(config.trainer.dtype, config.trainer.lr)
-    of_model = partial(Growth, config=config, count=count, adapters=adapter_bytes(config, _shape(config)))
+    of_model = partial(Growth, config=config, count=count, adapters=adapter_bytes(config, shape_in(config.model_directory)))
     likely, most = of_model(share=share), of_model(share=1.0)
     sent = (
         f"{size(likely.whole)} whole, every {chosen.anchor_every} versions; a delta about {size(likely.delta)} at trainer.lr = "
@@ -371,26 +198,3 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Callable[[str, str
             f'{less}{fewer}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
             "or set PENSTOCK_HOME to a larger disk"
         )
-
-
-def memory_line(config: Config) -> str:
-    """Expected peak memory of each worker, with a warning if the sum exceeds the free memory of this machine."""
-    shape = _shape(config)
-    if shape is None:
-        return "not estimated: the model is no decoder with dense gated layers"
-    workers, counts = estimates(config, shape), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
-    parts = [f"{each.role} {size(each.total)}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in workers]
-    total, free = sum(each.total * counts.get(each.role, 1) for each in workers), psutil.virtual_memory().available
-    if config.colocated and visible_gpus():
-        gpu, host = time_shared(workers)
-        turns = f"by turns the GPU holds {size(gpu)} at most and the host {size(host)}, {size(free)} are free"
-        return f"about {', '.join(parts)} at the peak; {turns}"
-    where = f"{size(free)} are free"
-    if visible_gpus():
-        host = offloaded(config, shape) * config.trainer.processes
-        where = f"most of it on the GPUs{f', {size(host)} of the trainer in host memory, of which {where}' if host else ''}"
-    return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
-
-
-def _shape(config: Config) -> Shape | None:
-    return shape_of(json.loads((config.model_directory / "config.json").read_text(encoding="utf-8")))

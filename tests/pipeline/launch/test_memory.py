@@ -6,7 +6,16 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.sizes import Estimate, Shape, adapter_bytes, engine_parts, estimates, offloaded, shape_of, time_shared
+from penstock.pipeline.launch.check.memory import (
+    Estimate,
+    Shape,
+    adapter_bytes,
+    engine_parts,
+    estimates,
+    shape_of,
+    time_shared,
+    trainer_parts,
+)
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -79,7 +88,7 @@ def test_what_saves_memory_makes_the_estimate_smaller() -> None:
 def test_what_is_offloaded_is_counted_for_the_hosts_memory() -> None:
     def host(**trainer: Any) -> int:
         table = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}, "trainer": trainer}
-        return offloaded(from_table(table), shape(SMOLLM2))
+        return trainer_parts(from_table(table), shape(SMOLLM2), gpu=True)["offloaded"]
 
     count, sharded = shape(SMOLLM2).parameters, {"backend": "deepspeed", "zero_stage": 3, "dtype": "bfloat16", "processes": 2}
     assert host(**sharded) == 0
@@ -113,8 +122,12 @@ def test_a_tied_output_layer_costs_vllm_a_packed_copy_of_the_embedding_on_a_cpu_
 
 
 def test_a_shared_gpu_holds_the_larger_of_two_and_the_host_what_the_trainer_has_there_meanwhile() -> None:
-    trainer = Estimate(
-        role="trainer", parts={"libraries": 10, "weights": 4, "masters": 8, "moments": 16, "published": 3, "activations": 50}
-    )
-    rollout = Estimate(role="rollout", parts={"libraries": 10, "weights": 4, "keys and values": 90, "new version": 2})
-    assert time_shared([trainer, rollout]) == (94, 10 + 3 + 10 + 2 + 4 + 8 + 16)
+    parts = {"libraries": 10, "weights": 4, "masters": 8, "moments": 16, "published": 3, "activations": 50, "context": 2}
+    trainer = Estimate(role="trainer", parts=parts)
+    rollout = Estimate(role="rollout", parts={"libraries": 10, "weights": 4, "keys and values": 90, "new version": 2, "context": 1})
+    assert (trainer.gpu, trainer.host, rollout.gpu, rollout.host) == (80, 13, 95, 12)
+    assert time_shared([trainer, rollout]) == (95 + 2, 13 + 12 + 4 + 8 + 16)
+
+
+def test_a_worker_without_a_gpu_has_all_of_its_memory_on_the_host() -> None:
+    assert of("trainer").gpu == 0 and of("trainer").host == of("trainer").total

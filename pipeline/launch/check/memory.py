@@ -1,0 +1,271 @@
+"""Peak memory of a run's workers, on their GPUs and on the host, from the model's shape and the configuration. No weight is read.
+
+The figures are those of torch's allocator in the live code paths: `tests/pipeline/launch/test_gpu_memory.py` compares them.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.config.load import Config
+
+MIB = 2**20
+ITEM = {"float32": 4, "bfloat16": 2}
+LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB}
+"""Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
+CONTEXT, COMMUNICATION, GRAPHS = 600 * MIB, 900 * MIB, 500 * MIB
+"""Memory of a GPU that CUDA takes in each process, NCCL in each of several trainer processes, and vLLM's CUDA graphs."""
+PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**23}
+"""Logits in a piece of `infra/backends/logprobs/forward.py`, by device."""
+BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's `reduce_bucket_size`; gradients cross in float32, and as many are collected while a bucket is reduced."""
+GATHERED_ELEMENTS = 1_050_000_000
+"""Parameters that ZeRO-3 gathers at a time: `max_live_parameters` and `prefetch_bucket_size`."""
+UTILIZATION = 0.9
+"""vLLM's default for `gpu_memory_utilization`."""
+PREFILLED_TOKENS = 8_192
+"""Tokens of vLLM's largest forward pass on a GPU."""
+BLOCK_TOKENS = 16
+ON_HOST = ("libraries", "published", "new version", "offloaded")
+"""Parts that never are on a GPU."""
+MOVED = ("weights", "masters", "adapters", "moments", "frozen copies")
+"""Parts of a trainer that are on the host while a rollout worker has their GPU; an engine leaves none there."""
+OFFLOADED = {"none": (), "optimizer": ("masters", "moments", "gradients"), "parameters": ("masters", "moments", "gradients", "weights")}
+"""Parts of the trainer that `trainer.offload` leaves in the host's memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder with gated feed-forward layers."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    biases: bool
+    """True if queries, keys and values have biases (Qwen2)."""
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output layer."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, tied ones once."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * queries + 2 * self.hidden * keys + (queries + 2 * keys if self.biases else 0)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.head * (1 if self.tied else 2) + self.layers * layer + self.hidden
+
+    @property
+    def linear(self) -> int:
+        """Inputs and outputs of all linear layers of a decoder layer: with rank r they have r times as many parameters in adapters."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.intermediate)
+
+    def activations(self, item: int, *, adapters: bool = False) -> int:
+        """Bytes that a layer keeps of one token for the backward pass. Norms compute in float32.
+
+        With adapters each linear layer keeps its input in float32, and the frozen weights keep none.
+        """
+        hidden, inner = self.hidden, self.intermediate
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if adapters and item < 4:
+            return item * (2 * queries + 4 * keys + 3 * inner) + 8 * hidden + 4 * (5 * hidden + queries + inner)
+        return item * (4 * hidden + 3 * queries + 4 * keys + 4 * inner) + 8 * hidden
+
+    def cached(self, tokens: int, item: int) -> int:
+        """Bytes of keys and values of so many tokens."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape | None:
+    """The sizes in a model's `config.json`; None of another kind of model, such as a mixture of experts."""
+    text = config.get("text_config")
+    sizes = text if isinstance(text, Mapping) else config
+    if any("expert" in name or name == "kv_lora_rank" for name in sizes):
+        return None
+    try:
+        heads, hidden = int(sizes["num_attention_heads"]), int(sizes["hidden_size"])
+        return Shape(
+            layers=int(sizes["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(sizes["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(sizes.get("num_key_value_heads") or heads),
+            head_dim=int(sizes.get("head_dim") or hidden // heads),
+            vocabulary=int(sizes["vocab_size"]),
+            tied=bool(sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+            biases=bool(sizes.get("attention_bias", sizes.get("model_type") == "qwen2")),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def shape_in(directory: Path) -> Shape | None:
+    """`shape_of` the model in a directory."""
+    return shape_of(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The peak of one worker's memory, by what it is for, in bytes; of an engine on several GPUs on each of them."""
+
+    role: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+    @property
+    def on_gpu(self) -> Mapping[str, int]:
+        """The parts on the worker's GPU; none of a worker that has no GPU, and so no CUDA context."""
+        return {part: size for part, size in self.parts.items() if part not in ON_HOST and "context" in self.parts}
+
+    @property
+    def gpu(self) -> int:
+        """Bytes on the worker's GPU."""
+        return sum(self.on_gpu.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return self.total - self.gpu
+
+
+def estimates(config: Config, shape: Shape, *, gpu: bool = False) -> list[Estimate]:
+    """Trainer (each of its processes), rollout worker and evaluator; `gpu`: this machine has GPUs for those that may use one."""
+    engine = engine_parts(config, shape, gpu=gpu and config.rollout.device != "cpu")
+    parts = {"trainer": trainer_parts(config, shape, gpu=gpu and config.trainer.device != "cpu"), "rollout": engine}
+    if config.eval_sources and not config.evaluates_on_rollout_engine:
+        parts["evaluator"] = engine
+    return [Estimate(role=role, parts=sizes) for role, sizes in parts.items()]
+
+
+def time_shared(workers: Sequence[Estimate]) -> tuple[int, int]:
+    """(bytes on the GPU, bytes on the host) at the peak, where the workers have one GPU by turns."""
+    asleep = {each.role: each.parts.get("context", 0) for each in workers}
+    on_gpu = [each.gpu + sum(size for role, size in asleep.items() if role != each.role) for each in workers]
+    moved = [sum(each.parts.get(part, 0) for part in MOVED) for each in workers if each.role == "trainer"]
+    return max(on_gpu), sum(each.host for each in workers) + sum(moved)
+
+
+def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str, int]:
+    """Memory of a trainer process at its peak: in the backward pass, when weights, optimizer and gradient sums are all there."""
+    trainer, count, item = config.trainer, shape.parameters, ITEM[config.trainer.dtype]
+    rank = trainer.lora_rank
+    trained = rank * shape.linear * shape.layers if rank else count
+    deepspeed = trainer.backend == "deepspeed"
+    stage, shards = (trainer.zero_stage if deepspeed else 0), trainer.processes
+    optimizer, gradients, weights = (shards if stage >= first else 1 for first in (1, 2, 3))
+    # DeepSpeed keeps masters of float32 weights, too, where it shards anything.
+    masters = not rank and (item < 4 or stage > 0)
+    frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
+    kept, passing = activations(config, shape, gpu=gpu)
+    bucket = trainer.deepspeed_config.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET_ELEMENTS)
+    bucket = bucket if isinstance(bucket, int) else BUCKET_ELEMENTS
+    parts = {
+        "libraries": LIBRARIES["trainer"],
+        "weights": item * count // weights,
+        "masters": 4 * trained // optimizer if masters else 0,
+        "adapters": 4 * trained if rank else 0,
+        "moments": 8 * trained // optimizer,
+        "gradients": 4 * trained // gradients,
+        "frozen copies": frozen * item * count,
+        "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
+        "activations": kept,
+        "one layer, or the output layer": passing,
+    }
+    if not gpu:
+        return parts
+    parts["context"] = CONTEXT + (COMMUNICATION if shards > 1 else 0)
+    parts["reduced gradients"] = 4 * (bucket + min(bucket, trained)) if stage else 0
+    parts["gathered weights"] = item * min(count, GATHERED_ELEMENTS) if stage == 3 else 0
+    on_host = (*OFFLOADED[trainer.offload], *(("activations",) if trainer.offload_activations else ()))
+    parts["offloaded"] = sum(parts[name] for name in on_host)
+    parts |= dict.fromkeys(on_host, 0)
+    # A process loads all weights before it keeps its shard of them.
+    at_peak = sum(size for part, size in parts.items() if part not in ON_HOST)
+    parts["while loading"] = max(0, item * count + parts["masters"] + parts["context"] - at_peak)
+    return parts
+
+
+def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
+    """Bytes of a version that is published as adapters; None for other versions, and for models that are not estimated."""
+    return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
+
+
+def micro_batch(config: Config) -> int:
+    """Computed tokens of the largest micro-batch, every prompt and completion of maximum length."""
+    trainer, schedule = config.trainer, config.schedule
+    prompt, completion = config.data.max_prompt_tokens, config.max_completion_tokens
+    samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + completion)))
+    prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
+    return prompts * prompt + samples * completion
+
+
+def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int, int]:
+    """Bytes of the largest micro-batch: those kept from forward to backward pass, and the most that one part of it adds.
+
+    These are the gradients of one layer, with checkpointing its recomputed activations too, or the output layer's logits and gradient.
+    """
+    trainer, tokens, item = config.trainer, micro_batch(config), ITEM[config.trainer.dtype]
+    layer = tokens * shape.activations(item, adapters=trainer.lora_rank > 0)
+    checkpoints = tokens * item * shape.hidden
+    kept = shape.layers * (checkpoints if trainer.gradient_checkpointing else layer)
+    trains_head = not trainer.lora_rank
+    inner = (2 if trains_head else 3) * shape.intermediate
+    gradients = tokens * item * (inner + shape.hidden) + (item * shape.head if shape.tied and trains_head else 0)
+    one_layer = gradients + (layer if trainer.gradient_checkpointing else 0)
+    logits = tokens * shape.vocabulary
+    whole = trainer.backend == "deepspeed" and trainer.zero_stage == 3
+    pieces = min(logits, PIECE_ELEMENTS["cuda" if gpu else "cpu"]) * (item + 8) + (2 * item * logits if whole else checkpoints)
+    head = shape.head * (4 + (item if item < 4 else 0)) if trains_head and not whole else 0
+    return kept, max(one_layer, pieces + head + tokens * 8 * shape.hidden)
+
+
+def engine_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str, int]:
+    """Memory of a process with the rollout engine at its peak; on GPUs of each GPU, with the cache that `rollout.concurrency` fills."""
+    rollout, item = config.rollout, ITEM[config.rollout.dtype]
+    vllm, ranks = rollout.engine == "vllm", config.engine.gpus(config.rollout.vllm) if gpu else 1
+    rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
+    embedding = item * shape.head
+    packed = embedding if vllm and shape.tied and not gpu and not rollout.device.startswith("cuda") else 0  # a CPU's is a packed copy
+    parts = {
+        "libraries": LIBRARIES["vllm" if vllm else "transformers"],
+        "weights": item * shape.parameters // ranks,
+        "packed output layer": packed,
+        "new version": (2 if config.sends_adapters else 1) * ITEM[config.trainer.dtype] * shape.parameters,
+        "layers while they load": embedding + packed if vllm else 0,
+        "keys and values": rows * cache_row(config, shape) // ranks,
+        "logits": rows * shape.vocabulary * 4 * 2,
+    }
+    if gpu:
+        prefilled = PREFILLED_TOKENS * item * (4 * shape.hidden + 3 * shape.intermediate) // ranks
+        parts |= {"context": CONTEXT + (GRAPHS + prefilled if vllm else 0) + (COMMUNICATION if ranks > 1 else 0)}
+    return parts
+
+
+def cache_row(config: Config, shape: Shape) -> int:
+    """Bytes of keys and values of the longest sample, on all GPUs of an engine."""
+    longest = config.data.max_prompt_tokens + config.max_completion_tokens
+    return shape.cached(longest + (4 * BLOCK_TOKENS if config.rollout.engine == "vllm" else 0), ITEM[config.rollout.dtype])
+
+
+def cached_rows(config: Config, shape: Shape, memory: int) -> int:
+    """Samples of maximum length whose keys and values fit into vLLM's share of each GPU's memory; below 0 if the weights do not."""
+    share = config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)
+    parts = engine_parts(config, shape, gpu=True)
+    taken = Estimate(role="rollout", parts={**parts, "keys and values": 0}).gpu
+    ranks = config.engine.gpus(config.rollout.vllm)
+    return math.floor((share * memory - taken) * ranks / cache_row(config, shape))
