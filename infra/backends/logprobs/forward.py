@@ -1,7 +1,7 @@
 """Computes the logprobs of a micro-batch, on rows with shared prefixes and no padding, or on padded rows.
 
 `choose_forward` selects the way when a model is opened, by comparison with the plain forward pass. Logits become float32 before any sum
-over the vocabulary, and at most 64 MiB of them exist at a time: more are computed again for the gradient.
+over the vocabulary, and at most 64 MiB of them exist at a time, on a GPU 1 GiB: more are computed again for the gradient.
 """
 
 import contextlib
@@ -15,11 +15,16 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock.infra.backends.base import TokenBatch
+from penstock.infra.backends.logprobs.line_attention import compiled
 from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree, tree_expected, tree_inputs
 from penstock.infra.errors import BackendError
 
 PIECE_ELEMENTS = 2**23
 """32 MiB of float32 logits in a piece; as much again is saved for the gradient, or is the intermediate of a sum."""
+PIECE_ELEMENTS_OF_GPU = 2**27
+"""For each piece a GPU reads the output layer three times and adds to its float32 gradient: small pieces take longer."""
+TRIAL_WIDTH, TRIAL_WIDTH_OF_GPU = 33, 400
+"""Length of the longest row that `choose_forward` compares; on a GPU the line of its tokens has several blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class Forward:
     """True to compute every distinct prefix once without padding; False for padded rows."""
     in_pieces: bool = False
     """True to compute logits from hidden states, a piece at a time; False to take all logits from the model."""
+    compiled: bool = False
+    """True for kernels that torch.compile makes: attention on the line of distinct tokens, and softmax over the vocabulary in one pass."""
 
     def __call__(
         self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False
@@ -40,12 +47,12 @@ class Forward:
         """
         if not self.shared:
             return self._padded(module, batch, device=device, entropy=entropy)
-        tree = prefix_tree(batch).to(device)
-        with tree_expected():
+        tree = prefix_tree(batch, line=self.compiled).to(device)
+        with tree_expected(tree):
             states, head = self._run(module, **tree_inputs(tree), logits_to_keep=tree.predict)
         logprobs, entropies = token_logprobs(
             states[0], head=head, temperatures=tree.temperatures, row=tree.row, target=tree.target, entropy=entropy,
-            support=_support_at(tree.slot, batch),
+            support=_support_at(tree.slot, batch), fused=self.compiled,
         )  # fmt: skip
         return _scatter(logprobs, tree.slot, batch), None if entropies is None else _scatter(entropies, tree.slot, batch), len(tree.ids)
 
@@ -78,7 +85,8 @@ class Forward:
         return states, (layer.weight, getattr(layer, "bias", None))
 
     def __str__(self) -> str:
-        return f"{'shared' if self.shared else 'padded'} rows, logits {'in pieces' if self.in_pieces else 'whole'}"
+        rows = f"{'shared' if self.shared else 'padded'} rows{', compiled' if self.compiled else ''}"
+        return f"{rows}, logits {'in pieces' if self.in_pieces else 'whole'}"
 
 
 def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: bool = True) -> Forward:
@@ -90,46 +98,67 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
     plain = Forward()
     if share == "off":
         return plain
-    batch = _trial_batch(model.config.get_text_config().vocab_size)
+    config, on_gpu = model.config.get_text_config(), device.type == "cuda"
+    longest = getattr(config, "max_position_embeddings", None) or TRIAL_WIDTH_OF_GPU
+    batch = _trial_batch(config.vocab_size, width=min(TRIAL_WIDTH_OF_GPU, longest) if on_gpu else TRIAL_WIDTH)
     in_pieces = in_pieces and _gap(model, batch, Forward(in_pieces=True), plain, device=device) is None
-    shared = Forward(shared=True, in_pieces=in_pieces)
     model.set_attn_implementation(TREE_ATTENTION)
-    reason = _gap(model, batch, shared, plain, device=device)
-    if reason is None:
-        return shared
+    reasons = []
+    for fused in (True, False) if on_gpu else (False,):
+        shared = Forward(shared=True, in_pieces=in_pieces, compiled=fused)
+        reasons.append(_gap(model, batch, shared, plain, device=device))
+        if reasons[-1] is None:
+            return shared
     model.set_attn_implementation("sdpa")
     if share == "on":
         kind = model.config.model_type
-        raise BackendError(f"trainer.share_prompts: a model of type {kind!r} cannot share prompts ({reason}); set it to 'auto' or 'off'")
+        raise BackendError(
+            f"trainer.share_prompts: a model of type {kind!r} cannot share prompts ({reasons[-1]}); set it to 'auto' or 'off'"
+        )
     return Forward(in_pieces=in_pieces)
 
 
-@torch.no_grad()
 def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, device: torch.device) -> str | None:
-    """Reason why `tried` cannot replace `plain`, or None if their logprobs agree up to rounding."""
+    """Reason why `tried` cannot replace `plain`, or None if their logprobs agree up to rounding; compiled kernels also run backward."""
+    trained = torch.from_numpy(batch.completion_mask).to(device)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad][1:2] if tried.compiled else []
+    results = []
     try:
-        logprobs, expected = (forward(model, batch, device=device)[0] for forward in (tried, plain))
+        with torch.set_grad_enabled(bool(weights)):
+            for forward in (tried, plain):
+                logprobs = forward(model, batch, device=device)[0][trained]
+                results.append([logprobs.detach(), *(torch.autograd.grad(logprobs.sum(), weights) if weights else ())])
+        if tried.compiled:
+            with torch.no_grad():  # passes without gradient have kernels of their own
+                tried(model, batch, device=device)
     # Architectures fail in many ways; a way that raises is not used.
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    gaps = (logprobs - expected).abs()[torch.from_numpy(batch.completion_mask).to(device)]
-    limit = 1e-3 if model.dtype == torch.float32 else 0.15
-    gap = float(gaps.mean())
-    return None if gap <= limit else f"its logprobs differ by {gap:.2g} on average"
+    (logprobs, *gradient), (expected, *expected_gradient) = results
+    exact = model.dtype == torch.float32
+    gap = float((logprobs - expected).abs().mean())
+    if not gap <= (1e-3 if exact else 0.15):
+        return f"its logprobs differ by {gap:.2g} on average"
+    for mine, theirs in zip(gradient, expected_gradient, strict=True):
+        gap = float((mine - theirs).float().norm() / theirs.float().norm().clamp(min=1e-12))
+        if not gap <= (1e-2 if exact else 0.3):
+            return f"its gradient differs by {gap:.2g} of its norm"
+    return None
 
 
-def _trial_batch(vocabulary: int) -> TokenBatch:
+def _trial_batch(vocabulary: int, *, width: int) -> TokenBatch:
     """Two prompts with a common prefix and three completions of each, as pseudo-random ids."""
     random = np.random.default_rng(0)
-    ids = random.integers(0, vocabulary, (6, 33))
-    ids[:, :8] = ids[0, :8]
-    ids[1:3, :24], ids[4:, :24] = ids[0, :24], ids[3, :24]
-    ids[2, :27] = ids[1, :27]
-    ends = np.array([33, 30, 28, 27, 33, 31])
-    real = np.arange(33)[None] < ends[:, None]
+    ids = random.integers(0, vocabulary, (6, width))
+    head, prompt, fork = (width * part // 33 for part in (8, 24, 27))
+    ids[:, :head] = ids[0, :head]
+    ids[1:3, :prompt], ids[4:, :prompt] = ids[0, :prompt], ids[3, :prompt]
+    ids[2, :fork] = ids[1, :fork]
+    ends = np.array([33, 30, 28, 27, 33, 31]) * width // 33
+    real = np.arange(width)[None] < ends[:, None]
     return TokenBatch(
-        input_ids=np.where(real, ids, 0), attention_mask=real, completion_mask=real[:, 1:] & (np.arange(32) >= 23)[None],
-        behaviour_logprobs=np.zeros((6, 32), np.float32), advantages=np.zeros(6, np.float32), temperatures=np.ones(6, np.float32),
+        input_ids=np.where(real, ids, 0), attention_mask=real, completion_mask=real[:, 1:] & (np.arange(width - 1) >= prompt - 1)[None],
+        behaviour_logprobs=np.zeros((6, width - 1), np.float32), advantages=np.zeros(6, np.float32), temperatures=np.ones(6, np.float32),
         groups=np.arange(6) // 3, samples=np.arange(6) % 3,
     )  # fmt: skip
 
@@ -157,26 +186,49 @@ def _passing(layer: Any) -> Iterator[None]:
         del layer.forward
 
 
+def _normalise(logits: torch.Tensor, scale: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[U] logsumexp of scaled logits [U, V], and their entropies."""
+    scaled = logits.to(scale.dtype) * scale[:, None]
+    normaliser = scaled.logsumexp(1)
+    return normaliser, normaliser - (torch.softmax(scaled, dim=1) * scaled).sum(dim=1) if entropy else None
+
+
+def _of_softmax(
+    logits: torch.Tensor, scale: torch.Tensor, normaliser: torch.Tensor, total: torch.Tensor, of_entropy: torch.Tensor | None,
+    entropies: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[U, V] gradient of logits, without the part of one-hot targets.
+
+    d logp / d logits = (onehot - softmax) * scale, d entropy / d logits = -softmax * (log softmax + entropy) * scale.
+    """
+    part = (logits.to(scale.dtype) * scale[:, None]).sub_(normaliser[:, None])
+    if of_entropy is None or entropies is None:
+        return part.exp_().mul_(-total[:, None])
+    share_of_entropy = of_entropy[:, None] * (part + entropies[:, None])
+    return part.exp_().mul_(-total[:, None] - share_of_entropy)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax((states @ weight.T + bias) * scale) of target tokens; several may share a row; without weight, states are logits."""
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        vocabulary = states.shape[1] if weight is None else weight.shape[0]
+        ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
+        entropy: bool, fused: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         normaliser, logprobs = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
         entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
-        pieces = _pieces(row, rows=len(states), vocabulary=vocabulary)
-        saved = None
-        for rows, tokens in pieces:
+        ctx.pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
+        ctx.fused, saved = fused, None
+        normalise = compiled(_normalise) if fused else _normalise
+        for rows, tokens in ctx.pieces:
             logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
-            saved = logits if len(pieces) == 1 else None
-            scaled = logits.to(scale.dtype) * scale[rows, None]
-            normaliser[rows] = scaled.logsumexp(1)
-            logprobs[tokens] = scaled[row[tokens] - rows.start, target[tokens]] - normaliser[row[tokens]]
-            if entropy:
-                entropies[rows] = normaliser[rows] - (torch.softmax(scaled, dim=1) * scaled).sum(dim=1)
+            saved = logits if len(ctx.pieces) == 1 else None
+            normaliser[rows], of_rows = normalise(logits, scale[rows], entropy)
+            of_targets = logits[row[tokens] - rows.start, target[tokens]].to(scale.dtype) * scale[row[tokens]]
+            logprobs[tokens] = of_targets - normaliser[row[tokens]]
+            if of_rows is not None:
+                entropies[rows] = of_rows
         ctx.save_for_backward(states, weight, bias, scale, row, target, normaliser, entropies, saved)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -191,30 +243,32 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros(bias.shape, dtype=scale.dtype, device=bias.device) if ctx.needs_input_grad[2] else None
         total = torch.zeros_like(scale).index_add_(0, row, grad) * scale
         share = grad * scale[row]
-        for rows, tokens in _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0]):
+        of_softmax = compiled(_of_softmax) if ctx.fused else _of_softmax
+        for rows, tokens in ctx.pieces:
             logits = saved
             if logits is None:
                 logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
-            # d logp / d logits = (onehot - softmax) * scale, d entropy / d logits = -softmax * (log softmax + entropy) * scale
-            part = (logits.to(scale.dtype) * scale[rows, None]).sub_(normaliser[rows, None])
-            if grad_entropies is None:
-                part = part.exp_().mul_(-total[rows, None])
-            else:
-                share_of_entropy = (grad_entropies[rows] * scale[rows])[:, None] * (part + entropies[rows, None])
-                part = part.exp_().mul_(-total[rows, None] - share_of_entropy)
+            of_entropy = (None, None) if grad_entropies is None else (grad_entropies[rows] * scale[rows], entropies[rows])
+            part = of_softmax(logits, scale[rows], normaliser[rows], total[rows], *of_entropy)
             part.index_put_((row[tokens] - rows.start, target[tokens]), share[tokens], accumulate=True)
             if grad_bias is not None:
                 grad_bias += part.sum(0)
             part = part.to(states.dtype)
             grad_states[rows] = part if weight is None else part @ weight
-            if grad_weight is None:
-                continue
-            if part.dtype == grad_weight.dtype:
-                grad_weight.addmm_(part.T, states[rows])
-            else:
-                grad_weight += part.T @ states[rows]
+            if grad_weight is not None:
+                _add_product(grad_weight, part.T, states[rows])
         head = None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_states, *head, None, None, None, None
+        return grad_states, *head, None, None, None, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, with a float32 sum of products in a shorter type."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def token_logprobs(
@@ -226,18 +280,19 @@ def token_logprobs(
     target: torch.Tensor,
     entropy: bool = False,
     support: torch.Tensor | None = None,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """([M] logprobs in float32 or wider, [M] entropies or None), both with gradient.
 
     `states` [U, hidden] pass through `head`, the output layer's weight [V, hidden] and bias; without a head they are logits [U, V].
     `temperatures` [U]; `row` [M], ascending, is the index in U that predicts each token, `target` [M] its id. `support` [M, k], padded
-    with -1, restricts the distribution to the ids that each token was sampled from, itself included.
+    with -1, restricts the distribution to the ids that each token was sampled from, itself included. With `fused`, softmax is compiled.
     """
     weight, bias = head or (None, None)
     scale = temperatures.to(torch.promote_types(states.dtype, torch.float32)).reciprocal()
     if support is not None:
         return _within(support, states, weight, bias, scale, row, target, entropy=entropy)
-    logprobs, entropies = _TokenLogprobs.apply(states, weight, bias, scale, row, target, entropy)
+    logprobs, entropies = _TokenLogprobs.apply(states, weight, bias, scale, row, target, entropy, fused)
     return logprobs, entropies[row] if entropy else None
 
 
@@ -265,7 +320,9 @@ def _within(
 
 def _pieces(row: torch.Tensor, *, rows: int, vocabulary: int) -> list[tuple[slice, slice]]:
     """Rows of each piece, and the tokens that they predict."""
-    step = max(1, PIECE_ELEMENTS // max(1, vocabulary))
+    step = max(1, (PIECE_ELEMENTS_OF_GPU if row.is_cuda else PIECE_ELEMENTS) // max(1, vocabulary))
+    if rows <= step:
+        return [(slice(0, rows), slice(0, len(row)))]
     starts = list(range(0, rows, step))
     ends = torch.searchsorted(row, torch.tensor([*starts, rows], device=row.device)).tolist()
     return [(slice(start, min(start + step, rows)), slice(ends[n], ends[n + 1])) for n, start in enumerate(starts)]

@@ -1,7 +1,8 @@
 """A micro-batch in which every distinct prefix occurs once, and the attention for it.
 
 Shared are prompts, heads of chat templates, common prefixes of completions, and equal samples. Values per token stay [B, L] as in
-`TokenBatch`. A model whose layers do not pass the tree to attention raises instead of attending across rows.
+`TokenBatch`. On a CPU attention unfolds to rows; on a GPU it runs on the line of distinct tokens. A model whose layers do not pass the
+tree to attention raises instead of attending across rows.
 """
 
 import contextlib
@@ -12,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from penstock.infra.backends.base import TokenBatch
+from penstock.infra.backends.logprobs.line_attention import BLOCK, block_mask, line_attention, subtree_ends
 
 TREE_ATTENTION = "penstock_tree"
 SHORT_SCORES = 2**21
@@ -25,17 +28,13 @@ SHORT_SCORES = 2**21
 torch's kernel computes in float32 there, which takes up to eight times as long for rows of tens of tokens and 1.7 times for rows of
 hundreds. More scores would take too much memory: they are saved for the backward pass, two bytes each.
 """
-_EXPECTED = contextvars.ContextVar("a tree is expected", default=False)
+_EXPECTED: contextvars.ContextVar["PrefixTree | None"] = contextvars.ContextVar("the tree that is computed", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixTree:
-    """T distinct tokens as one line, and the index of each column of the B rows in it: linear layers run on the line, attention on rows."""
+class RowIndices:
+    """Index in the line of each column of the B rows, for attention that runs on rows."""
 
-    ids: torch.Tensor
-    """[T]"""
-    positions: torch.Tensor
-    """[T] column of each token in its row."""
     whole: torch.Tensor
     """[A, W] index of every column, for rows with at least as many own tokens as shared ones; padded with the row's last token."""
     own: torch.Tensor
@@ -48,6 +47,20 @@ class PrefixTree:
     """[N, 1, C, W] columns that each own token attends to."""
     outputs: torch.Tensor
     """[T] index of each token's output in the flattened outputs of `whole`, then `own`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """T distinct tokens as one line: linear layers run on the line, attention on its rows or on the line too."""
+
+    ids: torch.Tensor
+    """[T]"""
+    positions: torch.Tensor
+    """[T] column of each token in its row."""
+    rows: RowIndices | None
+    """None for attention on the line."""
+    ends: torch.Tensor | None
+    """[T] index behind the last descendant of each token; None for attention on rows."""
     predict: torch.Tensor
     """[U] index of each predicting token: the prompt's last token predicts the first tokens of its K completions."""
     temperatures: torch.Tensor
@@ -61,23 +74,57 @@ class PrefixTree:
 
     def to(self, device: torch.device) -> "PrefixTree":
         """A copy on `device`."""
-        return PrefixTree(**{field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)})
+        return PrefixTree(**_moved(self, device))
 
 
-def prefix_tree(batch: TokenBatch) -> PrefixTree:
+def _moved(record: Any, device: torch.device) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    moved = {name: value.to(device, non_blocking=True) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    rows = values.get("rows")
+    return values | moved | ({} if rows is None else {"rows": RowIndices(**_moved(rows, device))})
+
+
+def prefix_tree(batch: TokenBatch, *, line: bool = False) -> PrefixTree:
     """The tree of a micro-batch; rows without a common prefix follow each other without padding.
 
     A row branches off the earlier row with which it has the longest common prefix. Tokens after a row's last prediction are not computed.
+    With `line`, rows are in lexicographic order and pads fill the last block.
     """
     trained = batch.completion_mask
     lengths = np.where(trained.any(1), trained.shape[1] - trained[:, ::-1].argmax(1), 1)
     count, width = len(lengths), int(lengths.max())
     ids, column = batch.input_ids[:, :width], np.arange(width)
+    order = np.lexsort(np.where(column < lengths[:, None], ids, -1).T[::-1]) if line else np.arange(count)
+    ids, lengths = ids[order], lengths[order]
     indices, shared = _indices(ids, lengths)
     own = lengths - shared
-    total = int(own.sum())
+    total, first = int(own.sum()), np.cumsum(own) - own
     owner = np.repeat(np.arange(count), own)
-    positions = np.arange(total) - np.repeat(np.cumsum(own) - own - shared, own)
+    positions = np.arange(total) - np.repeat(first - shared, own)
+    pads = -total % BLOCK if line else 0
+    ends = np.append(subtree_ends(first, shared, lengths), total + 1 + np.arange(pads)) if line else None
+    arrays = {
+        "ids": np.pad(ids[owner, positions], (0, pads)),
+        "positions": np.pad(positions, (0, pads)),
+        **_predictions(batch, indices[np.argsort(order)]),
+    }
+    return PrefixTree(
+        rows=None if line else RowIndices(**_tensors(_row_indices(indices, shared, own, outputs_of=(owner, positions)))),
+        ends=None if ends is None else torch.from_numpy(ends),
+        **_tensors(arrays),
+    )
+
+
+def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def _row_indices(
+    indices: np.ndarray, shared: np.ndarray, own: np.ndarray, *, outputs_of: tuple[np.ndarray, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Fields of `RowIndices`; `outputs_of` are row and column of each token of the line."""
+    count, width = indices.shape
+    column, (owner, positions) = np.arange(width), outputs_of
     full = np.flatnonzero((own > 0) & (own >= shared))  # attention over a full causal row costs less than over its tail alone
     branches = np.flatnonzero((own > 0) & (own < shared))
     longest = int(own[branches].max(initial=0))
@@ -85,18 +132,14 @@ def prefix_tree(batch: TokenBatch) -> PrefixTree:
     first_output = np.zeros(count, np.int64)  # index of the output of a row's column 0
     first_output[full] = np.arange(len(full)) * width
     first_output[branches] = len(full) * width + np.arange(len(branches)) * longest - shared[branches]
-    arrays = {
-        "ids": ids[owner, positions],
-        "positions": positions,
+    return {
         "whole": indices[full],
         "own": indices[branches[:, None], columns],
         "columns": columns,
         "keys": indices[branches],
         "allowed": (column <= columns[:, :, None])[:, None],
         "outputs": first_output[owner] + positions,
-        **_predictions(batch, indices),
     }
-    return PrefixTree(**{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
 
 
 def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,9 +178,9 @@ def _predictions(batch: TokenBatch, indices: np.ndarray) -> dict[str, np.ndarray
 
 
 @contextlib.contextmanager
-def tree_expected() -> Iterator[None]:
-    """Within it, attention without a tree is an error."""
-    token = _EXPECTED.set(True)
+def tree_expected(tree: PrefixTree) -> Iterator[None]:
+    """Within it, masks are those of the tree, and attention without them is an error."""
+    token = _EXPECTED.set(tree)
     try:
         yield
     finally:
@@ -149,8 +192,10 @@ def tree_inputs(tree: PrefixTree) -> dict[str, Any]:
 
     A mask [1, W] of ones requests the mask of one row of W columns; without it transformers treats restarting positions as packed rows.
     """
-    ones = torch.ones(1, tree.whole.shape[1], dtype=torch.bool, device=tree.ids.device)
-    return {"input_ids": tree.ids[None], "position_ids": tree.positions[None], "attention_mask": ones, "prefix_tree": tree}
+    width = len(tree.ids) if tree.rows is None else tree.rows.whole.shape[1]
+    ones = torch.ones(1, width, dtype=torch.bool, device=tree.ids.device)
+    inputs = {"input_ids": tree.ids[None], "position_ids": tree.positions[None], "attention_mask": ones}
+    return inputs if tree.rows is None else inputs | {"prefix_tree": tree}
 
 
 def _attention(
@@ -158,24 +203,26 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     *,
     prefix_tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, T, heads, dim] from [1, heads, T, dim]; the mask is that of one row, [1, 1, W, W], or None for causal attention."""
-    if prefix_tree is None:
-        if _EXPECTED.get():
+    """[1, T, heads, dim] from [1, heads, T, dim]; the mask is that of a line, of one row, [1, 1, W, W], or None for causal attention."""
+    if isinstance(attention_mask, BlockMask):
+        return line_attention(query, key, value, attention_mask, scaling=kwargs.get("scaling")), None
+    if prefix_tree is None or prefix_tree.rows is None:
+        if _EXPECTED.get() is not None:
             raise RuntimeError(f"{type(module).__name__} did not get the prefix tree: this model drops keyword arguments")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    tree = prefix_tree
-    queries, keys, values = (_rows(x, tree.whole) for x in (query, key, value))
+    rows = prefix_tree.rows
+    queries, keys, values = (_rows(x, rows.whole) for x in (query, key, value))
     parts = [_attend(module, queries, keys, values, attention_mask, **kwargs)]
-    if len(tree.keys):
-        keys, values = (_rows(x, tree.keys) for x in (key, value))
-        allowed = _allowed(tree, attention_mask)
-        parts.append(_attend(module, _rows(query, tree.own), keys, values, allowed, **kwargs))
-    return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, tree.outputs)[None], None
+    if len(rows.keys):
+        keys, values = (_rows(x, rows.keys) for x in (key, value))
+        allowed = _allowed(rows, attention_mask)
+        parts.append(_attend(module, _rows(query, rows.own), keys, values, allowed, **kwargs))
+    return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, rows.outputs)[None], None
 
 
 def _attend(
@@ -211,15 +258,19 @@ def _rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return tokens.index_select(0, indices.flatten()).view(*indices.shape, *tokens.shape[1:]).transpose(1, 2)
 
 
-def _allowed(tree: PrefixTree, mask: torch.Tensor | None) -> torch.Tensor:
+def _allowed(rows: RowIndices, mask: torch.Tensor | None) -> torch.Tensor:
     """[N, 1, C, W] mask of own tokens, combined with the model's own mask, such as a sliding window."""
     if mask is None:
-        return tree.allowed
-    rule = mask[0, 0][tree.columns][:, None]
-    return tree.allowed & rule if rule.dtype == torch.bool else torch.where(tree.allowed, rule, torch.finfo(rule.dtype).min)
+        return rows.allowed
+    rule = mask[0, 0][rows.columns][:, None]
+    return rows.allowed & rule if rule.dtype == torch.bool else torch.where(rows.allowed, rule, torch.finfo(rule.dtype).min)
 
 
 def _mask(*, batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    """Mask of the expected tree's line, or of padded rows or one row of a tree."""
+    tree = _EXPECTED.get()
+    if tree is not None and tree.ends is not None:
+        return block_mask(tree.ends, tree.positions, kwargs["mask_function"])
     if attention_mask is not None:
         batch_size, q_length, kv_length = 1, attention_mask.shape[1], attention_mask.shape[1]
     return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=None, **kwargs)
