@@ -5,6 +5,7 @@ weights, and divided once, in `step`.
 """
 
 import contextlib
+import itertools
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
@@ -221,19 +222,22 @@ def saved_on_host(model: Any, *, device: torch.device) -> torch.autograd.graph.s
 
 
 def update_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Norm of AdamW's last update of the weights, computed from its moments and without weight decay."""
-    total = 0.0
-    for group in optimizer.param_groups:
-        beta1, beta2 = group["betas"]
-        for parameter in group["params"]:
-            if not (state := optimizer.state.get(parameter)):
-                continue  # the parameter never had a gradient
-            steps, squares = float(state["step"]), 0.0
-            # In pieces: full copies of an embedding's moments would be the step's peak of memory.
-            for average, square in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True):
-                scale = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-                squares += float((average / scale).square_().sum())
-            total += squares * (group["lr"] / (1 - beta1**steps)) ** 2
+    """Norm of AdamW's last update of the weights, computed from its moments and without weight decay; waits for the device twice."""
+    states = [(group, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
+    if not states:
+        return 0.0  # no parameter ever had a gradient
+    steps = torch.stack([state["step"] for _, state in states]).tolist()
+    # In pieces: full copies of an embedding's moments would be the step's peak of memory.
+    pieces = [
+        [
+            (average / (square / (1 - group["betas"][1] ** count)).sqrt_().add_(group["eps"])).square_().sum()
+            for average, square in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True)
+        ]
+        for (group, state), count in zip(states, steps, strict=True)
+    ]
+    sums, total = iter(torch.stack(list(itertools.chain(*pieces))).tolist()), 0.0
+    for (group, _), count, parts in zip(states, steps, pieces, strict=True):
+        total += sum(next(sums) for _ in parts) * (group["lr"] / (1 - group["betas"][0] ** count)) ** 2
     return float(total**0.5)
 
 
@@ -290,6 +294,9 @@ class TorchBackend(LocalModel):
                 parameter.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         self.optimizer = self.adamw(groups)
         self.offloaded: list[torch.Tensor] = []
+        """Tensors that are on the host while the backend sleeps."""
+        self.host: list[torch.Tensor] = []
+        """Pinned memory for them."""
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
         self.rank, self.ranks = 0, 1
         if torch.distributed.is_initialized():
@@ -365,21 +372,28 @@ class TorchBackend(LocalModel):
         self.steps, self.has_gradient = state["steps"], False
 
     def sleep(self) -> None:
-        """Move weights, masters, moments and frozen copies to the host, bit for bit; on a CPU nothing is moved."""
+        """Move weights, masters, moments and frozen copies to pinned host memory, bit for bit; on a CPU nothing is moved."""
         assert not self.has_gradient, "a backend sleeps between two steps"
-        self.offloaded = [tensor for tensor in self._state() if tensor.device.type == self.device.type]
-        for tensor in self.offloaded:
-            tensor.data = tensor.data.cpu()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch keeps the freed memory for this process
+        if self.device.type == "cpu":
+            return
+        self.offloaded = list({id(tensor): tensor for tensor in self.state() if tensor.device == self.device}.values())
+        if [host.shape for host in self.host] != [tensor.shape for tensor in self.offloaded]:
+            self.host = []  # freed before as much is pinned again
+            self.host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self.offloaded]
+        torch._foreach_copy_(self.host, [tensor.data for tensor in self.offloaded], non_blocking=True)
+        torch.cuda.synchronize(self.device)
+        for tensor, host in zip(self.offloaded, self.host, strict=True):
+            tensor.data = host
+        torch.cuda.empty_cache()  # else torch keeps the freed memory for this process
 
     def wake(self) -> None:
-        """Move everything back to the device."""
+        """Move everything back to the device; the host memory is kept for the next time."""
         for tensor in self.offloaded:
-            tensor.data = tensor.data.to(self.device)
+            tensor.data = tensor.data.to(self.device, non_blocking=True)
         self.offloaded = []
 
-    def _state(self) -> Iterator[torch.Tensor]:
+    def state(self) -> Iterator[torch.Tensor]:
+        """Weights, buffers, masters and moments, and those of frozen copies."""
         frozen = [policy.model for policy in (self.reference, self.snapshot) if policy is not None]
         for model in (self.model, *frozen):
             yield from model.parameters()

@@ -18,6 +18,9 @@ from penstock.gpu_check.figures import Machine, Skipped
 LINES: dict[str, tuple[str, int]] = {
     "machine": ("machine", 30),
     "roofs": ("machine", 60),
+    "step": ("training", 180),
+    "saved": ("training", 90),
+    "turns": ("training", 90),
 }
 """Line -> its module, and the seconds after which it is ended."""
 PRELOADED = ["torch", "transformers", "numpy"]
