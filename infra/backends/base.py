@@ -72,6 +72,8 @@ class Backend(Protocol):
 
     divides_late: bool
     """False if every `backward` needs the step's `denominator`, so that a step starts only when all its groups are there."""
+    shares_prompts: bool
+    """True if prefixes that rows of a micro-batch have in common are computed once, and padding is not."""
     sharded: bool
     """True if each process holds only a part of the weights, so that copying them out is a collective."""
     saves_in_background: bool

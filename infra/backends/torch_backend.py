@@ -62,6 +62,7 @@ class LocalModel:
         self.adapters = Adapters(self.model, rank=s.lora_rank, alpha=s.alpha, seed=s.seed) if s.lora_rank else None
         share = self.settings.share_prompts
         self.forward = choose_forward(self.model, share=share, device=self.device, in_pieces=self.head_is_whole)
+        self.shares_prompts = self.forward.shared
         if self.settings.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on

@@ -18,7 +18,7 @@ from penstock.infra.backends.torch_backend import TorchBackend
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
 from penstock.pipeline.algorithms.losses import batch_loss
-from penstock.pipeline.learner.micro_batches import MicroBatcher, pack
+from penstock.pipeline.learner.micro_batches import MicroBatcher, distinct_tokens, pack
 
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "torch": ("torch", {}),
@@ -130,11 +130,9 @@ def opened(path: Path, here: Machine, kind: str, **own: Any) -> Backend:
 
 def full_batch(tokens: int, *, vocabulary: int) -> TokenBatch:
     """The first micro-batch of a usual step with that budget."""
-    batcher = MicroBatcher(tokens)
-    for sequence in samples(64, vocabulary=vocabulary, **({} if tokens > 1024 else {"prompt": 12, "mean": 12, "longest": 40})):
-        if batch := batcher.add(sequence):
-            return pack(batch)
-    raise AssertionError("the samples do not fill a micro-batch")
+    batcher = MicroBatcher(tokens, size=distinct_tokens)
+    rows = samples(64, vocabulary=vocabulary, **({} if tokens > 1024 else {"prompt": 12, "mean": 12, "longest": 40}))
+    return pack(next(batch for row in rows for batch in batcher.add(row)))
 
 
 def timed_step(backend: Backend, batch: TokenBatch, here: Machine) -> tuple[float, float, float, float, dict[str, float]]:
@@ -157,4 +155,6 @@ def apart(found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, 
 def checksum(backend: TorchBackend) -> list[int]:
     """A sum over the bits of each tensor of a backend's state."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return torch.stack([tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64) for tensor in backend.state()]).tolist()
+    return torch.stack(
+        [tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64) for tensor in backend.state()]
+    ).tolist()

@@ -62,6 +62,11 @@ DEVICE_DEFAULTS = (
     DeviceDefault(key="trainer.dtype", gpu="bfloat16", why="optimizer, masters and gradient sums stay in float32"),
     DeviceDefault(key="trainer.tf32", gpu=True, why="float32 products with 10 bits of mantissa, many times faster"),
     DeviceDefault(
+        key="trainer.micro_batch_by",
+        gpu="computed",
+        why="passes of equal, full size; padded tokens are about three times the computed ones",
+    ),
+    DeviceDefault(
         key="trainer.zero_stage", gpu=2, why="DeepSpeed's stage 1 does not sum bfloat16 gradients in float32", only=("backend", "deepspeed")
     ),
     DeviceDefault(key="eval.engine", gpu="rollout", why="an evaluator's own GPU would be idle between evaluations"),

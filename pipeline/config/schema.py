@@ -308,7 +308,12 @@ class TrainerSection(Section):
     max_grad_norm: PositiveFloat = Field(1.0, description="gradient norm above which gradients are clipped")
     lora_rank: NonNegative = Field(0, description="rank of LoRA adapters, which are trained instead of the weights; 0 trains the weights")
     lora_alpha: FinitePositive | None = Field(None, description="adapters count alpha / rank; 2 x `lora_rank` if absent")
-    micro_batch_tokens: Positive = Field(8192, description="padded tokens of one micro-batch, per process")
+    micro_batch_tokens: Positive = Field(8192, description="tokens of one micro-batch, per process")
+    micro_batch_by: Literal["padded", "computed"] = Field(
+        "padded",
+        description="tokens that `micro_batch_tokens` counts: `padded`: rows times longest row; `computed`: those that pass through the "
+        "model, if it computes common prefixes once, and processes get micro-batches of equal size",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto", description="compute common prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"

@@ -1,8 +1,8 @@
 """Turns a step's scored groups into sequences with advantages, and those into padded micro-batches.
 
-Pure functions of recorded groups in plan order and of a run's settings, shared by trainer, replay and `explain`. A boundary between
-micro-batches depends only on the sequences before it and the next one, so a step is divided equally while its groups still arrive and
-when it is read back from the log.
+Pure functions of recorded groups in plan order and of a run's settings, shared by trainer, replay and `explain`. Boundaries between
+micro-batches depend only on a step's sequences in order, so a step is divided equally while its groups still arrive and when it is read
+back from the log.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -59,6 +59,12 @@ class TokenSequence:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def computed_ids(self) -> npt.NDArray[np.int32]:
+        """The ids up to the one that predicts the last trained token, all that a model without padding computes."""
+        trained = np.flatnonzero(self.loss_mask)
+        return np.concatenate([self.prompt_ids, self.completion_ids[: trained[-1]]]) if len(trained) else self.prompt_ids[:1]
 
 
 def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
@@ -160,40 +166,98 @@ def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float
 MicroBatch = tuple[TokenSequence, ...]
 
 
-class MicroBatcher:
-    """Splits a step's sequences into micro-batches of at most `token_budget` padded tokens and `most_groups` groups.
+Size = Callable[[Sequence[TokenSequence], int, TokenSequence], int]
+"""(sequences of a micro-batch, their size in tokens, the next sequence) -> size with it."""
 
-    A sequence longer than the budget is a micro-batch of its own. With `ends`, the recorded `boundaries` of a step, only they decide.
+
+def padded_tokens(batch: Sequence[TokenSequence], _size: int, sequence: TokenSequence) -> int:
+    """Rows times longest row."""
+    return (len(batch) + 1) * max(row.length for row in (*batch, sequence))
+
+
+def distinct_tokens(batch: Sequence[TokenSequence], size: int, sequence: TokenSequence) -> int:
+    """Tokens that pass through a model that computes common prefixes once; a few too many if only rows of other groups share them."""
+    earlier = [row for row in batch if row.group == sequence.group] or batch[-1:]
+    ids = sequence.computed_ids
+    return size + len(ids) - max((_common(ids, row.computed_ids) for row in earlier), default=0)
+
+
+def _common(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> int:
+    """Length of the common prefix."""
+    length = min(len(first), len(second))
+    differ = first[:length] != second[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+class MicroBatcher:
+    """Splits a step's sequences into micro-batches of at most `token_budget` tokens and `most_groups` groups.
+
+    Micro-batches end in rounds of `ranks`, and the last round is divided evenly, so that ranks which train one each of a round have equal
+    work. A sequence longer than the budget is a micro-batch of its own. With `ends`, the recorded `boundaries` of a step, only they decide.
     """
 
-    def __init__(self, token_budget: int, *, most_groups: int | None = None, ends: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        token_budget: int,
+        *,
+        size: Size = padded_tokens,
+        ranks: int = 1,
+        most_groups: int | None = None,
+        ends: Collection[int] | None = None,
+    ) -> None:
         """Raises `ValueError` for a budget below 1."""
         if token_budget < 1:
             raise ValueError(f"a micro-batch needs a token budget above 0, not {token_budget}")
-        self.token_budget, self.most_groups, self.ends = token_budget, most_groups, ends
+        self.token_budget, self.size, self.ranks, self.most_groups, self.ends = token_budget, size, ranks, most_groups, ends
         self._open: list[TokenSequence] = []
+        self._round: list[MicroBatch] = []
+        self._size = 0
         self._added = 0
 
-    def add(self, sequence: TokenSequence) -> MicroBatch | None:
-        """Add the next sequence; returns the micro-batch that ends before it, if one does."""
-        closed = self.close() if self._open and self._ends_before(sequence) else None
+    def add(self, sequence: TokenSequence) -> list[MicroBatch]:
+        """Add the next sequence; returns the micro-batches of a round that ends before it."""
+        size, complete = self.size(self._open, self._size, sequence), list[MicroBatch]()
+        if self._open and self._ends_before(sequence, size):
+            self._round.append(tuple(self._open))
+            self._open, size = [], self.size((), 0, sequence)
+            if self.ends is not None or len(self._round) == self.ranks:
+                complete, self._round = self._round, []
         self._open.append(sequence)
+        self._size = size
         self._added += 1
-        return closed
+        return complete
 
-    def close(self) -> MicroBatch | None:
-        """Return the last micro-batch of a step, if it has any sequence."""
-        closed = tuple(self._open) or None
-        self._open = []
-        return closed
+    def close(self) -> list[MicroBatch]:
+        """Return the last micro-batches of a step."""
+        last = [*self._round, *([tuple(self._open)] if self._open else [])]
+        self._open, self._round, self._size = [], [], 0
+        return last if self.ends is not None or self.ranks == 1 else self._even([row for batch in last for row in batch])
 
-    def _ends_before(self, sequence: TokenSequence) -> bool:
+    def _ends_before(self, sequence: TokenSequence, size: int) -> bool:
         if self.ends is not None:
             return self._added in self.ends
-        batch = [*self._open, sequence]
-        if self.most_groups is not None and len({row.group for row in batch}) > self.most_groups:
+        if self.most_groups is not None and len({row.group for row in (*self._open, sequence)}) > self.most_groups:
             return True
-        return len(batch) * max(row.length for row in batch) > self.token_budget
+        return size > self.token_budget
+
+    def _even(self, rows: Sequence[TokenSequence]) -> list[MicroBatch]:
+        """The rows in as many micro-batches as there are ranks, if there are as many rows; the largest is as small as possible."""
+        low, high = 1, self.token_budget
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(_filled(rows, middle, self.size)) <= self.ranks else (middle + 1, high)
+        parts = _filled(rows, high, self.size)
+        while len(parts) < min(self.ranks, len(rows)):
+            most = max(range(len(parts)), key=lambda number: len(parts[number]))
+            half = len(parts[most]) // 2
+            parts[most : most + 1] = [parts[most][:half], parts[most][half:]]
+        return parts
+
+
+def _filled(rows: Sequence[TokenSequence], token_budget: int, size: Size) -> list[MicroBatch]:
+    """The rows in micro-batches of at most `token_budget` tokens each."""
+    batcher = MicroBatcher(token_budget, size=size)
+    return [batch for row in rows for batch in batcher.add(row)] + batcher.close()
 
 
 def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
@@ -291,8 +355,8 @@ def lowered_rewards(
     k1: dict[int, float] = {}
     batcher = MicroBatcher(token_budget)
     rows = sequences(group, advantages=lambda group: np.zeros(len(group.samples), np.float32), truncated="train")
-    batches = [full for row in rows if (full := batcher.add(row))]
-    for batch in map(pack, [*batches, *filter(None, [batcher.close()])]):
+    batches = [full for row in rows for full in batcher.add(row)]
+    for batch in map(pack, [*batches, *batcher.close()]):
         sums = np.where(batch.completion_mask, batch.behaviour_logprobs - reference(batch), 0.0).sum(1, dtype=np.float64)
         for number, value in zip(batch.samples.tolist(), sums.tolist(), strict=True):
             k1[number] = k1.get(number, 0.0) + value

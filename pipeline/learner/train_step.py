@@ -8,7 +8,7 @@ import json
 import re
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,15 @@ from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import micro_batches
-from penstock.pipeline.learner.micro_batches import MicroBatcher, TokenSequence, boundaries, lowered_rewards, pack
+from penstock.pipeline.learner.micro_batches import (
+    MicroBatcher,
+    TokenSequence,
+    boundaries,
+    distinct_tokens,
+    lowered_rewards,
+    pack,
+    padded_tokens,
+)
 from penstock.pipeline.learner.micro_batches import denominator as denominator_of
 from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
@@ -46,7 +54,10 @@ class Objective:
     kl_reward: float
     """Coefficient of the KL in the reward."""
     token_budget: int
-    """Padded tokens of a micro-batch."""
+    """Tokens of a micro-batch."""
+    counts_computed: bool
+    """True if the budget counts tokens that are computed, and each round of micro-batches is divided evenly over the processes."""
+    processes: int
     most_groups: int | None
     """Groups of a micro-batch at most: the step's groups divided by the trainer's processes; None for one process."""
     aggregate: str
@@ -93,6 +104,8 @@ class Objective:
             kl_coef=settings["kl_coef"],
             kl_reward=algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0,
             token_budget=config.trainer.micro_batch_tokens,
+            counts_computed=config.trainer.micro_batch_by == "computed",
+            processes=config.trainer.processes,
             most_groups=config.groups_per_process,
             aggregate=config.aggregate,
             steps_per_version=config.schedule.steps_per_version,
@@ -101,6 +114,13 @@ class Objective:
 
     def sequences(self, group: Group) -> list[TokenSequence]:
         return micro_batches.sequences(group, advantages=self.advantages, truncated=self.truncated)
+
+    def batcher(self, *, shares_prompts: bool, ends: Collection[int] | None) -> MicroBatcher:
+        """Divides a step for a backend; `ends` are the recorded boundaries of a step that is repeated."""
+        if not self.counts_computed:
+            return MicroBatcher(self.token_budget, most_groups=self.most_groups, ends=ends)
+        size = distinct_tokens if shares_prompts else padded_tokens
+        return MicroBatcher(self.token_budget, size=size, ranks=self.processes, ends=ends)
 
     def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
         inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
@@ -170,7 +190,7 @@ class Step:
         if self.ranks is not None and planned is not None:
             self.ranks.planned[group.group] = planned
         if self._batcher is None:
-            self._batcher = MicroBatcher(self.objective.token_budget, most_groups=self.objective.most_groups, ends=self.recorded_ends)
+            self._batcher = self.objective.batcher(shares_prompts=self.backend.shares_prompts, ends=self.recorded_ends)
         self._groups.append(group)
         trained = group
         if self.objective.kl_reward:
@@ -179,14 +199,13 @@ class Step:
             )
             self._stats.append(sums)
         for sequence in self.objective.sequences(trained):
-            full = self._batcher.add(sequence)
-            if full:
+            for full in self._batcher.add(sequence):
                 self._close(full)
 
     def finish(self, *, learner_version: int) -> StepOutcome:
         """Run the last micro-batch backward, divide once, and update the weights."""
         self._complete = True
-        if self._batcher is not None and (rest := self._batcher.close()):
+        for rest in self._batcher.close() if self._batcher is not None else ():
             self._close(rest)
         if not self._batches:
             self.before_update()

@@ -28,6 +28,7 @@ class NumberBackend:
     """Adds each batch's advantages, weighed by its tokens, to one number; equal batches give equal bits."""
 
     divides_late = True
+    shares_prompts = False
     saves_in_background = True
 
     def __init__(self, *, drift: float = 0.0, told: float | None = None, device: str = "cpu") -> None:

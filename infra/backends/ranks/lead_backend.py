@@ -24,7 +24,7 @@ class LeadBackend:
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
         """`own` is rank 0's."""
         self.own, self.processes = own, processes
-        self.sharded = own.sharded
+        self.sharded, self.shares_prompts = own.sharded, own.shares_prompts
         # Of rank 0 alone: its own samples, weights that every rank holds in full (not sharded ones), and files.
         self.backward, self.adapted, self.export, self.fingerprint = own.backward, own.adapted, own.export, own.fingerprint
         self.logprobs, self.reference_logprobs, self.snapshot_logprobs = own.logprobs, own.reference_logprobs, own.snapshot_logprobs

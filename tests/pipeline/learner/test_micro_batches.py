@@ -1,3 +1,4 @@
+import functools
 import itertools
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
 from penstock.pipeline.algorithms.losses import batch_loss
 from penstock.pipeline.learner.micro_batches import (
     MicroBatch,
@@ -14,7 +16,9 @@ from penstock.pipeline.learner.micro_batches import (
     TokenSequence,
     boundaries,
     denominator,
+    distinct_tokens,
     pack,
+    padded_tokens,
     sequences,
 )
 from tests.support.strategies import a_group
@@ -37,8 +41,7 @@ def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0,
 def micro_batches(sequences, *, token_budget, **limits) -> list[MicroBatch]:
     """The micro-batches of a whole step."""
     batcher = MicroBatcher(token_budget, **limits)
-    batches = [batcher.add(sequence) for sequence in sequences]
-    return [batch for batch in (*batches, batcher.close()) if batch]
+    return [batch for sequence in sequences for batch in batcher.add(sequence)] + batcher.close()
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 12)), max_size=30)
@@ -75,12 +78,11 @@ def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
     sequences = made(lengths)
     whole = micro_batches(sequences, token_budget=budget)
     batcher = MicroBatcher(budget)
-    early = [closed for s in sequences[:cut] if (closed := batcher.add(s))]
+    early = [closed for s in sequences[:cut] for closed in batcher.add(s)]
     assert early == whole[: len(early)]
-    late = [closed for s in sequences[cut:] if (closed := batcher.add(s))]
-    last = batcher.close()
-    assert early + late + ([last] if last else []) == whole
-    assert batcher.close() is None
+    late = [closed for s in sequences[cut:] for closed in batcher.add(s)]
+    assert early + late + batcher.close() == whole
+    assert batcher.close() == []
 
 
 @settings(deadline=None)
@@ -103,6 +105,73 @@ def test_completions_of_very_unequal_length_keep_the_budget_and_at_least_two_fif
     padded = sum(len(batch) * max(one.length for one in batch) for batch in batches)
     assert max(len(batch) * max(one.length for one in batch) for batch in batches) <= 16_384
     assert 0.4 < sum(one.length for batch in batches for one in batch) / padded < 0.6
+
+
+def computed(batch: MicroBatch) -> int:
+    """Tokens of a micro-batch that pass through a model which computes common prefixes once."""
+    return len(prefix_tree(pack(batch)).ids)
+
+
+def of_prompts(*, groups, per_group, prompt, mean, longest=1024):
+    """Sequences of groups with one random prompt each, below a common head of ten tokens; completions are log-normal."""
+    random = np.random.default_rng(1)
+    rows = []
+    for group in range(groups):
+        prompt_ids = np.concatenate([np.arange(10), random.integers(0, 9, prompt - 10)]).astype(np.int32)
+        for sample in range(per_group):
+            tokens = int(np.clip(random.lognormal(np.log(mean) - 0.18, 0.6), 2, longest))
+            ids, logprobs = random.integers(0, 9, tokens).astype(np.int32), np.full(tokens, -1, np.float32)
+            rows.append(TokenSequence(
+                group=group, sample=sample, prompt_ids=prompt_ids, completion_ids=ids, behaviour_logprobs=logprobs,
+                loss_mask=np.ones(tokens, bool), advantage=1.0,
+            ))  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_size_of_a_micro_batch_by_computed_tokens_is_that_of_its_prefix_tree(seed):
+    random = np.random.default_rng(seed)
+    rows = of_prompts(groups=6, per_group=int(random.integers(1, 6)), prompt=int(random.integers(11, 60)), mean=int(random.integers(5, 90)))
+    budget = int(random.integers(100, 900))
+    batches = micro_batches(rows, token_budget=budget, size=distinct_tokens)
+    for batch, after in itertools.pairwise(batches):
+        assert len(batch) == 1 or computed(batch) <= budget
+        assert computed((*batch, after[0])) > 0.95 * budget
+
+
+def test_a_usual_step_computes_hardly_a_token_twice_and_fills_its_micro_batches():
+    rows = of_prompts(groups=32, per_group=8, prompt=250, mean=300)
+    distinct = computed(rows)
+    batches = micro_batches(rows, token_budget=16_384, size=distinct_tokens)
+    sizes = [computed(batch) for batch in batches]
+    assert sum(sizes) <= 1.05 * distinct
+    assert max(sizes) <= 16_384
+    assert min(sizes[:-1]) >= 0.9 * 16_384
+    assert len(batches) < 0.5 * len(micro_batches(rows, token_budget=16_384))
+
+
+def size_of(batch, size):
+    return functools.reduce(lambda total, n: size(batch[:n], total, batch[n]), range(len(batch)), 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [padded_tokens, distinct_tokens])
+@pytest.mark.parametrize(("groups", "budget"), [(2, 16_384), (32, 16_384), (32, 4096)])
+def test_every_rank_has_about_equal_work_in_each_round(ranks, size, groups, budget):
+    rows = of_prompts(groups=groups, per_group=8, prompt=250, mean=300)
+    batches = micro_batches(rows, token_budget=budget, size=size, ranks=ranks)
+    assert [row for batch in batches for row in batch] == rows
+    assert len(batches) % ranks == 0
+    for number in range(0, len(batches), ranks):
+        sizes = [size_of(batch, size) for batch in batches[number : number + ranks]]
+        assert max(sizes) <= budget
+        assert max(sizes) - min(sizes) <= max(2600, 0.4 * budget)
+    assert micro_batches(rows, token_budget=budget, size=size, ranks=ranks, ends=boundaries(batches)) == batches
+
+
+def test_a_step_of_fewer_sequences_than_ranks_has_one_for_each():
+    rows = of_prompts(groups=1, per_group=3, prompt=250, mean=300)
+    assert micro_batches(rows, token_budget=16_384, size=distinct_tokens, ranks=4) == [(row,) for row in rows]
 
 
 def test_packed_arrays_are_aligned_to_next_token_positions():

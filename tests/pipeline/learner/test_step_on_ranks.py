@@ -46,15 +46,16 @@ class CountingBackend(NumberBackend):
         return super().backward(batch, _loss, denominator=denominator)
 
 
-def divided(*, recorded_ends: Sequence[int] | None = None) -> tuple[list[int], StepOutcome]:
-    """Sequences of each rank, and the outcome, of a step of 8 groups of 8 samples of 100 tokens."""
+def divided(*, groups: int = GROUPS, by: str = "padded", recorded_ends: Sequence[int] | None = None) -> tuple[list[int], StepOutcome]:
+    """Sequences of each rank, and the outcome, of a step of groups of 8 samples of 100 tokens."""
     config = config_of(
-        trainer={"processes": SIZE, "micro_batch_tokens": 8192}, schedule={"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES}
+        trainer={"processes": SIZE, "micro_batch_tokens": 8192, "micro_batch_by": by},
+        schedule={"prompts_per_step": groups, "samples_per_prompt": SAMPLES},
     )
     processes, backend = FakeProcesses(), CountingBackend()
     ranks = Ranks(processes)  # type: ignore[arg-type]
     step = Step(backend, Objective.of(config), 0, ranks, recorded_ends=recorded_ends)  # type: ignore[arg-type]
-    for number in range(GROUPS):
+    for number in range(groups):
         group = a_group(samples=SAMPLES, tokens=95, group=number)
         step.add(group, Planned(group=number, sha256="", partition=0, offset=number))
     outcome = step.finish(learner_version=9)
@@ -66,6 +67,12 @@ def test_a_step_that_fits_into_one_micro_batch_is_divided_between_all_ranks() ->
     assert (sequences, outcome.boundaries) == ([16, 16, 16, 16], (16, 32, 48, 64))
 
 
-def test_a_repeated_step_keeps_the_recorded_micro_batches() -> None:
-    sequences, outcome = divided(recorded_ends=(64,))
+def test_a_step_of_one_group_is_divided_between_all_ranks_by_computed_tokens() -> None:
+    sequences, outcome = divided(groups=1, by="computed")
+    assert (sequences, outcome.boundaries) == ([2, 2, 2, 2], (2, 4, 6, 8))
+
+
+@pytest.mark.parametrize("by", ["padded", "computed"])
+def test_a_repeated_step_keeps_the_recorded_micro_batches(by: str) -> None:
+    sequences, outcome = divided(by=by, recorded_ends=(64,))
     assert (sequences, outcome.boundaries) == ([0, 64, 0, 0], (64,))

@@ -62,6 +62,7 @@ class Backend:
     """Adds nothing up; says what every step says."""
 
     divides_late = True
+    shares_prompts = False
 
     def backward(self, batch: Any, *_: Any, **__: Any) -> dict[str, float]:
         return {"tokens": float(batch.tokens), "loss_sum": 0.0, "denominator": 1.0}
