@@ -15,7 +15,8 @@ pytestmark = pytest.mark.costly
 
 
 @pytest.mark.parametrize("name", list(LINES))
-def test_each_line_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
+def test_each_line_runs_on_a_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LINES, name, (LINES[name][0], 600))  # its limit is of an idle machine
     outcome = outcome_of(name, folder=str(tmp_path), device="cpu", context=multiprocessing.get_context("forkserver"))
     log = tmp_path / f"{name}.log"
     assert outcome.status in ("ok", "skip"), f"{outcome}\n{log.read_text() if log.exists() else ''}"
