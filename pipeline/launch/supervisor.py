@@ -182,8 +182,9 @@ class Supervisor:
             why = restart_policy.failure_cause(worker.exits, rules=self._rules)
             return Failure(f"{worker.name} {how} ({why}); its log is {worker.log_file}", worker.last_words())
         if decision == "start":
+            cause = worker.cause() if status > 0 else ""
             self._start(worker, moved=moved)
-            self.notify(f"{worker.name} {how} and is started again (start {worker.starts})")
+            self.notify(f"{worker.name} {how} and is started again (start {worker.starts}){cause and f': {cause}'}")
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:

@@ -12,6 +12,7 @@ import gc
 import os
 import platform
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -317,9 +318,28 @@ def _unbind_memory() -> None:
 def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
     """The error of vLLM's start as one line with advice."""
     words = one_line(error, characters=400)
+    if "See root cause above" in words:
+        words = _logged_error() or words
     if "KV cache" in words or "cache blocks" in words:
         advice = "raise rollout.vllm.gpu_memory_utilization or rollout.vllm.kv_cache_memory_bytes, or lower rollout.vllm.max_model_len"
         return EngineError(f"vLLM has too little memory for keys and values: {advice} (now {arguments.get('max_model_len')}) ({words})")
     if "available memory" in words.lower() or "out of memory" in words.lower():
         return EngineError(f"vLLM has too little memory: lower rollout.vllm.gpu_memory_utilization or take a smaller model ({words})")
     return EngineError(f"vLLM cannot start with the model in {arguments.get('model')}: {words}")
+
+
+def _logged_error(stderr: int = 2) -> str | None:
+    """The last error that the process of vLLM's engine logged, as `Type: message`; None unless stderr is a file that can be read.
+
+    On a GPU the engine has a process of its own, whose errors do not reach this one.
+    """
+    with contextlib.suppress(OSError):
+        path = Path(f"/proc/self/fd/{stderr}")
+        if path.resolve().is_file():
+            with path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 2**18))
+                errors = re.findall(
+                    r"^\(EngineCore.*\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", log.read().decode("utf-8", "replace"), re.MULTILINE
+                )
+            return " ".join(errors[-1].split())[:400] if errors else None
+    return None
