@@ -1,7 +1,7 @@
 """NVIDIA GPUs and driver of this machine.
 
-`python -m penstock.infra.backends.nvidia LOCK` checks the driver for the CUDA packages of a lock file. It imports only the standard
-library: `make gpu` runs it before a package is installed.
+`python -m penstock.infra.backends.nvidia LOCK` checks the driver for the CUDA packages of a lock file. It needs no
+installed package: `make gpu` runs it first.
 """
 
 import ctypes
