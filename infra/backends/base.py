@@ -3,7 +3,7 @@
 `backward` adds un-normalised gradients, and `step` divides their sum once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,7 +111,7 @@ class Backend(Protocol):
         """[B, L-1] logprobs under the weights of `take_snapshot`, 0 on untrained tokens."""
         ...
 
-    def weights(self) -> list[TensorBytes]:
+    def weights(self) -> Sequence[TensorBytes]:
         """A copy of the full, unsharded weights under the names of `model.named_parameters()`, tied ones once."""
         ...
 

@@ -26,7 +26,7 @@ from penstock.infra.errors import BackendError
 from penstock.infra.paths import new_directory
 from penstock.infra.tensors.adapted import Adapted, Adapter
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest
-from penstock.infra.tensors.torch_copy import copy_into, fitting, from_bytes, seen_bytes
+from penstock.infra.tensors.torch_copy import copy_all, copy_into, fitting, seen_bytes
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
 
@@ -148,8 +148,7 @@ class Adapters:
         """Replace the base weights, or none on an error, and reset the adapters to add nothing."""
         plain = dict(self._below())
         weights = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in plain.items()})
-        for name, parameter in plain.items():
-            parameter.copy_(from_bytes(weights[name]))
+        copy_all((parameter, weights[name]) for name, parameter in plain.items())
         for layer in self.layers.values():
             layer.lora_B[NAME].weight.zero_()
         self._digests_below = {}

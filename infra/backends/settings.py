@@ -76,6 +76,8 @@ class BackendSettings:
     """Pass the entropies to the loss, with their gradient."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of the device; from `PEAK_TFLOPS` by its name if absent."""
+    share_weights: bool = False
+    """Copy the weights into memory that other processes of this user can map."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for values that no backend supports."""

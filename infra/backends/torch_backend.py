@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from penstock.infra.backends.model import FOLDER, Adapters, FrozenPolicy, host_f
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.adapted import Adapted
+from penstock.infra.tensors.host_memory import HostBuffers
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
+from penstock.infra.tensors.torch_copy import CopyStream, copy_into, from_bytes
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """[B, L-1] logprobs with gradient, and [B, L-1] entropies if they are computed."""
@@ -56,6 +57,7 @@ class LocalModel:
         self.settings = BackendSettings(**settings)
         fix_arithmetic(self.settings)
         self.device = choose_device(self.settings.device)
+        self.copies = CopyStream(self.device, HostBuffers(shared=self.settings.share_weights))
         self.model = open_model(self.settings, device=self.device)
         self.model.eval()
         s = self.settings
@@ -138,11 +140,15 @@ class LocalModel:
     def adapted(self) -> Adapted | None:
         return None if self.adapters is None else self.adapters.apart()
 
-    def weights(self) -> list[TensorBytes]:
-        """A copy of weights that are unsharded in this process, under their names in the plain model, with adapters merged."""
-        return to_bytes(self.model.named_parameters()) if self.adapters is None else self.adapters.apart().merged()
+    def weights(self) -> Sequence[TensorBytes]:
+        """A copy of weights that are unsharded in this process, under their names in the plain model, with adapters merged.
+
+        A GPU is not waited for until the tensors are read, and its next `step` comes after the copy.
+        """
+        return self.copies.copy(self.model.named_parameters()) if self.adapters is None else self.adapters.apart().merged()
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        self.copies.wait()
         if self.adapters is None:
             copy_into(self.model, tensors)
         else:
@@ -323,6 +329,7 @@ class TorchBackend(LocalModel):
         rate = self.settings.learning_rate(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.copies.wait()
         self.optimizer.step()
         measures = {"update_norm": update_norm(self.optimizer), **self.peak_memory(), **self.taken_flops()}
         self.optimizer.zero_grad(set_to_none=True)
@@ -362,6 +369,7 @@ class TorchBackend(LocalModel):
             raise BackendError(f"cannot read the trainer's state in {file}: {str(error).splitlines()[0]}") from error
         if [master.shape for master in self.masters] != [saved.shape for saved in state["masters"]]:
             raise BackendError(f"{file} is the state of another model")
+        self.copies.wait()
         torch._foreach_copy_(self.masters, state["masters"])
         settings_by_group = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])

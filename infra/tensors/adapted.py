@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.infra.tensors.host_memory import copy_bytes
 from penstock.infra.tensors.stream import Hash, TensorBytes, expected_nbytes
 from penstock.topics.versions import weight_adapter
 
@@ -49,7 +50,7 @@ class Adapted:
     def _merged(self, tensor: TensorBytes) -> TensorBytes:
         data, adapter = memoryview(bytearray(tensor.nbytes)), self.adapters.get(tensor.name)
         if adapter is None:
-            data[:] = memoryview(tensor.data).cast("B")
+            copy_bytes(data, tensor.data)
         else:
             assert tensor.shape == (len(adapter.b), adapter.a.shape[1]), f"{tensor.name} is {tensor.shape}, unlike its adapter"
             weight_adapter.merge(tensor.data, data, adapter.a, adapter.b, dtype=tensor.dtype, scale=adapter.scale)

@@ -9,11 +9,9 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import mmap
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,27 +19,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.infra.errors import LogError
-from penstock.infra.tensors.weight_copy import NONE
+from penstock.infra.tensors.host_memory import NONE, HostMemory, locked
 
 RESPONSE_TIMEOUT_S = 20.0
 """Timeout for a response of the writer, after which readers load weights themselves."""
 READERS_S = 60.0
 """Timeout of a writer that waits for readers, one of which may be frozen."""
-_HEAD_BYTES = 4096
+RECENT = 3
+"""Memory that stays mapped: a writer that alternates between several files has each mapped once, and registered with CUDA once."""
 _DIGEST_BYTES = 256
 _POLL_S = 0.005
 _CREDENTIALS = struct.Struct("iII")
-
-
-def is_supported() -> bool:
-    """True if this process can use memfd and /proc (Linux)."""
-    if sys.platform != "linux" or not os.path.exists("/proc/self/fd"):
-        return False
-    try:
-        os.close(os.memfd_create("penstock-probe"))
-    except OSError:
-        return False
-    return True
 
 
 class MachineMemory:
@@ -56,12 +44,9 @@ class MachineMemory:
         self._server: socket.socket | None = None
         self._sending = threading.Lock()
         """Held while the file is sent to another process, and while it is closed."""
-        self._file = -1
-        self._inode = -1
-        self._numbers = np.full(2, NONE, dtype=np.int64)
-        """The version, and the length of its digest in bytes."""
-        self._digest = memoryview(bytearray(_DIGEST_BYTES))
-        self.data = memoryview(b"")
+        self._memory: HostMemory | None = None
+        self._recent: list[HostMemory] = []
+        self._leave()
 
     @property
     def version(self) -> int:
@@ -122,7 +107,8 @@ class MachineMemory:
         if not files:
             return None
         try:
-            if os.fstat(files[0]).st_ino == self._inode:
+            inode = os.fstat(files[0]).st_ino
+            if self._memory is not None and inode == self._memory.inode:
                 return None
             # A lock belongs to an open file description, and the received one is the writer's.
             return os.open(f"/proc/self/fd/{files[0]}", (os.O_RDONLY if self._only_reads else os.O_RDWR) | os.O_CLOEXEC)
@@ -131,46 +117,47 @@ class MachineMemory:
 
     def map(self, file: int) -> None:
         """Use `file` as the memory."""
-        self._unmap()
-        mapped = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ | (0 if self._only_reads else mmap.PROT_WRITE)))
-        self._numbers = np.frombuffer(mapped[:16], dtype=np.int64)
-        self._digest = mapped[16 : 16 + _DIGEST_BYTES]
-        self._file, self._inode, self.data = file, os.fstat(file).st_ino, mapped[_HEAD_BYTES:]
+        memory = HostMemory(file, writable=not self._only_reads)
+        self.use(next((recent for recent in self._recent if recent.inode == memory.inode), memory))
+
+    def use(self, memory: HostMemory) -> None:
+        """Use memory of this process, and send its file to those that request it."""
+        with self._sending:
+            self._memory = memory
+        self._recent = [*(recent for recent in self._recent if recent is not memory), memory][-RECENT:]
+        self._numbers, self._digest, self.data = memory.numbers, memoryview(memory)[16 : 16 + _DIGEST_BYTES], memory.data
 
     def allot(self, size: int) -> None:
         """Allocate `size` bytes; if the size changes, the content is lost for this process."""
-        if self._file < 0 or size != len(self.data):
-            self._unmap()
-            file = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
-            os.fchmod(file, 0o600)
-            os.ftruncate(file, _HEAD_BYTES + size)
-            self.map(file)
-            self.version = NONE
+        if self._memory is None or size != len(self.data):
+            self._leave()
+            self.use(HostMemory.shared(size))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[bool]:
         """Lock out the writer; yields False while it is writing."""
-        granted = self._file >= 0 and _locked(self._file, fcntl.LOCK_SH)
+        memory = self._memory
+        granted = memory is not None and locked(memory.file, fcntl.LOCK_SH)
         try:
             yield granted
         finally:
-            if granted:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+            if memory is not None and granted:
+                fcntl.flock(memory.file, fcntl.LOCK_UN)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Wait for current readers and lock out others. Raises `LogError` after `READERS_S`, and releases the memory to the readers."""
-        file, until = self._file, time.monotonic() + READERS_S
-        while file >= 0 and not _locked(file, fcntl.LOCK_EX):
+        memory, until = self._memory, time.monotonic() + READERS_S
+        while memory is not None and not locked(memory.file, fcntl.LOCK_EX):
             if time.monotonic() > until:
-                self._unmap()
+                self._leave()
                 raise LogError(f"a process of this machine has been loading weights for {READERS_S:g} s: they are read into other memory")
             time.sleep(_POLL_S)
         try:
             yield
         finally:
-            if file >= 0 and file == self._file:
-                fcntl.flock(file, fcntl.LOCK_UN)
+            if memory is not None:
+                fcntl.flock(memory.file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Stop writing and unmap the memory, which is freed when its last process does so."""
@@ -178,7 +165,7 @@ class MachineMemory:
         if server is not None:
             server.shutdown(socket.SHUT_RDWR)  # ends `accept`, which would keep the address in use
             server.close()
-        self._unmap()
+        self._leave()
 
     def _serve(self, server: socket.socket) -> None:
         """Send the file to processes of the same user that request it."""
@@ -187,22 +174,17 @@ class MachineMemory:
                 connection, _ = server.accept()
                 with connection, self._sending:
                     if _is_own(connection):
-                        socket.send_fds(connection, [b"\0"], [self._file] if self._file >= 0 else [])
+                        socket.send_fds(connection, [b"\0"], [self._memory.file] if self._memory is not None else [])
 
-    def _unmap(self) -> None:
+    def _leave(self) -> None:
+        """Use no memory; it is unmapped with its last view."""
         with self._sending:
-            if self._file >= 0:
-                os.close(self._file)
-            self._file, self._inode, self.data = -1, -1, memoryview(b"")
-        self._numbers, self._digest = np.full(2, NONE, dtype=np.int64), memoryview(bytearray(_DIGEST_BYTES))
-
-
-def _locked(file: int, how: int) -> bool:
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+            self._memory = None
+        self._recent.clear()
+        self.data = memoryview(b"")
+        self._numbers = np.full(2, NONE, dtype=np.int64)
+        """The version, and the length of its digest in bytes."""
+        self._digest = memoryview(bytearray(_DIGEST_BYTES))
 
 
 def _is_own(connection: socket.socket) -> bool:

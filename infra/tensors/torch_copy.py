@@ -7,7 +7,71 @@ from typing import Any
 
 import torch
 
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.host_memory import HostBuffers, joined, located
+from penstock.infra.tensors.stream import TensorBytes, expected_nbytes
+
+
+class HostCopy(Sequence[TensorBytes]):
+    """Tensors on the host that a device may still be writing; reading one waits until all are written."""
+
+    def __init__(self, tensors: Sequence[TensorBytes], written: torch.cuda.Event) -> None:
+        self._tensors, self._written = tensors, written
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._written.synchronize()
+        return self._tensors[index]
+
+
+class CopyStream:
+    """Copies weights to the host; a GPU does so on a stream of its own, while it computes on."""
+
+    def __init__(self, device: torch.device, buffers: HostBuffers) -> None:
+        self._buffers = buffers
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._written: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def copy(self, named: Iterable[tuple[str, torch.Tensor]]) -> Sequence[TensorBytes]:
+        """A copy of tensors on the device, joined in name order in one buffer; call `wait` before they change."""
+        parameters = dict(named)
+        if self._stream is None and not self._buffers.shared:
+            return to_bytes(parameters.items())
+        tensors = self.take({name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in parameters.items()})
+        if self._stream is None:
+            for tensor in tensors:
+                from_bytes(tensor).copy_(parameters[tensor.name])
+            return tensors
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for tensor in tensors:
+                from_bytes(tensor).copy_(parameters[tensor.name], non_blocking=True)
+            self._written = torch.cuda.Event(blocking=True)
+            self._written.record(self._stream)
+        return HostCopy(tensors, self._written)
+
+    def take(self, described: Mapping[str, tuple[str, Sequence[int]]]) -> list[TensorBytes]:
+        """Tensors with these dtypes and shapes and any content, in one buffer in name order; returned in the order of `described`."""
+        layout = sorted((name, dtype, shape) for name, (dtype, shape) in described.items())
+        data = self._buffers.take(sum(expected_nbytes(dtype, shape) for _, dtype, shape in layout))
+        if self._stream is not None:
+            page_lock(data)
+        tensors = {tensor.name: tensor for tensor in joined(layout, data)}
+        return [tensors[name] for name in described]
+
+    def wait(self) -> None:
+        """Let the device finish the last copy before its next work; this process does not wait."""
+        if self._stream is not None and self._written is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._written)
+
+
+def page_lock(data: memoryview | bytes) -> None:
+    """Register the memory of these bytes with CUDA, if it is this module's."""
+    memory, _ = located(data)
+    if memory is not None:
+        memory.page_lock()
 
 
 def to_bytes(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorBytes]:
@@ -31,8 +95,8 @@ def _as_bytes(name: str, host: torch.Tensor) -> TensorBytes:
 
 
 def from_bytes(tensor: TensorBytes) -> torch.Tensor:
-    """A copy of the tensor on the CPU in its own dtype."""
-    return over(bytearray(tensor.data), tensor.dtype, tensor.shape)
+    """The tensor on the CPU in its own dtype, over the same bytes."""
+    return over(tensor.data, tensor.dtype, tensor.shape)
 
 
 def over(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
@@ -46,13 +110,24 @@ def over(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torc
 
 
 @torch.no_grad()
+def copy_all(pairs: Iterable[tuple[torch.Tensor, TensorBytes]]) -> None:
+    """Overwrite each tensor, casting to its dtype and device; a GPU is waited for once."""
+    devices = set()
+    for target, tensor in pairs:
+        if target.device.type == "cuda":
+            page_lock(tensor.data)
+            devices.add(target.device)
+        target.copy_(from_bytes(tensor), non_blocking=True)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def copy_into(model: torch.nn.Module, tensors: Iterable[TensorBytes]) -> None:
     """Overwrite all of a model's parameters, casting to their dtype and device. Raises `ValueError` before any change if names or shapes
     differ."""
     parameters = dict(model.named_parameters())
     weights = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    for name, parameter in parameters.items():
-        parameter.copy_(from_bytes(weights[name]))
+    copy_all((parameter, weights[name]) for name, parameter in parameters.items())
 
 
 def fitting(tensors: Iterable[TensorBytes], *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorBytes]:

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from penstock.infra.tensors.host_memory import HEAD_BYTES, NONE, HostMemory, joined
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nbytes
-
-NONE = -1
-"""Version of a copy without one."""
 
 
 class Memory(Protocol):
@@ -42,7 +40,7 @@ class OwnMemory:
         """Allocate `size` bytes, after freeing the old buffer."""
         if size != len(self.data):
             self.data = memoryview(b"")
-            self.data = memoryview(bytearray(size))
+            self.data = HostMemory(size=HEAD_BYTES + size).data
 
     def reading(self) -> AbstractContextManager[bool]:
         """No lock, because no other process writes here."""
@@ -122,12 +120,7 @@ class WeightCopy:
 
     def tensors(self) -> list[TensorBytes]:
         """The tensors, each a view of the copy."""
-        tensors, start, data = [], 0, self._memory.data
-        for name, dtype, shape in self._layout:
-            size = expected_nbytes(dtype, shape)
-            tensors.append(TensorBytes(name=name, dtype=dtype, shape=shape, data=data[start : start + size]))
-            start += size
-        return tensors
+        return joined(self._layout, self._memory.data)
 
     def computed(self, hash_name: Hash) -> str:
         """Digest computed from the bytes."""

@@ -21,6 +21,8 @@ LINES: dict[str, tuple[str, int]] = {
     "step": ("training", 180),
     "saved": ("training", 90),
     "turns": ("training", 90),
+    "out": ("lane", 60),
+    "in": ("lane", 60),
 }
 """Line -> its module, and the seconds after which it is ended."""
 PRELOADED = ["torch", "transformers", "numpy"]

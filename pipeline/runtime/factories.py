@@ -115,7 +115,8 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             gradient_checkpointing=chosen.gradient_checkpointing, offload_activations=chosen.offload_activations,
             share_prompts=chosen.share_prompts, lora_rank=chosen.lora_rank, lora_alpha=chosen.lora_alpha,
             reference=config.algorithm.kl_coef > 0, reference_path=config.algorithm.reference, snapshot=config.proximal == "snapshot",
-            entropy=True, entropy_bonus=config.algorithm.entropy_coef > 0, peak_tflops=chosen.peak_tflops, **own,
+            entropy=True, entropy_bonus=config.algorithm.entropy_coef > 0, peak_tflops=chosen.peak_tflops,
+            share_weights=config.weights.transport == "ipc", **own,
         )  # fmt: skip
 
 

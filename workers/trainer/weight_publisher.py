@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from penstock.infra.errors import Diverged, LogError, LogUnreachable
 from penstock.infra.log import Log, Producer
 from penstock.infra.tensors.adapted import Adapted
-from penstock.infra.tensors.machine_memory import is_supported
+from penstock.infra.tensors.host_memory import is_supported
 from penstock.infra.tensors.stream import LARGEST, TensorBytes, broken_tensor, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.config.services import WeightsSection
@@ -232,11 +232,7 @@ class WeightPublisher:
                 self.notify('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
                 return None
             self._ipc_sender = IpcWeightSender(self.run, origin, notify=self.notify)
-        try:
-            return self._ipc_sender.put(tensors(), version=manifest.version, digest=manifest.digest)
-        except LogError as error:
-            self.notify(f"version {manifest.version} is not shared with this machine's workers, which read the log: {error}")
-            return None
+        return self._ipc_sender.put(tensors(), version=manifest.version, digest=manifest.digest)
 
     def _send(self, publication: Publication, origin: Manifest | None) -> None:
         try:

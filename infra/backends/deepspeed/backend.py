@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from penstock.infra.backends.ranks.process_set import import_deepspeed, join_pro
 from penstock.infra.backends.torch_backend import LocalModel, checked_denominator, checked_norm, saving
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
+from penstock.infra.tensors.torch_copy import copy_all, fitting, from_bytes
 
 OTHERS_WRITE = 0o022
 
@@ -240,6 +240,7 @@ class DeepSpeedBackend(LocalModel):
             group["lr"] = rate
         if self.zero_stage:
             self.optimizer.override_loss_scale(self.denominator)
+        self.copies.wait()
         try:
             self.engine.step()
         finally:
@@ -251,15 +252,22 @@ class DeepSpeedBackend(LocalModel):
         self.steps += 1
         return StepResult(grad_norm=self.norm, lr=rate, measures={**self.peak_memory(), **self.taken_flops()})
 
-    def weights(self) -> list[TensorBytes]:
+    def weights(self) -> Sequence[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
-        if self.adapters is not None:
+        if self.zero_stage < 3:
             return super().weights()
-        tensors = []
-        for name, parameter in self.model.named_parameters():
-            with self._whole(parameter):
-                tensors.append(tensor_bytes(name, parameter))
+        parameters = dict(self.model.named_parameters())
+        described = {name: (str(weight.dtype).removeprefix("torch."), tuple(weight.ds_shape)) for name, weight in parameters.items()}
+        tensors = self.copies.take(described)
+        for tensor in tensors:
+            with self._whole(parameters[tensor.name]), torch.no_grad():
+                from_bytes(tensor).copy_(parameters[tensor.name])
         return tensors
+
+    def join_weights(self) -> None:
+        for parameter in self.model.parameters():
+            with self._whole(parameter):
+                pass
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
@@ -269,12 +277,13 @@ class DeepSpeedBackend(LocalModel):
             if self.zero_stage:
                 self.optimizer.refresh_fp32_params()
             return
+        self.copies.wait()
         parameters = dict(self.model.named_parameters())
         shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()}
         new_weights = fitting(tensors, shapes=shapes)
         for name, parameter in parameters.items():
             with self._whole(parameter, writer=0):
-                parameter.copy_(from_bytes(new_weights[name]))
+                copy_all([(parameter, new_weights[name])])
         if self.zero_stage:
             self.optimizer.refresh_fp32_params()
 
@@ -287,6 +296,7 @@ class DeepSpeedBackend(LocalModel):
 
     def load(self, directory: str | Path) -> None:
         """Restore exactly the state, written by any number of processes. Raises `BackendError` if it is missing or of another model."""
+        self.copies.wait()
         try:
             state = load_shards(self.engine, Path(directory) / TAG) if self.zero_stage else self._load_whole(directory)
         except (OSError, RuntimeError, EOFError, KeyError, AssertionError, pickle.UnpicklingError) as error:

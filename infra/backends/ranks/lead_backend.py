@@ -3,9 +3,9 @@
 All ranks make the same calls in the same order, so that no rank waits in a collective that another one never enters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from penstock.infra.backends.base import Backend, StepResult
 from penstock.infra.errors import BackendError, PenstockError
@@ -13,6 +13,14 @@ from penstock.infra.tensors.stream import TensorBytes
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A backend of which each process holds a part of the weights."""
+
+    def join_weights(self) -> None:
+        """Enter the collective of rank 0's `weights` on another rank, which copies nothing."""
 
 
 class LeadBackend:
@@ -47,7 +55,7 @@ class LeadBackend:
         self.processes.broadcast(do="snapshot", given=tensors is not None)
         self.own.take_snapshot(None if tensors is None else self.processes.send_tensors(tensors))
 
-    def weights(self) -> list[TensorBytes]:
+    def weights(self) -> Sequence[TensorBytes]:
         if self.sharded:
             self.processes.broadcast(do="weights")
         return self.own.weights()
@@ -94,7 +102,8 @@ def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSe
         case "snapshot":
             backend.take_snapshot(processes.receive_tensors() if message["given"] else None)
         case "weights":
-            backend.weights()
+            assert isinstance(backend, Sharded), "only sharded weights are gathered"
+            backend.join_weights()
         case "load_weights":
             backend.load_weights(processes.receive_tensors())
         case "save" | "load":

@@ -19,7 +19,7 @@ from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, G
 from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
 from penstock.infra.errors import EngineError, one_line
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import over
+from penstock.infra.tensors.torch_copy import copy_all
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ends = Callable[[npt.NDArray[np.int32]], bool]
@@ -120,13 +120,7 @@ class TransformersEngine:
         if not self.idle:
             raise EngineError(f"version {version} came while {self.pending} groups are in flight: load weights between groups")
         started = time.perf_counter()
-        values = [
-            (self._parameters[tensor.name], over(tensor.data, tensor.dtype, tensor.shape))
-            for tensor in check_tensors(tensors, self._shapes, version=version)
-        ]
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
+        copy_all((self._parameters[tensor.name], tensor) for tensor in check_tensors(tensors, self._shapes, version=version))
         self.version = version
         self._stats["loads"] += 1
         self._stats["load_s"] += time.perf_counter() - started

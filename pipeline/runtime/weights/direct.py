@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.infra.errors import LogError
+from penstock.infra.tensors.host_memory import HostBuffers, filled_memory
 from penstock.infra.tensors.machine_memory import MachineMemory
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import WeightCopy
@@ -29,30 +30,30 @@ class IpcWeightSender:
 
     def __init__(self, run: str, origin: Manifest, *, notify: Callable[[str], None] = lambda _: None) -> None:
         self._memory, self._notify = _memory(run, origin), notify
-        self._copy = WeightCopy(self._memory)
+        self._buffers = HostBuffers(shared=True)
 
     def put(self, tensors: Sequence[TensorBytes], *, version: int, digest: str) -> Sequence[TensorBytes]:
-        """Let workers see these tensors, once those that load the version before are done; returns them as they lie there.
+        """Let workers see these tensors, which are copied unless they fill shared memory already; returns them as they are there.
 
-        Raises `LogError` where a worker does not come to an end; the next call takes other memory.
+        A worker that loads the version before keeps its memory, and the next version is in another.
         """
-        if not self._copy.holds(version, digest):
-            ordered = sorted(tensors, key=lambda tensor: tensor.name)
-            names, dtypes, shapes = zip(*((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), strict=True)
-            self._copy.allocate(names=names, dtypes=dtypes, shapes=shapes)
-            for source, target in zip(ordered, self._copy.tensors(), strict=True):
-                memoryview(target.data)[:] = memoryview(source.data).cast("B")
-            self._copy.hold(version, digest)
+        ordered: Sequence[TensorBytes] = sorted(tensors, key=lambda tensor: tensor.name)
+        if (self._memory.version, self._memory.digest) != (version, digest):
+            if (memory := filled_memory(ordered)) is None:
+                ordered = self._buffers.copy(ordered)
+                memory = filled_memory(ordered)
+            assert memory is not None, "buffers of shared memory are shared"
+            self._memory.use(memory)
+            self._memory.digest, self._memory.version = digest, version
         try:
             self._memory.claim()
         except OSError as error:
             self._notify(f"weights.transport: this machine's workers cannot map the trainer's memory ({error}): they read the log")
-        return self._copy.tensors()
+        return ordered
 
     def close(self) -> None:
         """Let go of the memory; workers that have it open keep it."""
-        with self._copy.lock:
-            self._memory.close()
+        self._memory.close()
 
 
 class IpcWeightReceiver:
@@ -67,21 +68,22 @@ class IpcWeightReceiver:
 
     def serves(self, newest: Manifest) -> bool:
         """True if the newest version is in the trainer's memory, or is about to be replaced there by the next one."""
-        if self.copy.holds(newest.version, newest.digest):
-            self._serves, self._absent_since = True, 0.0
-            return True
         now = time.monotonic()
-        if newest is self._requested and now < self._request_at:
-            return self._serves
-        self._requested, self._request_at, self._absent_since = newest, now + REQUEST_EVERY_S, self._absent_since or now
-        try:
-            self._attach()
-        except (OSError, LogError):
-            self._serves = False
-        else:
-            ahead = not 0 <= self.copy.version <= newest.version or self.copy.holds(newest.version, newest.digest)
-            self._serves = not self._memory.no_writer and ahead and now - self._absent_since < WAIT_S
+        if not self._holds(newest) and (newest is not self._requested or now >= self._request_at):
+            self._requested, self._request_at, self._absent_since = newest, now + REQUEST_EVERY_S, self._absent_since or now
+            try:
+                self._attach()
+            except (OSError, LogError):
+                self._serves = False
+            else:
+                ahead = not 0 <= self.copy.version <= newest.version
+                self._serves = not self._memory.no_writer and ahead and now - self._absent_since < WAIT_S
+        if self._holds(newest):
+            self._serves, self._absent_since = True, 0.0
         return self._serves
+
+    def _holds(self, version: Manifest) -> bool:
+        return self.copy.holds(version.version, version.digest)
 
     def _attach(self) -> None:
         if (file := self._memory.request_file()) is not None:

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.log import Log, Partition
-from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
+from penstock.infra.tensors.host_memory import NONE, is_supported
+from penstock.infra.tensors.machine_memory import MachineMemory
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.weight_copy import NONE, WeightCopy
+from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.topic_reader import between
 from penstock.pipeline.runtime.weights.direct import IpcWeightReceiver

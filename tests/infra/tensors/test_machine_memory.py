@@ -14,8 +14,9 @@ import pytest
 
 from penstock.infra.errors import LogError
 from penstock.infra.tensors import machine_memory
-from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
-from penstock.infra.tensors.weight_copy import NONE, WeightCopy
+from penstock.infra.tensors.host_memory import NONE, is_supported
+from penstock.infra.tensors.machine_memory import MachineMemory
+from penstock.infra.tensors.weight_copy import WeightCopy
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="shared memory needs Linux")
 LAYOUT = {"names": ["a", "b"], "dtypes": ["int8", "int8"], "shapes": [(3,), (2,)]}

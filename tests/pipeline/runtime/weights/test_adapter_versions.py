@@ -10,8 +10,9 @@ import pytest
 
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.tensors.adapted import Adapted, Adapter
+from penstock.infra.tensors.host_memory import NONE
 from penstock.infra.tensors.stream import HASH, TensorBytes, digest
-from penstock.infra.tensors.weight_copy import NONE, WeightCopy
+from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.weights.prefetch import read_ends

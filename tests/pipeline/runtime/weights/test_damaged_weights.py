@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from penstock.infra.errors import LogError, RecordMissing
+from penstock.infra.tensors.host_memory import NONE
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.weight_copy import NONE, WeightCopy
+from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.runtime.weights import read
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import SILENCE_S, bring

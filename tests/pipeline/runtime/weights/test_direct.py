@@ -112,10 +112,30 @@ def test_a_version_that_the_log_does_not_have_counts_for_nobody(log: MemoryLog, 
     trainer.writer.publish(Weights(partial(tensors_of, 1)), version=1, step=1)
     assert trainer.writer._publication is not None
     trainer.writer._publisher.finish(trainer.writer._publication)  # in memory and sent, not committed
-    wait_for(worker, 0)  # after a while from the log
+    wait_for(worker, 0)  # from the memory of version 0, which is another
+    late = WeightPrefetch(log, RUN, direct=True)
+    wait_for(late, 0)  # after a while from the log
     assert chunks == [0]
     trainer.writer.finish_publishing()
-    wait_for(worker, 1)
+    for one in (worker, late):
+        wait_for(one, 1)
+        one.close()
     assert chunks == [0]
-    worker.close()
+    trainer.die()
+
+
+def test_a_worker_that_does_not_end_loading_keeps_its_memory_and_holds_up_nobody(log: MemoryLog, chunks: list[int]) -> None:
+    trainer = Trainer(log)
+    trainer.version(0)
+    frozen, worker = WeightPrefetch(log, RUN, direct=True), WeightPrefetch(log, RUN, direct=True)
+    wait_for(frozen, 0)
+    with frozen.taken() as (found, tensors):
+        for version in range(1, 5):
+            trainer.version(version)
+            wait_for(worker, version)
+        assert (found, bytes(tensors[0].data)) == (0, content(0))
+    wait_for(frozen, 4)
+    assert chunks == []
+    for one in (frozen, worker):
+        one.close()
     trainer.die()
