@@ -35,15 +35,15 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-def gpu_memory() -> tuple[int, ...]:
-    """Bytes of memory of each visible GPU, from `PENSTOCK_GPU_MEMORY_GB` or the driver; empty if unknown. Raises `ConfigError`."""
-    gpus, text = visible_gpus(), os.environ.get(MEMORY, "")
+def gpu_memory(gpus: Sequence[str]) -> tuple[int, ...]:
+    """Bytes of memory of each GPU, from `PENSTOCK_GPU_MEMORY_GB` or the driver; empty if unknown. Raises `ConfigError`."""
+    text = os.environ.get(MEMORY, "")
     try:
         sizes = [int(float(word) * GIB) for word in text.split(",") if word.strip()]
     except (ValueError, OverflowError):
         sizes = [0]
     if text and (min(sizes, default=0) <= 0 or len(sizes) not in (1, len(gpus))):
-        raise ConfigError(f"{MEMORY}: {text!r}; expected GiB of memory, one number or one for each of {len(gpus)} visible GPUs")
+        raise ConfigError(f"{MEMORY}: {text!r}; expected GiB of memory, one number or one for each of {len(gpus)} GPUs")
     return tuple(sizes * len(gpus))[: len(gpus)] if sizes else _driver_memory(gpus)
 
 

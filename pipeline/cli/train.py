@@ -256,6 +256,10 @@ def plan(
         int | None, typer.Option(min=1, help="Concurrent samples in an engine; the largest number in --speed if absent.")
     ] = None,
     engine_size: Annotated[int, typer.Option(min=1, help="Accelerators of one engine (tensor parallel).")] = 1,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Only splits into whose memory this model fits, with settings."),
+    ] = None,
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
     from_run: Annotated[
@@ -284,7 +288,8 @@ def plan(
         from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
         from penstock.pipeline.scheduling.rules import preset
 
-        points = _speeds(speed)
+        points, distribution = _speeds(speed), parse(lengths)
+        settings = None if model is None else _settings(model, accelerators, engine_size, samples_per_prompt, distribution.longest)
         if not train_speed > 0:
             raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
         sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
@@ -293,7 +298,7 @@ def plan(
                 "pipelined", prompts_per_step=sizes[0], samples_per_prompt=samples_per_prompt, steps_per_version=steps_per_version
             ),
             steps=1,
-            lengths=parse(lengths),
+            lengths=distribution,
             engines=1,
             concurrency=concurrency or max(samples for samples, _ in points),
             decode=from_speeds(points),
@@ -301,7 +306,9 @@ def plan(
             load_s=load_s,
             publish_s=publish_s,
         )
-        cluster = Cluster(accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes)
+        cluster = Cluster(
+            accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes, settings=settings
+        )
         _show(cluster, plot=plot, json=json)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -338,6 +345,15 @@ def _from_run(
         in_flight=in_flight,
     )
     _show(cluster, plot=plot, json=json)
+
+
+def _settings(model: Path, accelerators: int, engine_size: int, samples_per_prompt: int, longest: float) -> Any:
+    """Accelerators for training -> settings, for GPUs with the memory of this machine's smallest."""
+    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.pipeline.launch.check.fit import memory_or_usual, planned
+
+    memory = (min(memory_or_usual(visible_gpus() or ("0",), notify)),) * accelerators
+    return planned(model, memory, engine_size=engine_size, samples_per_prompt=samples_per_prompt, longest=longest)
 
 
 def _speeds(text: str) -> list[tuple[int, float]]:

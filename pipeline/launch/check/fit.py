@@ -4,14 +4,16 @@
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from penstock.infra.backends.nvidia import MEMORY, gpu_memory, visible_gpus
-from penstock.pipeline.config.load import Config, ConfigError, with_values
+from penstock.infra.backends.nvidia import GIB, MEMORY, gpu_memory, visible_gpus
+from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults, with_values
 from penstock.pipeline.inspect.records.runs import size
 from penstock.pipeline.launch.check.memory import (
     UTILIZATION,
@@ -33,6 +35,10 @@ BUDGETS = (16_384, 8_192, 4_096, 2_048)
 ROWS = (512, 256, 128, 64, 32, 16)
 """Values of `rollout.concurrency` to choose from; with fewer rows an engine reads all weights for hardly a token."""
 LORA_RANK = 32
+USUAL_COMPLETION = 1024
+"""Tokens of a completion if nothing tells."""
+USUAL_MEMORY = 80 * GIB
+"""Memory that a GPU is taken to have if the driver does not tell."""
 
 
 def memory_line(config: Config) -> str:
@@ -40,7 +46,7 @@ def memory_line(config: Config) -> str:
     shape = shape_in(config.model_directory)
     if shape is None:
         return "not estimated: the model is no decoder with dense gated layers"
-    gpus, memory = len(visible_gpus()), gpu_memory()
+    gpus, memory = len(visible_gpus()), gpu_memory(visible_gpus())
     workers, counts = estimates(config, shape, gpu=gpus > 0), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
     free = psutil.virtual_memory().available
     if not gpus:
@@ -192,6 +198,40 @@ def proposals(config: Config, shape: Shape, memory: Sequence[int]) -> dict[tuple
     for variant in sorted(fitting, key=cost, reverse=True):
         best[variant.trainer.processes, variant.engine.gpus(variant.rollout.vllm)] = variant
     return {division: _filled(variant, shape, min(memory)) for division, variant in best.items()}
+
+
+def memory_or_usual(gpus: Sequence[str], notify: Callable[[str], None]) -> tuple[int, ...]:
+    """Memory of each GPU; the usual one, with a notice, if it is unknown."""
+    memory = gpu_memory(gpus)
+    if gpus and not memory:
+        notify(f"the memory of the GPUs is unknown, {size(USUAL_MEMORY)} are assumed; {MEMORY} sets it in GiB")
+        return (USUAL_MEMORY,) * len(gpus)
+    return memory
+
+
+def planned(
+    model: Path, memory: Sequence[int], *, engine_size: int, samples_per_prompt: int, longest: float
+) -> Mapping[int, Mapping[str, Any]]:
+    """GPUs of the trainer -> the settings with which a model fits, with engines of `engine_size` GPUs and completions of `longest` tokens.
+
+    Raises `ConfigError` if there are none.
+    """
+    shape, gpus = shape_in(model), len(memory)
+    if shape is None:
+        raise ConfigError(f"--model {model}: not estimated, because it is no decoder with dense gated layers; leave --model out")
+    tokens = int(longest) if math.isfinite(longest) else USUAL_COMPLETION
+    table = {
+        "run": {"steps": 1}, "model": {"path": str(model)}, "data": {"source": "rows.jsonl"}, "sampling": {"max_new_tokens": tokens},
+        "schedule": {"mode": "in_flight", "samples_per_prompt": samples_per_prompt, "prompts_per_step": 32},
+        "rollout": {"engine": "vllm", "workers": gpus - 1, "gpus_per_worker": 1}, "trainer": {"gpus": 1, "micro_batch_tokens": BUDGETS[0]},
+    }  # fmt: skip
+    config = from_table(with_device_defaults(table, gpus=gpus))
+    fitting = proposals(config, shape, memory)
+    settings = {trainer: _changes(config, variant) for (trainer, size), variant in fitting.items() if size == engine_size}
+    if not settings:
+        sizes = ", ".join(map(str, sorted({size for _, size in fitting})))
+        raise ConfigError(f"--engine-size {engine_size}: the model fits with engines of {sizes} GPUs; set --engine-size")
+    return settings
 
 
 def proposed(config: Config, shape: Shape, memory: Sequence[int]) -> Config:

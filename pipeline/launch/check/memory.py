@@ -21,7 +21,7 @@ CONTEXT, COMMUNICATION, GRAPHS = 600 * MIB, 900 * MIB, 500 * MIB
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**23}
 """Logits in a piece of `infra/backends/logprobs/forward.py`, by device."""
 BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size`; gradients cross in float32, and as many are collected while a bucket is reduced."""
+"""DeepSpeed's `reduce_bucket_size`; the bucket is float32, and as many gradients wait for it during the backward pass."""
 GATHERED_ELEMENTS = 1_050_000_000
 """Parameters that ZeRO-3 gathers at a time: `max_live_parameters` and `prefetch_bucket_size`."""
 UTILIZATION = 0.9
@@ -171,9 +171,9 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
     # DeepSpeed keeps masters of float32 weights, too, where it shards anything.
     masters = not rank and (item < 4 or stage > 0)
     frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
-    kept, passing = activations(config, shape, gpu=gpu)
+    kept, one_layer, head = activations(config, shape, gpu=gpu)
     bucket = trainer.deepspeed_config.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET_ELEMENTS)
-    bucket = bucket if isinstance(bucket, int) else BUCKET_ELEMENTS
+    bucket = 4 * int(bucket) if gpu and stage and isinstance(bucket, int | float) else 0
     parts = {
         "libraries": LIBRARIES["trainer"],
         "weights": item * count // weights,
@@ -184,12 +184,12 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
         "frozen copies": frozen * item * count,
         "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
         "activations": kept,
-        "one layer, or the output layer": passing,
+        "one layer, or the output layer": max(one_layer + min(bucket, 4 * trained), head),
     }
     if not gpu:
         return parts
     parts["context"] = CONTEXT + (COMMUNICATION if shards > 1 else 0)
-    parts["reduced gradients"] = 4 * (bucket + min(bucket, trained)) if stage else 0
+    parts["reduced gradients"] = bucket
     parts["gathered weights"] = item * min(count, GATHERED_ELEMENTS) if stage == 3 else 0
     on_host = (*OFFLOADED[trainer.offload], *(("activations",) if trainer.offload_activations else ()))
     parts["offloaded"] = sum(parts[name] for name in on_host)
@@ -214,10 +214,10 @@ def micro_batch(config: Config) -> int:
     return prompts * prompt + samples * completion
 
 
-def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int, int]:
-    """Bytes of the largest micro-batch: those kept from forward to backward pass, and the most that one part of it adds.
+def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int, int, int]:
+    """Bytes of the largest micro-batch: kept from forward to backward pass, in the backward pass of one layer, and of the output layer.
 
-    These are the gradients of one layer, with checkpointing its recomputed activations too, or the output layer's logits and gradient.
+    One layer has its gradients, and with checkpointing its recomputed activations; the output layer its logits and its gradient.
     """
     trainer, tokens, item = config.trainer, micro_batch(config), ITEM[config.trainer.dtype]
     layer = tokens * shape.activations(item, adapters=trainer.lora_rank > 0)
@@ -231,7 +231,7 @@ def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int
     whole = trainer.backend == "deepspeed" and trainer.zero_stage == 3
     pieces = min(logits, PIECE_ELEMENTS["cuda" if gpu else "cpu"]) * (item + 8) + (2 * item * logits if whole else checkpoints)
     head = shape.head * (4 + (item if item < 4 else 0)) if trains_head and not whole else 0
-    return kept, max(one_layer, pieces + head + tokens * 8 * shape.hidden)
+    return kept, one_layer, pieces + head + tokens * 8 * shape.hidden
 
 
 def engine_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str, int]:

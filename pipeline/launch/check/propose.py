@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.backends.hardware import this_cpu
-from penstock.infra.backends.nvidia import GIB, MEMORY, gpu_memory, visible_gpus
+from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.errors import WrongBuild
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
@@ -26,7 +26,7 @@ from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.inspect.records.runs import size
-from penstock.pipeline.launch.check.fit import proposed
+from penstock.pipeline.launch.check.fit import USUAL_COMPLETION, memory_or_usual, proposed
 from penstock.pipeline.launch.check.memory import UTILIZATION, Shape, estimates, shape_of
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.factories import check_engine
@@ -38,10 +38,8 @@ ROWS_MEASURED = 1_000
 HELD_OUT = 64
 HEADROOM = 1.25
 """Room above the longest prompt that was measured."""
-USUAL_GPU, USUAL_CPU, USUAL_SMALL = 1024, 256, 32
-"""Tokens of a completion: on a GPU, on a CPU, and of a model that is too small to reason."""
-USUAL_MEMORY = 80 * GIB
-"""Memory that a GPU is taken to have if the driver does not tell."""
+USUAL_CPU, USUAL_SMALL = 256, 32
+"""Tokens of a completion on a CPU, and of a model that is too small to reason."""
 UNKNOWN = 10**9
 """Parameters that a model is taken to have where its weights are not there to be counted."""
 
@@ -82,7 +80,7 @@ class Inputs:
     @property
     def completion_room(self) -> int:
         """Tokens for a completion: as many as this machine generates in reasonable time, at least the longest answer, in the context."""
-        usual = USUAL_SMALL if self.small else USUAL_GPU if self.gpus else USUAL_CPU
+        usual = USUAL_SMALL if self.small else USUAL_COMPLETION if self.gpus else USUAL_CPU
         room = 8 * math.ceil(max(usual, self.longest_answer + 1) / 8)
         return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
 
@@ -120,10 +118,7 @@ def look(
     notify(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}
-    gpus, cpu, memory = len(visible_gpus()), this_cpu(), gpu_memory()
-    if gpus and not memory:
-        notify(f"the memory of the GPUs is unknown, {size(USUAL_MEMORY)} are assumed; {MEMORY} sets it")
-        memory = (USUAL_MEMORY,) * gpus
+    gpus, cpu = len(visible_gpus()), this_cpu()
     longest_prompt, longest_answer = _longest(folder, dataset)
     return Inputs(
         rows=len(dataset), prompt_field=prompt, answer_field=answer, longest_prompt=longest_prompt, longest_answer=longest_answer,
@@ -131,7 +126,7 @@ def look(
         half=str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float16"),
         template=chat_template_of(folder, "auto") is not None,
         held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0, gpus=gpus, cores=cpu.cores,
-        bfloat16=gpus > 0 or cpu.bfloat16, shape=shape_of(settings), memory=memory,
+        bfloat16=gpus > 0 or cpu.bfloat16, shape=shape_of(settings), memory=memory_or_usual(visible_gpus(), notify),
     )  # fmt: skip
 
 
@@ -180,6 +175,11 @@ def propose(
         ValueError: the same, from the part that reads them.
     """
     inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, notify=notify)
+    return written(model, data, functions, inputs, base=base, notify=notify)
+
+
+def written(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, base: Path, notify: Callable[[str], None]) -> str:
+    """The file for these inputs. Raises `ConfigError` if the model fits on no division of the GPUs."""
     engine, text = "vllm", _text(model, data, functions, inputs, engine="vllm")
     try:
         check_engine(config := _loaded(text, base, inputs))

@@ -1,5 +1,6 @@
 """A plan as text, as plain data, and as a plot of trained tokens per second against the number of rollout accelerators."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def reasons(plan: Plan) -> list[str]:
         lines.append(
             f"Trained groups are {outcome.lag_mean:.1f} versions old on average, {outcome.lag_max} at most; "
             f"a token {outcome.token_lag_mean:.1f} on average."
+        )
+    if plan.cluster.settings is not None:
+        values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in plan.cluster.settings[best.training].items())
+        lines.append(
+            f"The model fits into this memory with {' or '.join(map(str, sorted(plan.cluster.settings)))} for training; here: {values}."
         )
     dropped = {cause: count for cause, count in outcome.dropped.items() if count}
     generated = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())

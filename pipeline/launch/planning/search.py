@@ -4,8 +4,9 @@ Rollout accelerators are equal; training time is inversely proportional to the n
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
@@ -39,6 +40,8 @@ class Cluster:
     """True if engines can load weights while they generate."""
     step_sizes: tuple[int, ...] = STEP_SIZES
     """Values of `prompts_per_step` to choose from."""
+    settings: Mapping[int, Mapping[str, Any]] | None = None
+    """Accelerators for training -> the settings with which the model fits into their memory; None for any number of them."""
 
     def __post_init__(self) -> None:
         if self.accelerators < self.engine_size + 1:
@@ -172,19 +175,22 @@ def _modes(cluster: Cluster, *, prompts_per_step: int) -> list[Candidate]:
 
 
 def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Candidate]:
-    size = cluster.engine_size
-    most = (cluster.accelerators - 1) // size
-    count = min(GRID, most)
-    grid = sorted({1 + round(index * (most - 1) / max(1, count - 1)) for index in range(count)})
-    candidates = {engines: simulated(cluster, mode=mode, generating=engines * size, prompts_per_step=prompts_per_step) for engines in grid}
+    size, fitting = cluster.engine_size, cluster.settings
+    engines = range(1, (cluster.accelerators - 1) // size + 1)
+    splits = [count for count in engines if fitting is None or cluster.accelerators - count * size in fitting]
+    points = min(GRID, len(splits))
+    candidates = {
+        index: simulated(cluster, mode=mode, generating=splits[index] * size, prompts_per_step=prompts_per_step)
+        for index in sorted({round(point * (len(splits) - 1) / max(1, points - 1)) for point in range(points)})
+    }
     while True:
-        best = max(candidates, key=lambda engines: candidates[engines].tokens_per_s)
-        neighbours = [engines for engines in _between(sorted(candidates), best) if engines not in candidates]
+        best = max(candidates, key=lambda index: candidates[index].tokens_per_s)
+        neighbours = [index for index in _between(sorted(candidates), best) if index not in candidates]
         if not neighbours:
             break
-        for engines in neighbours:
-            candidates[engines] = simulated(cluster, mode=mode, generating=engines * size, prompts_per_step=prompts_per_step)
-    yield from (candidates[engines] for engines in sorted(candidates))
+        for index in neighbours:
+            candidates[index] = simulated(cluster, mode=mode, generating=splits[index] * size, prompts_per_step=prompts_per_step)
+    yield from (candidates[index] for index in sorted(candidates))
 
 
 def _between(simulated: Sequence[int], best: int) -> list[int]:
