@@ -26,17 +26,17 @@ from penstock.pipeline.launch.check.memory import (
     time_shared,
 )
 
-FULL = 0.97
-"""Share of a GPU's memory that a run may take; the allocator loses the rest to fragments."""
-PLANNED = 0.9
+FULL = 0.93
+"""Share of a GPU's memory that a trainer may take: torch's allocator loses 5 % and more to fragments."""
+PLANNED = 0.88
 """Share that a proposed setting takes, so that prompts longer than those measured fit too."""
 BUDGETS = (16_384, 8_192, 4_096, 2_048)
 """Values of `trainer.micro_batch_tokens` to choose from."""
 ROWS = (512, 256, 128, 64, 32, 16)
 """Values of `rollout.concurrency` to choose from; with fewer rows an engine reads all weights for hardly a token."""
 LORA_RANK = 32
-USUAL_COMPLETION = 1024
-"""Tokens of a completion if nothing tells."""
+USUAL_PROMPT, USUAL_COMPLETION = 320, 1024
+"""Tokens of a prompt and of a completion if they are unknown."""
 USUAL_MEMORY = 80 * GIB
 """Memory that a GPU is taken to have if the driver does not tell."""
 
@@ -221,7 +221,8 @@ def planned(
         raise ConfigError(f"--model {model}: not estimated, because it is no decoder with dense gated layers; leave --model out")
     tokens = int(longest) if math.isfinite(longest) else USUAL_COMPLETION
     table = {
-        "run": {"steps": 1}, "model": {"path": str(model)}, "data": {"source": "rows.jsonl"}, "sampling": {"max_new_tokens": tokens},
+        "run": {"steps": 1}, "model": {"path": str(model)}, "sampling": {"max_new_tokens": tokens},
+        "data": {"source": "rows.jsonl", "max_prompt_tokens": USUAL_PROMPT},
         "schedule": {"mode": "in_flight", "samples_per_prompt": samples_per_prompt, "prompts_per_step": 32},
         "rollout": {"engine": "vllm", "workers": gpus - 1, "gpus_per_worker": 1}, "trainer": {"gpus": 1, "micro_batch_tokens": BUDGETS[0]},
     }  # fmt: skip

@@ -16,9 +16,9 @@ MIB = 2**20
 ITEM = {"float32": 4, "bfloat16": 2}
 LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB}
 """Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
-CONTEXT, COMMUNICATION, GRAPHS = 600 * MIB, 900 * MIB, 500 * MIB
+CONTEXT, COMMUNICATION, GRAPHS = 720 * MIB, 900 * MIB, 500 * MIB
 """Memory of a GPU that CUDA takes in each process, NCCL in each of several trainer processes, and vLLM's CUDA graphs."""
-PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**23}
+PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in a piece of `infra/backends/logprobs/forward.py`, by device."""
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's `reduce_bucket_size`; the bucket is float32, and as many gradients wait for it during the backward pass."""
@@ -208,8 +208,14 @@ def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
 def micro_batch(config: Config) -> int:
     """Computed tokens of the largest micro-batch, every prompt and completion of maximum length."""
     trainer, schedule = config.trainer, config.schedule
-    prompt, completion = config.data.max_prompt_tokens, config.max_completion_tokens
-    samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + completion)))
+    prompt, completion, all_samples = (
+        config.data.max_prompt_tokens,
+        config.max_completion_tokens,
+        schedule.samples_per_prompt * schedule.prompts_per_step,
+    )
+    if trainer.micro_batch_by == "computed" and trainer.share_prompts != "off":
+        return min(schedule.prompts_per_step * prompt + all_samples * completion, max(trainer.micro_batch_tokens, prompt + completion))
+    samples = min(all_samples, max(1, trainer.micro_batch_tokens // (prompt + completion)))
     prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
     return prompts * prompt + samples * completion
 
