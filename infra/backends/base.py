@@ -77,7 +77,8 @@ class Backend(Protocol):
     sharded: bool
     """True if each process holds only a part of the weights, so that copying them out is a collective."""
     saves_in_background: bool
-    """True if `save` and `export` only read state that `step` and `load` change, so that they may run in a thread during `backward`."""
+    """True if `save` and `export` only read state that `step` and `load` change and every process has, so that one process may run them
+    in a thread during `backward`."""
     steps: int
     """Optimizer steps taken so far; sets the learning rate."""
 

@@ -305,9 +305,7 @@ class TorchBackend(LocalModel):
         self.host: list[torch.Tensor] = []
         """Pinned memory for them."""
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
-        self.rank, self.ranks = 0, 1
-        if torch.distributed.is_initialized():
-            self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         if self.large and not self.has_gradient:
@@ -345,9 +343,7 @@ class TorchBackend(LocalModel):
             torch._foreach_copy_(self.masters, self.parameters)
 
     def save(self, directory: str | Path) -> None:
-        """Write `trainer.pt` on rank 0: masters, AdamW's moments, step count, random state."""
-        if self.rank:
-            return
+        """Write `trainer.pt`: masters, AdamW's moments, step count, random state."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         state = {

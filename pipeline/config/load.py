@@ -118,7 +118,8 @@ def _toml(value: Any) -> str:
 
 
 def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool) -> dict[str, Any]:
-    """The table with `trainer.dtype = "auto"` and, for a trainer on the CPU, absent `threads` resolved; `cpu` may be unknown.
+    """The table with `trainer.dtype = "auto"` and, for a trainer on the CPU or with its optimizer there, absent `threads` resolved; `cpu`
+    may be unknown.
 
     Example:
         with_cpu_defaults({"trainer": {"dtype": "auto"}}, cpu=Cpu(cores=8, bfloat16=True), on_gpu=False)
@@ -130,13 +131,15 @@ def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool
         return filled  # refused by validation
     if trainer.get("dtype") == "auto":
         trainer["dtype"] = "bfloat16" if on_gpu or (cpu is not None and cpu.bfloat16) else "float32"
-    if cpu is not None and not on_gpu and "threads" not in trainer:
-        processes, model = trainer.get("processes"), filled.get("model")
-        trainer["threads"] = trainer_threads(
-            parameters=_parameters(model.get("path") if isinstance(model, Mapping) else None),
-            cores=cpu.cores,
-            processes=processes if isinstance(processes, int) else 1,
-        )
+    if cpu is None or "threads" in trainer:
+        return filled
+    processes, model = trainer.get("processes"), filled.get("model")
+    processes = processes if isinstance(processes, int) else 1
+    if not on_gpu:
+        size = _parameters(model.get("path") if isinstance(model, Mapping) else None)
+        trainer["threads"] = trainer_threads(parameters=size, cores=cpu.cores, processes=processes)
+    elif trainer.get("offload", "none") != "none":
+        trainer["threads"] = max(1, cpu.cores // max(1, processes))
     return filled
 
 

@@ -292,7 +292,9 @@ class TrainerSection(Section):
         "float32",
         description="number format of the weights; the optimizer's is float32. `auto` in a file: bfloat16 if the device computes it",
     )
-    threads: Positive = Field(1, description="threads per process; other counts give other bits. By the model's size if absent")
+    threads: Positive = Field(
+        1, description="threads per process; other counts give other bits. If absent by the model's size, and all cores under `offload`"
+    )
     deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` refuses operations that are not deterministic")
     tf32: bool = Field(False, description="a GPU computes float32 products in TF32; on a GPU true if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(

@@ -325,6 +325,8 @@ class DeepSpeedBackend(LocalModel):
         offloaded = {"offload_optimizer": host} if self.offload != "none" else {}
         if self.offload == "parameters":
             offloaded["offload_param"] = host
+        overlaps = self.device.type == "cuda" and self.zero_stage > 1 and self.world_size > 1  # a CPU has no second stream
+        buckets = {"overlap_comm": True, "reduce_bucket_size": 250_000_000} if overlaps else {"overlap_comm": False}  # of two buckets
         ours = {
             "train_micro_batch_size_per_gpu": 1,  # counts calls, because the engine has no data loader
             "gradient_accumulation_steps": 1,
@@ -332,7 +334,7 @@ class DeepSpeedBackend(LocalModel):
             "gradient_clipping": clip,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False, **offloaded},
+            "zero_optimization": {"stage": self.zero_stage, **buckets, **offloaded},
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",  # else gradients are reduced in bfloat16

@@ -27,12 +27,11 @@ class LeadBackend:
     """A backend with ranks in other processes; only `backward` is not sent to them, as each rank has its own samples."""
 
     divides_late = True
-    saves_in_background = False  # all ranks have to call it in the same order
 
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
         """`own` is rank 0's."""
         self.own, self.processes = own, processes
-        self.sharded, self.shares_prompts = own.sharded, own.shares_prompts
+        self.sharded, self.shares_prompts, self.saves_in_background = own.sharded, own.shares_prompts, own.saves_in_background
         # Of rank 0 alone: its own samples, weights that every rank holds in full (not sharded ones), and files.
         self.backward, self.adapted, self.export, self.fingerprint = own.backward, own.adapted, own.export, own.fingerprint
         self.logprobs, self.reference_logprobs, self.snapshot_logprobs = own.logprobs, own.reference_logprobs, own.snapshot_logprobs
@@ -66,8 +65,11 @@ class LeadBackend:
         self.own.load_weights(self.processes.send_tensors(tensors))
 
     def save(self, directory: str | Path) -> None:
-        """Write every rank's state into a directory that all ranks share."""
-        self._on_all_ranks("save", directory)
+        """Write the state of all ranks into a directory that they share; if all have the same, rank 0 writes it, perhaps in a thread."""
+        if self.saves_in_background:
+            self.own.save(directory)
+        else:
+            self._on_all_ranks("save", directory)
 
     def load(self, directory: str | Path) -> None:
         """Restore every rank's state. Raises `BackendError` if any rank fails."""

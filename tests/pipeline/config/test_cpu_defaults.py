@@ -81,3 +81,9 @@ def test_threads_that_a_person_chose_stand_and_on_a_gpu_none_are_chosen(tmp_path
         return load(written(tmp_path, more), cpu=cpu, **machine)
 
     assert [threads().trainer.threads, threads("threads = 3\n").trainer.threads, threads(gpus=1).trainer.threads] == [8, 3, 1]
+
+
+@pytest.mark.parametrize(("more", "threads"), [("", 1), ('backend = "deepspeed"\noffload = "optimizer"\n', 8), ("threads = 2\n", 2)])
+def test_an_optimizer_on_the_host_beside_a_gpu_computes_with_all_cores_of_its_process(tmp_path: Path, more: str, threads: int) -> None:
+    read = load(written(tmp_path, f"processes = 2\n{more}"), gpus=2, cpu=Cpu(cores=16, bfloat16=True))
+    assert read.trainer.threads == threads
