@@ -18,6 +18,9 @@ from penstock.gpu_check.figures import Machine, Skipped
 LINES: dict[str, tuple[str, int]] = {
     "machine": ("machine", 30),
     "roofs": ("machine", 60),
+    "forward": ("passes", 240),
+    "attention": ("passes", 120),
+    "head": ("passes", 90),
     "step": ("training", 180),
     "saved": ("training", 90),
     "turns": ("training", 90),

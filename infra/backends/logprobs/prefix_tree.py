@@ -198,7 +198,7 @@ def tree_inputs(tree: PrefixTree) -> dict[str, Any]:
     return inputs if tree.rows is None else inputs | {"prefix_tree": tree}
 
 
-def _attention(
+def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -276,5 +276,5 @@ def _mask(*, batch_size: int, q_length: int, kv_length: int, attention_mask: tor
     return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=None, **kwargs)
 
 
-AttentionInterface.register(TREE_ATTENTION, _attention)
+AttentionInterface.register(TREE_ATTENTION, tree_attention)
 AttentionMaskInterface.register(TREE_ATTENTION, _mask)
