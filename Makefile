@@ -39,7 +39,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu gpu-check model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
+.PHONY: demo real install gpu cpu gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -48,6 +48,7 @@ help:
 	@echo "make real      the same with SmolLM2-135M-Instruct and sums asked in words, evaluated before and after; minutes on two cores"
 	@echo "make gpu       install for NVIDIA GPUs instead, with vLLM on CUDA 13; needs driver 580 or newer.  make cpu goes back"
 	@echo "make gpu-check Penstock's own code on one GPU: figures with limits, at most ten minutes; small sizes on a CPU"
+	@echo "make gpu-carry what gpu-check needs where there is torch for CUDA and no network, in .penstock/gpu-carry; at most 50 MiB"
 	@echo "make unit      the tests that need no broker and train no model; two minutes on two cores"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
@@ -81,6 +82,10 @@ real: install $(SMOLLM2)/config.json
 
 gpu-check: install
 	$(BIN)/python -m penstock.gpu_check --json .penstock/gpu-check.json $(ARGS)
+
+# For `python -m penstock.gpu_check` on a machine with torch for CUDA and no network; ARGS="--python 3.11" for another Python there.
+gpu-carry: install
+	@$(BIN)/python .ci/gpu_carry.py --uv $(UV) $(ARGS)
 
 install: $(STAMP)/installed
 

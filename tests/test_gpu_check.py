@@ -14,6 +14,7 @@ from penstock.gpu_check.lines import LINES, outcome_of
 pytestmark = pytest.mark.costly
 
 
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("name", list(LINES))
 def test_each_line_runs_on_a_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LINES, name, (LINES[name][0], 600))  # its limit is of an idle machine

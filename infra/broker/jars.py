@@ -2,6 +2,7 @@
 
 Each line of the list is `<sha256>  <path in a Maven repository>`, so `sha256sum -c` reads it too. Jars are stored in the user's Maven cache
 ($M2_REPO, else ~/.m2/repository). `python -m penstock.infra.broker.jars --pin` resolves the set again and rewrites the list.
+PENSTOCK_JARS names a folder with other jars and a `jars.sha256` of its own; it is announced at each start, and nothing is downloaded.
 """
 
 import argparse
@@ -20,6 +21,7 @@ KAFKA = "org.apache.kafka:kafka_2.13:4.3.1"
 # Without a binding for slf4j 1.7 Kafka logs nothing at all; the version is that of Kafka's own log4j-core.
 LOGGING = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
 PINS = Path(__file__).with_name("jars.sha256")
+OTHER_JARS = "PENSTOCK_JARS"
 DOWNLOADS_AT_ONCE = 6
 RETRIES_S = (1.0, 4.0)
 """Pauses between the attempts for a jar."""
@@ -27,9 +29,14 @@ RETRIES_S = (1.0, 4.0)
 
 def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Path | None = None) -> str:
     """Return the Java class path of the pinned jars; downloads those that are not cached. `BrokerError` names a jar that differs."""
-    cache = maven_cache() if cache is None else cache
+    cache, other = maven_cache() if cache is None else cache, os.environ.get(OTHER_JARS)
+    if other:
+        pins, cache = Path(other).absolute() / PINS.name, Path(other).absolute()
+        progress(f"Kafka's jars are those of {OTHER_JARS}={other}, not the pinned ones")
     pinned = read_pins(pins)
     missing = [path for path in pinned if not (cache / path).exists()]
+    if missing and other:
+        raise BrokerError(f"{cache} lacks {missing[0]}, which its {pins.name} names: unset {OTHER_JARS}, or complete the folder")
     if missing:
         progress(f"downloading Apache Kafka ({len(missing)} of {len(pinned)} jars)")
         _download({path: pinned[path] for path in missing}, cache)
@@ -41,7 +48,11 @@ def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Pat
 
 def read_pins(pins: Path = PINS) -> dict[str, str]:
     """Return {path in a Maven repository: SHA-256} in the order of the class path."""
-    return {path: sha256 for sha256, path in (line.split() for line in pins.read_text().splitlines())}
+    try:
+        lines = pins.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise BrokerError(f"cannot read the list of Kafka's jars {pins}: {error.strerror}") from error
+    return {path: sha256 for sha256, path in (line.split() for line in lines)}
 
 
 def maven_cache() -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.gpu_check import carried
 from penstock.gpu_check.lines import LINES, PRELOADED, Outcome, outcome_of
 
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="lines that would start later are skipped")
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), metavar="FILE", help="where all figures are written")
     chosen = parser.parse_args(arguments)
+    carried.use()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise the question initialises CUDA, which no forked process can use
     device = ("cuda" if torch.cuda.is_available() else "cpu") if chosen.device == "auto" else chosen.device

@@ -6,6 +6,7 @@ Shapes depend only on the request, so that a row's bits do too; a row's token de
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Decoder(Protocol):
         """Process the prompt `int64[L]`; logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
 
     def next(self, ids: torch.Tensor) -> torch.Tensor:
-        """Append one token a row, `int64[rows]`; logits `[rows, V]` of the token after it."""
+        """Append one token a row, `int64[rows]`; logits `[rows, V]` of the token after it, valid until the next call."""
 
     def forget(self) -> None:
         """Free traces, keys and values: the next call is `prefill`."""
@@ -76,7 +77,7 @@ class PlainDecoder:
 
 
 class TracedDecoder(PlainDecoder):
-    """A decode step traced once per shape and run without Python, on a cache of fixed size and the model's own weights."""
+    """A decode step recorded once per shape and run without Python, on a cache of fixed size and the model's own weights."""
 
     traced = True
 
@@ -110,20 +111,17 @@ class TracedDecoder(PlainDecoder):
 
 
 class _Step:
-    """One trace and its buffers."""
+    """One trace, or on a GPU one CUDA graph, and its buffers."""
 
     def __init__(self, model: Any, layers: list[Any], *, rows: int, length: int) -> None:
         example = layers[0].keys
         self._kv = [kv.new_zeros((rows, kv.shape[1], length, kv.shape[3])) for kv in [x.keys for x in layers] + [x.values for x in layers]]
         self._mask = torch.full((1, 1, 1, length), torch.finfo(example.dtype).min, dtype=example.dtype, device=example.device)
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=example.device)
+        self._ids = torch.zeros((rows, 1), dtype=torch.int64, device=example.device)
         self._used = 0
-        ids = torch.zeros((rows, 1), dtype=torch.int64, device=example.device)
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-            # The tracer warns of every Python number it records; these are shapes, which are fixed.
-            warnings.simplefilter("ignore")
-            inputs = (ids, self._position, self._mask, *(kv.clone() for kv in self._kv))
-            self._run = torch.jit.trace(_OneToken(model), inputs, check_trace=False)
+        record = _captured if example.device.type == "cuda" else _traced
+        self._run = record(_OneToken(model), self._ids, self._position, self._mask, *self._kv)
 
     def fill(self, layers: list[Any], used: int) -> None:
         """Reset the buffers to the prompt's keys and values, the same for all rows."""
@@ -133,12 +131,44 @@ class _Step:
         self._used = used
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self._ids.copy_(ids.unsqueeze(1))
         self._position.fill_(self._used)
         self._mask[..., self._used] = 0
         self._used += 1
+        return self._run()
+
+
+def _traced(step: torch.nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The step as a trace over these tensors."""
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+        # The tracer warns of every Python number it records; these are shapes, which are fixed.
+        warnings.simplefilter("ignore")
+        trace = torch.jit.trace(step, tuple(tensor.clone() for tensor in inputs), check_trace=False)
+
+    def run() -> torch.Tensor:
         with torch.jit.optimized_execution(False):  # a profiling optimiser would fuse operations later and change bits between calls
-            logits: torch.Tensor = self._run(ids.unsqueeze(1), self._position, self._mask, *self._kv)
+            logits: torch.Tensor = trace(*inputs)
         return logits
+
+    return run
+
+
+def _captured(step: torch.nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The step as a CUDA graph over these tensors: one launch instead of some hundred. The logits are a buffer of the graph."""
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):  # libraries allocate at their first call, which a capture does not allow
+        step(*inputs)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        logits: torch.Tensor = step(*inputs)
+
+    def run() -> torch.Tensor:
+        graph.replay()
+        return logits
+
+    return run
 
 
 class _OneToken(torch.nn.Module):
@@ -182,7 +212,7 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
     ids[1, :5] = ids[0, :5]
     with torch.inference_mode():
         logits = [decoder.prefill(ids[0, :5], rows=2, room=4)]
-        logits += [decoder.next(ids[:, position]) for position in range(5, 9)]
+        logits += [decoder.next(ids[:, position]).clone() for position in range(5, 9)]
         expected = model(input_ids=ids).logits[:, 4:].float()
     difference = (torch.stack(logits, 1).float() - expected).abs().max()
     return bool(difference <= (1e-3 if parameter.dtype == torch.float32 else 5e-2) * expected.abs().max())

@@ -75,6 +75,23 @@ def test_a_jar_that_differs_from_its_pin_is_refused_by_name(pins: Path, tmp_path
     assert one_line(caught, "two-2.0.jar", "delete that file")
 
 
+def test_a_folder_of_other_jars_is_named_and_verified_by_its_own_list(pins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = lay_out(tmp_path / "other", _JARS)
+    monkeypatch.setenv(jars.OTHER_JARS, str(other))
+    with pytest.raises(BrokerError, match="cannot read the list"):
+        jars.class_path(progress=print)
+    pins.replace(other / pins.name)
+    said: list[str] = []
+    assert jars.class_path(progress=said.append) == ":".join(str(other / path) for path in _JARS)
+    assert said == [f"Kafka's jars are those of PENSTOCK_JARS={other}, not the pinned ones"]
+    lay_out(other, {next(iter(_JARS)): b"another"})
+    with pytest.raises(BrokerError, match="is not the jar pinned"):
+        jars.class_path(progress=print)
+    (other / next(iter(_JARS))).unlink()
+    with pytest.raises(BrokerError, match="lacks"):
+        jars.class_path(progress=print)
+
+
 def test_a_jar_the_cache_lacks_is_fetched(pins: Path, tmp_path: Path, repository: Path) -> None:
     lay_out(repository, _JARS)
     said: list[str] = []
