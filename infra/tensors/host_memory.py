@@ -3,6 +3,7 @@
 Memory that is shared is a `memfd` without a name in a file system, freed when its last process exits.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -21,6 +22,8 @@ HEAD_BYTES = 4096
 """Bytes before the tensors: version, length of its digest, the digest."""
 MOST_IDLE = 2
 """Idle buffers that other processes may still be reading; older ones are left to them."""
+RECENT = 3
+"""Files that stay mapped: a writer that alternates between several has each mapped, and registered with CUDA, once."""
 _READ_ONLY = 8
 """CUDA's flag for memory that a device only reads."""
 _mapped: weakref.WeakValueDictionary[int, "HostMemory"] = weakref.WeakValueDictionary()
@@ -96,6 +99,9 @@ class HostMemory(mmap.mmap):
 
             status = torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0 if self._writable else _READ_ONLY)
             self._registered = int(status) == 0
+            if not self._registered:
+                with contextlib.suppress(RuntimeError):  # the next kernel reports the refusal as its own error
+                    torch.zeros(1, device="cuda")
 
     def emptied(self) -> bool:
         """Mark the memory as without a version; False while another process reads it."""
@@ -106,6 +112,20 @@ class HostMemory(mmap.mmap):
         self.numbers[0] = NONE
         fcntl.flock(self.file, fcntl.LOCK_UN)
         return True
+
+
+class Mappings:
+    """This process's mappings of the memory of others."""
+
+    def __init__(self) -> None:
+        self._recent: list[HostMemory] = []
+
+    def of(self, file: int, *, writable: bool) -> HostMemory:
+        """The memory of `file`, which is closed with it."""
+        memory = HostMemory(file, writable=writable)
+        memory = next((recent for recent in self._recent if recent.inode == memory.inode), memory)
+        self._recent = [*(recent for recent in self._recent if recent is not memory), memory][-RECENT:]
+        return memory
 
 
 class HostBuffers:

@@ -19,14 +19,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.infra.errors import LogError
-from penstock.infra.tensors.host_memory import NONE, HostMemory, locked
+from penstock.infra.tensors.host_memory import NONE, HostMemory, Mappings, locked
 
 RESPONSE_TIMEOUT_S = 20.0
 """Timeout for a response of the writer, after which readers load weights themselves."""
 READERS_S = 60.0
 """Timeout of a writer that waits for readers, one of which may be frozen."""
-RECENT = 3
-"""Memory that stays mapped: a writer that alternates between several files has each mapped once, and registered with CUDA once."""
 _DIGEST_BYTES = 256
 _POLL_S = 0.005
 _CREDENTIALS = struct.Struct("iII")
@@ -45,7 +43,6 @@ class MachineMemory:
         self._sending = threading.Lock()
         """Held while the file is sent to another process, and while it is closed."""
         self._memory: HostMemory | None = None
-        self._recent: list[HostMemory] = []
         self._leave()
 
     @property
@@ -117,14 +114,12 @@ class MachineMemory:
 
     def map(self, file: int) -> None:
         """Use `file` as the memory."""
-        memory = HostMemory(file, writable=not self._only_reads)
-        self.use(next((recent for recent in self._recent if recent.inode == memory.inode), memory))
+        self.use(self._mappings.of(file, writable=not self._only_reads))
 
     def use(self, memory: HostMemory) -> None:
         """Use memory of this process, and send its file to those that request it."""
         with self._sending:
             self._memory = memory
-        self._recent = [*(recent for recent in self._recent if recent is not memory), memory][-RECENT:]
         self._numbers, self._digest, self.data = memory.numbers, memoryview(memory)[16 : 16 + _DIGEST_BYTES], memory.data
 
     def allot(self, size: int) -> None:
@@ -180,7 +175,7 @@ class MachineMemory:
         """Use no memory; it is unmapped with its last view."""
         with self._sending:
             self._memory = None
-        self._recent.clear()
+        self._mappings = Mappings()
         self.data = memoryview(b"")
         self._numbers = np.full(2, NONE, dtype=np.int64)
         """The version, and the length of its digest in bytes."""

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,33 @@ class CopyStream:
         """Let the device finish the last copy before its next work; this process does not wait."""
         if self._stream is not None and self._written is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._written)
+
+
+class Staged:
+    """A version that a GPU copies into memory of its own on a stream of its own, while it computes on."""
+
+    def __init__(self, tensors: Sequence[TensorBytes], device: torch.device) -> None:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            self._tensors = []
+            for tensor in tensors:
+                page_lock(tensor.data)
+                self._tensors.append((tensor.name, from_bytes(tensor).to(device, non_blocking=True)))
+            self._copied = torch.cuda.Event()
+            self._copied.record(stream)
+        self._source = tensors  # stays mapped until it is copied
+
+    @property
+    def done(self) -> bool:
+        return bool(self._copied.query())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors by name; the device's current stream waits for them."""
+        current = torch.cuda.current_stream()
+        current.wait_event(self._copied)
+        for name, tensor in self._tensors:
+            tensor.record_stream(current)
+            yield name, tensor
 
 
 def page_lock(data: memoryview | bytes) -> None:

@@ -7,7 +7,6 @@ half loaded never generates again.
 import contextlib
 import heapq
 import itertools
-import os
 import shutil
 import threading
 import time
@@ -31,11 +30,14 @@ from penstock.infra.engines.vllm.process import watch_processes
 from penstock.infra.engines.vllm.rows import Counts, Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
 from penstock.infra.engines.vllm.start import check_installed, engine_arguments, start_vllm
 from penstock.infra.errors import EngineError, one_line
+from penstock.infra.tensors.host_memory import HostBuffers
 from penstock.infra.tensors.stream import TensorBytes
 
 WAIT_S = 0.1
 """Longest time that a step waits for an engine in another process."""
 EXIT_S = 1.0
+STAGE_POLL_S = 0.005
+"""How often an engine is requested to look whether a version has reached its device."""
 _transfer_ids = itertools.count()
 """Ids of weight transfers within this process, unique over its engines."""
 
@@ -71,6 +73,8 @@ class VllmEngine:
             self.close()
             raise
         self.version = DIRECTORY_VERSION
+        self._buffers = HostBuffers(shared=True)
+        """For tensors that an engine in another process cannot map."""
         self._keep, self._concurrency = settings.kv_cache == "keep", concurrency
         self._cache_sleeps = False
         self._groups: list[Group] = []
@@ -210,13 +214,16 @@ class VllmEngine:
 
         with contextlib.ExitStack() as undo:
             if self._shared:
-                file = os.memfd_create("penstock-weights")  # without a name, so that it is freed when its last process exits
-                undo.callback(os.close, file)
-                info = transfer.write_shared(file, tensors)
+                info = transfer.in_shared_memory(tensors)
+                if info is None:
+                    tensors = self._buffers.copy(tensors)
+                    info = transfer.in_shared_memory(tensors)
             else:
                 number = next(_transfer_ids)
                 info = transfer.register(number, tensors)
                 undo.callback(transfer.unregister, number)
+            while self._own_process and self._rows and not all(self._llm.collective_rpc("stage_version", args=(info,))):
+                time.sleep(STAGE_POLL_S)
             core = self._llm.engine_core.call_utility if self._own_process else self._call_core
             core("pause_scheduler", "keep", not self._keep)
             self._llm.collective_rpc("load_version", args=(info,))

@@ -4,9 +4,8 @@ A version is loaded with all its parameters, or the update raises and the engine
 worker extension, in every process with a part of the model.
 """
 
-import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +15,26 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.infra.engines.vllm.process import BACKEND, end_with_owner
-from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import over
+from penstock.infra.tensors.host_memory import Mappings, shared_table
+from penstock.infra.tensors.stream import TensorBytes, expected_nbytes
+from penstock.infra.tensors.torch_copy import Staged, from_bytes
 
-ALIGNMENT = 64
-"""Alignment in bytes of each tensor in a shared buffer."""
+STAGED_OF_FREE = 0.5
+"""Largest share of the device's free memory in which a version is staged."""
 
 _registered: dict[int, Sequence[TensorBytes]] = {}
 """Transfer id -> tensors for an engine in this process, which reads them without a copy."""
+_mappings = Mappings()
+"""The worker's memory, in this process of its engine."""
 
 
 class Extension:
     """Methods added to vLLM's worker."""
+
+    def stage_version(self: Any, update_info: dict[str, Any]) -> bool:
+        """Copy a version to the device while it generates on; False until that is done, True if it cannot be."""
+        transfer = self.weight_transfer_engine
+        return bool(transfer.stage(transfer.parse_update_info(update_info)))
 
     def load_version(self: Any, update_info: dict[str, Any]) -> None:
         """Load a version in one call, because each call to another process is a round trip during which nothing is generated."""
@@ -60,19 +67,47 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do."""
 
+    _staged: tuple[UpdateInfo, Staged] | None = None
+
+    def stage(self, update_info: UpdateInfo) -> bool:
+        """Start to copy a version to a GPU; True once that is done, or if there is no GPU or not enough memory free on it."""
+        if self._staged is None or self._staged[0] != update_info:
+            self._staged = None
+            device = next(self.model.parameters()).device
+            if device.type != "cuda":
+                return True
+            tensors = self._located(update_info)
+            if sum(tensor.nbytes for tensor in tensors) > STAGED_OF_FREE * torch.cuda.mem_get_info(device)[0]:
+                return True
+            self._staged = update_info, Staged(tensors, device)
+        return self._staged[1].done
+
+    def _located(self, update_info: UpdateInfo) -> Sequence[TensorBytes]:
+        if update_info.registered is not None:
+            return _registered[update_info.registered]
+        assert update_info.path is not None
+        on_gpu = torch.cuda.is_available()
+        file = os.open(update_info.path, (os.O_RDWR if on_gpu else os.O_RDONLY) | os.O_CLOEXEC)
+        memory = _mappings.of(file, writable=on_gpu)  # drivers refuse to register memory that cannot be written
+        if on_gpu:
+            memory.page_lock()
+        view = memoryview(memory)
+        return [
+            TensorBytes(name=name, dtype=dtype, shape=tuple(shape), data=view[offset : offset + expected_nbytes(dtype, shape)])
+            for name, dtype, shape, offset in update_info.table
+        ]
+
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all tensors. Raises `ValueError` if a parameter got no weights."""
-        tensors: Iterator[tuple[str, torch.Tensor]]
-        if update_info.registered is not None:
-            weights = _registered[update_info.registered]
-            tensors = ((tensor.name, over(tensor.data, tensor.dtype, tensor.shape)) for tensor in weights)
+        staged, self._staged = self._staged, None
+        if staged is not None and staged[0] == update_info:
+            tensors = staged[1].tensors()
         else:
-            assert update_info.path is not None
-            tensors = _in_file(update_info.path, update_info.table)
+            tensors = ((tensor.name, from_bytes(tensor)) for tensor in self._located(update_info))
         expected = {name for name, _ in self.model.named_parameters() if not (_tied(self.model) and name == "lm_head.weight")}
         loaded = self.model.load_weights(tensors)
         if loaded is not None and self.model_config.quantization is None and (missed := expected - loaded):
@@ -109,27 +144,14 @@ def unregister(number: int) -> None:
     _registered.pop(number, None)
 
 
-def write_shared(file: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
-    """Update info for engines in other processes, which open the file through this process's /proc entry; writes the tensors to `file`."""
-    table, end = [], 0
-    for tensor in tensors:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        data, written = memoryview(tensor.data).cast("B"), 0
-        while written < len(data):
-            written += os.pwrite(file, data[written:], start + written)
-        table.append((tensor.name, tensor.dtype, list(tensor.shape), start))
-        end = start + len(data)
-    return {"path": f"/proc/{os.getpid()}/fd/{file}", "table": table}
-
-
-def _in_file(path: str, table: Sequence[tuple[str, str, Sequence[int], int]]) -> Iterator[tuple[str, torch.Tensor]]:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        mapping = mmap.mmap(file, 0, prot=mmap.PROT_READ)  # exists as long as a tensor over it
-    finally:
-        os.close(file)
-    for name, dtype, shape, offset in table:
-        yield name, over(mapping, dtype, shape, offset)
+def in_shared_memory(tensors: Sequence[TensorBytes]) -> dict[str, Any] | None:
+    """Update info for engines in other processes, which map the memory by this process's /proc entry; None if it cannot be mapped."""
+    table = shared_table(tensors)
+    if table is None:
+        return None
+    memory, offsets = table
+    entries = [(tensor.name, tensor.dtype, list(tensor.shape), offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+    return {"path": f"/proc/{os.getpid()}/fd/{memory.file}", "table": entries}
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from penstock.infra.engines.base import Completion
 from penstock.infra.errors import EngineError
+from penstock.infra.tensors.host_memory import HostBuffers, located
 from tests.support.vllm_helpers import LIMIT, draw_with_swaps, largest_error, open_engine, request, save_model, tensors_of, version_values
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
@@ -42,6 +44,36 @@ def test_ten_thousand_tokens_over_ten_swaps_have_true_labels(tmp_path: Path, is_
     assert tokens >= 10_000
     assert swaps >= 10
     assert worst < LIMIT
+
+
+@pytest.mark.slow
+def test_an_engines_process_maps_a_version_in_shared_memory_and_another_is_copied_there(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model", tied=True)
+    engine, values, buffers = open_engine(directory, engine_process=True), version_values(directory), HostBuffers(shared=True)
+    call, paths = engine._llm.collective_rpc, list[str]()
+
+    def noted(method: str, args: Any) -> Any:
+        paths.append(args[0]["path"])
+        return call(method, args=args)
+
+    engine._llm.collective_rpc = noted
+    try:
+        asked, found = [request(group, tokens=24) for group in range(4)], list[Completion]()
+        for version, group in enumerate(asked):
+            engine.submit(group)
+            found += engine.step()
+            tensors = tensors_of(values(version))
+            shared = buffers.copy(tensors) if version % 2 else tensors
+            paths.clear()
+            engine.load_weights(version, shared)
+            memory = located(shared[0].data)[0]
+            assert (memory is not None and paths[-1].endswith(f"/fd/{memory.file}")) == bool(version % 2)
+        while not engine.idle:
+            found += engine.step()
+    finally:
+        engine.close()
+    assert len(found) == sum(len(group.samples) for group in asked)
+    assert largest_error(directory, {one.group: one for one in asked}, found, values) < LIMIT
 
 
 def test_an_update_that_fails_halfway_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
