@@ -49,7 +49,7 @@ help:
 	@echo "make gpu       install for NVIDIA GPUs instead, with vLLM on CUDA 13; needs driver 580 or newer.  make cpu goes back"
 	@echo "make gpu-check Penstock's own code on one GPU: figures with limits, at most ten minutes; small sizes on a CPU"
 	@echo "make gpu-carry what gpu-check needs where there is torch for CUDA and no network, in .penstock/gpu-carry; at most 50 MiB"
-	@echo "make unit      the tests that need no broker and train no model; two minutes on two cores"
+	@echo "make unit      the tests without a broker, other processes and training; one minute on two cores"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
 	@echo "make mutated   10,000 mutated configurations and data files through penstock run --dry-run; 15 minutes on two quiet cores"
@@ -100,6 +100,8 @@ cpu:
 
 model: $(MODEL)/config.json
 
+# They compute and hardly wait: one process per core.
+unit: TESTERS = $(shell nproc 2>/dev/null || echo 2)
 unit: install
 	$(PYTEST) -m unit $(SHARED) $(ARGS)
 

@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,6 +129,10 @@ COSTLY = frozenset({"broker", "new_home", "tiny_model", "model_path", "model_dir
 """Fixtures that start a broker or a browser, load MLflow, or make a model: a test that uses one, directly or not, is no unit test."""
 HEAVY = frozenset({"transformers", "vllm", "deepspeed", "kafka"})
 """Values of parameters that stand for an engine, a backend or a broker that takes seconds to open."""
+STARTERS = frozenset({"subprocess", "child", "ChildPool"})
+"""Names in a test's own code that start a process."""
+WHOLLY_COSTLY = re.compile(r"^pytestmark = .*pytest\.mark\.costly", re.MULTILINE)
+"""A file without unit tests: `-m unit` does not import it, nor the libraries that it imports."""
 UNIT_S, OTHER_S = 2.0, 15.0
 """[s] a test may take on a quiet machine, without its fixtures; those that take longer are listed at the end of a run."""
 LISTED = 25
@@ -137,6 +142,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Children start with default signals. A process that only hands the tests to others starts none, and keeps what `nohup` gave it."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         guard_this_process()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For the unit tests, files without any are left out; None leaves the decision to others."""
+    if config.option.markexpr != "unit" or collection_path.suffix != ".py":
+        return None
+    return WHOLLY_COSTLY.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
 def pytest_collection_finish() -> None:
@@ -157,9 +169,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _is_costly(item: pytest.Item) -> bool:
     """Whether the test needs what a unit test must not need."""
     marked = any(item.get_closest_marker(name) for name in ("slow", "costly"))
+    starts = isinstance(item, pytest.Function) and not STARTERS.isdisjoint(item.function.__code__.co_names)
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     heavy = not HEAVY.isdisjoint(value for value in parameters if isinstance(value, str))
-    return marked or heavy or not COSTLY.isdisjoint(getattr(item, "fixturenames", ()))
+    return marked or starts or heavy or not COSTLY.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def _turn(item: pytest.Item) -> tuple[int, bool]:

@@ -58,6 +58,7 @@ BUDGETS = {
     r"now and then": 0,
 }
 """Pattern of a lower-case word, or of a phrase with a space -> most uses in product and docs."""
+PHRASE = re.compile("[ _]")
 
 
 def uses() -> Counter[str]:
@@ -65,18 +66,17 @@ def uses() -> Counter[str]:
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.md", "*.toml", "*.html", "*.js"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    counts: Counter[str] = Counter()
+    counts, words = Counter[str](), Counter[str]()
     for name in listed.stdout.split():
         path = ROOT / name
         if name.startswith(("tests/", "benchmarks/")) or path.is_symlink() or not path.exists() or path.name == "CHANGELOG.md":
             continue
         text = re.sub(r"(?i)dead[-_ ]?letters?", "", path.read_text(encoding="utf-8"))
-        words = Counter(re.findall(r"[a-z']+", re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower()))
-        for pattern in BUDGETS:
-            if " " in pattern or "_" in pattern:
-                counts[pattern] += len(re.findall(pattern, text.lower()))
-            else:
-                counts[pattern] += sum(count for word, count in words.items() if re.fullmatch(pattern, word))
+        words.update(re.findall(r"[a-z']+", re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower()))
+        counts.update({pattern: len(re.findall(pattern, text.lower())) for pattern in BUDGETS if PHRASE.search(pattern)})
+    for pattern in BUDGETS:
+        if not PHRASE.search(pattern):
+            counts[pattern] = sum(count for word, count in words.items() if re.fullmatch(pattern, word))
     return counts
 
 

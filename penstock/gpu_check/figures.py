@@ -1,4 +1,4 @@
-"""What a line of the check is given, and what it yields."""
+"""Arguments and results of a line of the check."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ import torch
 
 
 class Skipped(Exception):
-    """A line cannot run here; the message says why."""
+    """A line cannot run on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ def run_line(name: str, folder: str, device: str, pipe: Connection) -> None:
 
 
 def outcome_of(name: str, *, folder: str, device: str, context: Any) -> Outcome:
-    """Run one line in a new process; one that exceeds its time or dies fails."""
+    """Run one line in a new process; one that exceeds its time or crashes fails."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_line, args=(name, folder, device, theirs), daemon=False)
     outcome, started, limit_s = Outcome(name), time.monotonic(), LINES[name][1]

@@ -14,6 +14,7 @@ from tests.support.listed_records import Listed
 from tests.support.trainer_alone import outcome_of
 from tests.support.worker_set import WorkerSet, audited, complete, config_of, records_of
 
+pytestmark = pytest.mark.costly
 pytest.importorskip("peft")
 
 

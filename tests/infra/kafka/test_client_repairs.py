@@ -21,6 +21,8 @@ from penstock.infra.kafka.member import KafkaMember
 from penstock.topics.catalogue import TopicSpec
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
 
+pytestmark = pytest.mark.costly  # starts processes
+
 
 @pytest.fixture
 def log(broker: str) -> Iterator[KafkaLog]:

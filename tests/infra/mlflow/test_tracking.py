@@ -256,6 +256,7 @@ def test_a_deleted_experiment_is_one_clear_error(target: Target) -> None:
         MlflowRun(target)
 
 
+@pytest.mark.costly  # imports MLflow
 def test_an_address_is_shown_without_its_credentials() -> None:
     assert without_password("https://me:secret@host:80/x?y=1") == "https://host:80/x?y=1"
     assert without_password("sqlite:////state/mlflow.db") == "sqlite:////state/mlflow.db"

@@ -22,7 +22,7 @@ from penstock.pipeline.config.load import from_table
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
+pytestmark = [pytest.mark.costly, pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")]
 HOSTILE = """
 import ctypes, os, resource, signal, socket, sys, time
 

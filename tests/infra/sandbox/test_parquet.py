@@ -22,6 +22,8 @@ from tests.support.children import child, end_in_time
 from tests.support.parquet_footers import LEAF, file_of, group, nested
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.costly  # starts processes
+
 TABLE = pa.table({"offset": range(50), "text": [f"row {n % 3}" for n in range(50)], "more": [[n, None] for n in range(50)]})
 
 

@@ -16,7 +16,7 @@ from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.spawn import bwrap_fault
 from tests.support.children import end_in_time, runs
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
+pytestmark = [pytest.mark.costly, pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")]
 DAEMONS = {
     "setsid": "fork(os.setsid, rest)",
     "double fork": "fork(os.setsid, lambda: fork(rest))",

@@ -17,6 +17,8 @@ from penstock.infra.sandbox.spawn import ChildError
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.costly  # starts processes
+
 SERVED = """
 import os, re, signal, subprocess, sys, time
 

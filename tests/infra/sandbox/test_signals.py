@@ -13,6 +13,8 @@ from penstock.infra.sandbox import signals
 from penstock.pipeline.launch import shutdown
 from penstock.pipeline.runtime import session
 
+pytestmark = pytest.mark.costly  # starts processes
+
 HANDLERS = "import signal; print([signal.getsignal(number) is not signal.SIG_IGN for number in (2, 1, 3, 15)])"
 IGNORING = "import signal, subprocess, sys\nfor number in (2, 1, 3, 15):\n    signal.signal(number, signal.SIG_IGN)\n"
 

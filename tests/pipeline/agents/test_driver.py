@@ -12,6 +12,8 @@ from tests.support.chat_families import template, tokenizer
 from tests.support.environments import Policy, counting, play
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 
+pytestmark = pytest.mark.costly  # starts processes
+
 
 def test_a_trajectory_trains_what_was_drawn_and_nothing_else(tmp_path: Path) -> None:
     (trajectory,), said = play(counting(tmp_path), [{}], draw=Policy())

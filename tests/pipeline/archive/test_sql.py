@@ -11,6 +11,8 @@ from penstock.topics import groups
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import log_with
 
+pytestmark = pytest.mark.costly  # starts processes
+
 STEPS, GROUPS = 3, 8
 
 

@@ -20,6 +20,8 @@ from penstock.pipeline.cli import main
 from tests.support.children import child, end_in_time
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.costly  # starts processes
+
 ENDLESS = "select count(*) from range(10000000) a, range(10000000) b where a.range + b.range = 7"
 
 

@@ -292,6 +292,7 @@ def test_there_are_examples() -> None:
 TINY = [file.name for file in EXAMPLES if ".penstock/tiny" in file.read_text(encoding="utf-8")]
 
 
+@pytest.mark.costly  # tries the reward in a child process
 @pytest.mark.parametrize("name", TINY)
 def test_an_example_of_the_tiny_model_passes_a_dry_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("vllm") is None and 'engine = "vllm"' in (ROOT / "examples" / name).read_text(encoding="utf-8"):

@@ -83,7 +83,7 @@ def test_a_view_that_was_saved_goes_on_as_if_it_had_not_been(seed: int) -> None:
 def test_a_view_that_forgets_holds_no_more_of_a_long_run_than_of_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_view, "REWARDS", 24)
     held = []
-    for steps in (60, 240):
+    for steps in (40, 120):
         view = folded(recorded(steps=steps), forgets=True)
         assert fate_counts(view).total() == len(view.admitted)
         held.append((len(view.steps), len(view.groups), len(view.versions), len(view.stale), len(to_json(view))))

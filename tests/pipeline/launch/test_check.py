@@ -63,6 +63,7 @@ def found(config: Config) -> tuple[dict[str, str], str | None]:
     return records, None
 
 
+@pytest.mark.costly  # tries the reward in a child process
 def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tmp_path: Path) -> None:
     records, problem = found(configured(project(tmp_path)))
     assert problem is None
@@ -108,6 +109,7 @@ def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Pat
     ]
 
 
+@pytest.mark.costly  # tries the reward in a child process
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
@@ -128,6 +130,7 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
     assert "\n" not in problem
 
 
+@pytest.mark.costly  # tries the reward in a child process
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -158,6 +161,7 @@ def with_weights(folder: Path, shape: tuple[int, ...], *, there: int | None = No
         file.truncate(8 + len(header) + (size if there is None else there))
 
 
+@pytest.mark.costly  # tries the reward in a child process
 def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = project(tmp_path)
     with_weights(folder / "model", (1000, 1_000_000))
@@ -171,6 +175,7 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.costly  # tries the reward in a child process
 @pytest.mark.parametrize(("export", "fits"), [(True, False), (False, True)])
 def test_the_exported_model_has_to_fit_on_the_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, export: bool, fits: bool
@@ -184,6 +189,7 @@ def test_the_exported_model_has_to_fit_on_the_disk_too(
     assert (found(config)[1] is None) == fits
 
 
+@pytest.mark.costly  # tries the reward in a child process
 @pytest.mark.parametrize(
     ("free", "keep", "said"),
     [
@@ -243,6 +249,7 @@ def manifest(version: int, *, nbytes: int, base: int | None) -> Manifest:
     )  # fmt: skip
 
 
+@pytest.mark.costly  # tries the reward in a child process
 def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     folder = project(tmp_path)
     (folder / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
@@ -253,6 +260,7 @@ def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     assert found(configured(folder))[1] is None
 
 
+@pytest.mark.costly  # tries the reward in a child process
 def test_what_init_writes_passes_the_check_and_names_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     folder = project(tmp_path)
@@ -395,6 +403,7 @@ def test_rows_without_an_answer_or_with_the_same_one_are_not_compared() -> None:
     assert swapped([], []) == []
 
 
+@pytest.mark.costly  # tries the reward in a child process
 def test_check_and_run_refuse_a_reversed_reward(tmp_path: Path) -> None:
     reversed_reward = "return [-float(a == b) for a, b in zip(completions, answer)]"
     records, problem = found(configured(project(tmp_path, reward=reversed_reward)))

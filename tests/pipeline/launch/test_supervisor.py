@@ -27,6 +27,8 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.topics.ledger import Entry
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 
+pytestmark = pytest.mark.costly  # starts processes
+
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
 FAILING = "import sys; print('the reason'); sys.exit(1)"

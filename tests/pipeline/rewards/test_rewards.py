@@ -251,6 +251,7 @@ def test_math_verify_finds_every_gsm8k_answer_equal_to_itself_and_not_to_another
     assert verify([f"{answer.rsplit('#### ')[-1]}1" for answer in answers], answers) == [0.0] * 64
 
 
+@pytest.mark.costly
 def test_reasoning_gym_scores_by_the_task_itself() -> None:
     pytest.importorskip("reasoning_gym")
     from penstock.pipeline.data import open_dataset

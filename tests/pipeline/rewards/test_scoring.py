@@ -13,6 +13,8 @@ from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import CHILD, RewardPool, payload, spec
 
+pytestmark = pytest.mark.costly  # starts processes
+
 MINE = """
 import asyncio, ctypes, multiprocessing, os, re, signal, subprocess, sys, threading, time
 

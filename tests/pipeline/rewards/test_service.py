@@ -19,6 +19,8 @@ from penstock.pipeline.rewards.functions import digests, resolve
 from penstock.pipeline.rewards.scoring import CHILD, payload, spec
 from penstock.pipeline.rewards.values import RewardError
 
+pytestmark = pytest.mark.costly  # starts processes
+
 Answer = Callable[[Request], Coroutine[Any, Any, Response]]
 Serve = Callable[[Answer], str]
 

@@ -157,7 +157,7 @@ class World:
         self.fates[group] = fate
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(sorted(MODES)),

@@ -107,6 +107,7 @@ def fate(read: Callable[[Record], Any], record: Record) -> Any:
         return "newer"
 
 
+@pytest.mark.costly
 def test_ten_thousand_damaged_records_are_refused_in_time_and_in_little_memory() -> None:
     table = in_a_process(readings)
     assert sum(table.values()) > 10_000

@@ -12,6 +12,8 @@ import torch
 from penstock.infra.backends.deepspeed import backend
 from penstock.infra.errors import BackendError
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 
 class Calls:
     """Calls a function when it is unpickled."""
@@ -23,7 +25,6 @@ class Calls:
         return self.call
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("function", [os.system, exec, eval, subprocess.check_output, sys.exit, os.mkdir, getattr])
 def test_a_function_that_a_file_names_is_not_called(tmp_path: Path, function: Any) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
@@ -33,7 +34,6 @@ def test_a_function_that_a_file_names_is_not_called(tmp_path: Path, function: An
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("path", "mode"), [("x.pt", 0o646), ("x.pt", 0o660), (".", 0o777), (".", 0o770), (".", 0o1777)])
 def test_a_file_or_folder_that_others_may_write_is_refused(tmp_path: Path, path: str, mode: int) -> None:
     torch.save({"steps": 1}, tmp_path / "x.pt")

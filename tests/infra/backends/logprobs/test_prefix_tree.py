@@ -19,6 +19,8 @@ from penstock.pipeline.algorithms.registry import CORRECTIONS, LOSSES
 from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 from tests.support.training import batch_of, loss_of
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 CPU = torch.device("cpu")
 VOCABULARY = 40
 WAYS = {
@@ -102,7 +104,6 @@ def check(batch, objectives):
 EVERY = [(loss, correction) for loss in LOSSES for correction in ("none", *CORRECTIONS)]
 
 
-@pytest.mark.costly
 @settings(PROVEN, max_examples=3)
 @given(groups_of(prompt=12, completion=8, samples=4, groups=3))
 def test_losses_and_gradients_are_those_of_padded_rows_for_every_loss_and_correction(batch):
@@ -126,7 +127,6 @@ def test_every_prefix_that_predicts_something_is_computed_once_and_nothing_else(
     assert len(prefix_tree(batch).ids) == len(prefixes)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "more", "in_pieces"), [
     ("llama", {"tie_word_embeddings": False}, True),
     ("mistral", {"sliding_window": 4}, True),
@@ -145,7 +145,6 @@ def test_families_share_prompts_with_their_windows_and_caps(kind, more, in_piece
     torch.testing.assert_close(chosen(model, batch, device=CPU)[0], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.costly
 def test_a_model_that_carries_state_along_the_line_is_refused_by_name_or_runs_padded():
     model = model_of("lfm2", full_attn_idxs=[1])
     with pytest.raises(BackendError, match=r"share_prompts.*'lfm2' cannot share prompts \(.*\); set it to 'auto' or 'off'"):
@@ -164,7 +163,6 @@ def model_path(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "own", "checkpointing"),
     [

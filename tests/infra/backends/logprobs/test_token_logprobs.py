@@ -8,6 +8,8 @@ import torch
 from penstock.infra.backends.logprobs import forward as module
 from penstock.infra.backends.logprobs.forward import token_logprobs
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 ROW = torch.tensor([0, 0, 1, 3, 3, 3, 4])
 TARGET = torch.tensor([5, 2, 2, 0, 10, 10, 7])
 TEMPERATURES = torch.tensor([0.5, 1.0, 1.5, 0.8, 1.2])

@@ -7,6 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock.infra.backends.logprobs import prefix_tree
 from penstock.infra.backends.logprobs.prefix_tree import short_attention
 
+pytestmark = pytest.mark.costly  # imports transformers
+
 
 def tensors(dtype, *, rows=3, heads=6, groups=2, queries=5, keys=9, width=8):
     torch.manual_seed(0)

@@ -20,6 +20,8 @@ from tests.support.chat_families import stop_ids, template
 from tests.support.children import end_in_time, runs, time_that_passes_after
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 
+pytestmark = pytest.mark.costly  # starts processes
+
 ASK = """
 import json, os, sys, urllib.request
 def post(path, body):
