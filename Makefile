@@ -101,7 +101,7 @@ cpu:
 model: $(MODEL)/config.json
 
 # They compute and hardly wait: one process per core.
-unit: TESTERS = $(shell nproc 2>/dev/null || echo 2)
+unit: TESTERS = $(shell getconf _NPROCESSORS_ONLN)
 unit: install
 	$(PYTEST) -m unit $(SHARED) $(ARGS)
 
