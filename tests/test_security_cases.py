@@ -29,7 +29,7 @@ DEFAULT = {
     "11-reward-leaves-a-process": "tests/infra/sandbox/test_keeper.py::test_nothing_that_a_function_starts_outlives_its_child",
     "12-anybody-ends-a-run": "tests/workers/trainer/test_arrivals.py::test_nobody_else_ends_a_run_or_chooses_its_best_checkpoint",
     "13-ui-markup": "tests/pipeline/inspect/test_html.py::test_no_text_of_a_run_becomes_markup",
-    "14-embedded-broker-any-user": "tests/infra/broker/test_broker_password.py::test_a_process_that_is_told_the_ports_does_nothing",
+    "14-embedded-broker-any-user": "tests/infra/broker/test_broker_password.py::test_a_process_that_knows_the_ports_can_do_nothing",
 }
 """Case -> the default test of its rule."""
 

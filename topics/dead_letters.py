@@ -83,16 +83,16 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
     )
 
 
-def to_record(letter: DeadLetter) -> Record:
+def to_record(refusal: DeadLetter) -> Record:
     """The refused record, unchanged."""
     return Record(
-        topic=letter.topic,
-        partition=letter.partition,
-        offset=letter.offset,
-        timestamp_ms=letter.timestamp_ms,
-        key=letter.key,
-        headers=letter.headers,
-        value=letter.value,
+        topic=refusal.topic,
+        partition=refusal.partition,
+        offset=refusal.offset,
+        timestamp_ms=refusal.timestamp_ms,
+        key=refusal.key,
+        headers=refusal.headers,
+        value=refusal.value,
     )
 
 
@@ -113,10 +113,10 @@ def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worke
     )
 
 
-def skipped(letter: DeadLetter) -> range | None:
+def skipped(refusal: DeadLetter) -> range | None:
     """The offsets that readers skip; None for a dead letter about one record."""
-    after = dict(letter.headers).get(_NEXT) or b""
-    return range(letter.offset, int(after)) if letter.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
+    after = dict(refusal.headers).get(_NEXT) or b""
+    return range(refusal.offset, int(after)) if refusal.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
 
 
 def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, int], range]]:
@@ -124,26 +124,26 @@ def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, i
     skips = []
     for record in letters:
         try:
-            letter = read(record, run=run)[1]
+            refusal = read(record, run=run)[1]
         except Unusable:
             continue
-        if (offsets := skipped(letter)) is not None:
-            skips.append(((letter.topic, letter.partition), offsets))
+        if (offsets := skipped(refusal)) is not None:
+            skips.append(((refusal.topic, refusal.partition), offsets))
     return skips
 
 
-def claimed_group(letter: DeadLetter) -> int | None:
+def claimed_group(refusal: DeadLetter) -> int | None:
     """The group that the refused record names in its header, else in its key; None if it names none."""
-    if letter.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
+    if refusal.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
         return None  # keys of other topics are no group numbers
-    claim = (dict(letter.headers).get("group") or letter.key or b"").decode("ascii", "replace")
+    claim = (dict(refusal.headers).get("group") or refusal.key or b"").decode("ascii", "replace")
     return int(claim) if claim.isascii() and claim.isdigit() and len(claim) < 19 else None
 
 
-def encode(letter: DeadLetter) -> bytes:
+def encode(refusal: DeadLetter) -> bytes:
     """The payload of a dead letter."""
-    headers = [{"name": name, "value": value} for name, value in letter.headers]
-    return CODEC.encode({**as_row(letter), "headers": headers})
+    headers = [{"name": name, "value": value} for name, value in refusal.headers]
+    return CODEC.encode({**as_row(refusal), "headers": headers})
 
 
 def decode(value: Payload) -> DeadLetter:
@@ -155,9 +155,9 @@ def decode(value: Payload) -> DeadLetter:
     return DeadLetter(**{**row, "key": _bytes(row["key"]), "headers": headers, "value": bytes(row["value"])})
 
 
-def headers(letter: DeadLetter, *, run: str) -> Headers:
+def headers(refusal: DeadLetter, *, run: str) -> Headers:
     """The headers of a dead letter; `outcome` is the kind of its reason."""
-    return Headers(run=run, schema=SCHEMA, outcome=letter.kind, worker=letter.worker)
+    return Headers(run=run, schema=SCHEMA, outcome=refusal.kind, worker=refusal.worker)
 
 
 def check(record: Record, *, run: str) -> Headers:

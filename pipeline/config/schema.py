@@ -30,7 +30,7 @@ from penstock.pipeline.scheduling.rules import MODES
 class RunSection(Section):
     name: str = Field("run", description="first part of the run id")
     steps: Positive | None = Field(None, description="optimizer steps; give `steps` or `epochs`")
-    epochs: PositiveFloat | None = Field(None, description="passes over the data; an incomplete last step is skipped")
+    epochs: PositiveFloat | None = Field(None, description="passes through the data; an incomplete last step is skipped")
     seed: NonNegative = Field(0, description="seed of the order of prompts, of samples, generated data and training")
     restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` restarts a crashed worker")
     max_restarts: NonNegative = Field(5, description="consecutive restarts of one worker before the run fails")

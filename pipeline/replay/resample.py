@@ -50,13 +50,13 @@ class ResampledCompletion:
         return self.first_difference is None
 
 
-def compare(recorded: Rollout, drawn: Completion, *, version: int) -> ResampledCompletion:
+def compare(recorded: Rollout, regenerated: Completion, *, version: int) -> ResampledCompletion:
     """Compare a recorded with a regenerated sample.
 
     Recorded tokens are compared up to the first one of another version than `version`; all of them if the first one is of another
     version, as when the user chose one.
     """
-    before, now = recorded.token_ids, drawn.token_ids
+    before, now = recorded.token_ids, regenerated.token_ids
     versions = recorded.token_versions
     other = np.flatnonzero(versions != version)
     comparable = int(other[0]) if len(other) and other[0] else len(before)
@@ -66,7 +66,7 @@ def compare(recorded: Rollout, drawn: Completion, *, version: int) -> ResampledC
     if first is None and len(now) != comparable and (len(now) < comparable or comparable == len(before)):
         first = common  # one of the two ended here, the other did not
     alike = common if first is None else first
-    gaps = np.abs(recorded.behaviour_logprobs[:alike] - drawn.logprobs[:alike])
+    gaps = np.abs(recorded.behaviour_logprobs[:alike] - regenerated.logprobs[:alike])
     return ResampledCompletion(
         group=recorded.group, sample=recorded.sample, version=version, recorded_versions=tuple(map(int, recorded.span_versions)),
         comparable=comparable, recorded=tuple(before.tolist()), drawn=tuple(now.tolist()), first_difference=first,

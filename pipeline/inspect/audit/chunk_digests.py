@@ -1,4 +1,4 @@
-"""Recomputes weight digests from chunks: one pass over the topic `weights`, one version at a time on disk.
+"""Recomputes weight digests from chunks: one pass through the topic `weights`, one version at a time on disk.
 
 A digest is BLAKE3 (SHA-256 without a prefix) over name, type, shape, size and bytes of each tensor in name order; chunk boundaries do
 not matter.

@@ -1,4 +1,4 @@
-"""Builds a run's page of limited size in two passes over the log: an index, then the newest details that fit."""
+"""Builds a run's page of limited size in two passes through the log: an index, then the newest details that fit."""
 
 import base64
 import hashlib

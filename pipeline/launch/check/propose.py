@@ -232,7 +232,7 @@ def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> 
             "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
             "[run]",
             _line("name", name, "first part of the run's id"),
-            _line("steps", 100, "optimizer steps; or epochs = passes over the data"),
+            _line("steps", 100, "optimizer steps; or epochs = passes through the data"),
             _line("seed", 0),
             "",
             "[model]",
@@ -285,7 +285,7 @@ def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str
     lines += [_line("gpus_per_worker", 1 if fitting is None else fitting.rollout.gpus_per_worker)] if inputs.gpus > 1 else []
     if engine != "vllm":
         return lines
-    lines += [_line("kv_cache", "keep", "new weights go on with the cache; recompute: prefill all samples in flight again")]
+    lines += [_line("kv_cache", "keep", "the cache stays valid under new weights; recompute: prefill all samples in flight again")]
     if fitting is not None:
         lines += [_line("concurrency", fitting.rollout.concurrency, "samples of maximum length that the cache holds, at most 512")]
     sharded = {} if fitting is None else {name: value for name, value in fitting.rollout.vllm.items() if name == "tensor_parallel_size"}

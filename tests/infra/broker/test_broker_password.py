@@ -126,7 +126,7 @@ def test_what_holds_a_password_is_its_users_alone_and_no_log_or_argument_has_it(
 
 
 @pytest.mark.parametrize("uid", [None, NOBODY], ids=["without the state directory", "of another user"])
-def test_a_process_that_is_told_the_ports_does_nothing(upgraded: tuple[Path, str, KafkaLog], uid: int | None) -> None:
+def test_a_process_that_knows_the_ports_can_do_nothing(upgraded: tuple[Path, str, KafkaLog], uid: int | None) -> None:
     home, topic, _ = upgraded
     command, chosen = [sys.executable, "-c", STRANGER], access.remembered_ports(home / "broker")
     if uid is not None:

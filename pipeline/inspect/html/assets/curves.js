@@ -8,10 +8,10 @@ function buildCurves() {
   const box = $("charts"), used = new Set(), still = [];
   const byStep = (name, label, short = label) => {
     used.add(name);
-    return { label, short, points: data[`m_${name}`] ? Array.from(data.m_step, (step, place) => [step, data[`m_${name}`][place]]) : [] };
+    return { label, short, points: data[`m_${name}`] ? Array.from(data.m_step, (step, index) => [step, data[`m_${name}`][index]]) : [] };
   };
   const fates = data.fate_shares.length < 2 ? [] : data.fates.map((fate) => ({ label: fate, colour: `var(--${fate})`, points: data.fate_shares.filter((row) => row[1][fate] !== undefined).map(([step, shares]) => [step, shares[fate]]) }));
-  const components = data.reward_names.length > 1 ? data.component_means.map((points, place) => ({ label: data.reward_names[place], points })) : [];
+  const components = data.reward_names.length > 1 ? data.component_means.map((points, index) => ({ label: data.reward_names[index], points })) : [];
   const charts = [
     ["Reward", "mean", [{ label: "all scored samples, by version", short: "all", points: data.rewards.map(([step, , mean]) => [step, mean]) }, byStep("reward_trained", "trained")]],
     ["Fates of the groups", "share, by version", fates],
@@ -60,10 +60,10 @@ function chart(title, unit, series, { dots = false, cut = false } = {}) {
     picture.append(svg("text", { x: EDGE.left - 6, y: atY(tick) + 3.5, "text-anchor": "end" }, y.write(tick)));
   }
   picture.append(svg("text", { x: EDGE.left, y: HIGH - 4 }, count(x.low)), svg("text", { x: WIDE - EDGE.right, y: HIGH - 4, "text-anchor": "end" }, count(x.high)));
-  known.forEach((one, place) => {
+  known.forEach((one, index) => {
     const path = thin(one.points).map(([px, py], at) => `${at ? "L" : "M"}${atX(px).toFixed(1)} ${atY(py).toFixed(1)}`).join("");
-    const line = svg("path", { class: `c${place}`, d: path, "vector-effect": "non-scaling-stroke" });
-    const points = dots || one.points.length === 1 ? one.points.map(([px, py]) => svg("circle", { class: `c${place}`, cx: atX(px), cy: atY(py), r: 2.5 })) : [];
+    const line = svg("path", { class: `c${index}`, d: path, "vector-effect": "non-scaling-stroke" });
+    const points = dots || one.points.length === 1 ? one.points.map(([px, py]) => svg("circle", { class: `c${index}`, cx: atX(px), cy: atY(py), r: 2.5 })) : [];
     if (one.colour) line.style.stroke = one.colour;
     if (one.colour) for (const point of points) point.style.fill = one.colour;
     picture.append(line, ...points);
@@ -77,7 +77,7 @@ function chart(title, unit, series, { dots = false, cut = false } = {}) {
     for (const name of ["x1", "x2"]) hair.setAttribute(name, atX(at[0]));
     hair.setAttribute("visibility", "visible");
     units.hidden = true; // the values need the room
-    said.textContent = `step ${count(at[0])}: ${known.map((one, place) => (known.length > 1 ? `${one.short ?? one.label} ` : "") + number(near[place][1], 4)).join(" · ")}`;
+    said.textContent = `step ${count(at[0])}: ${known.map((one, index) => (known.length > 1 ? `${one.short ?? one.label} ` : "") + number(near[index][1], 4)).join(" · ")}`;
   };
   const rest = () => {
     hair.setAttribute("visibility", "hidden");
@@ -90,7 +90,7 @@ function chart(title, unit, series, { dots = false, cut = false } = {}) {
   });
   picture.addEventListener("pointerleave", rest);
   rest();
-  const key = known.length > 1 ? el("div", { className: "key" }, ...known.map((one, place) => el("span", { className: `c${place}` }, keyLine(one.colour), one.label))) : null;
+  const key = known.length > 1 ? el("div", { className: "key" }, ...known.map((one, index) => el("span", { className: `c${index}` }, keyLine(one.colour), one.label))) : null;
   return el("figure", { className: "chart" }, el("h3", {}, title, units, said), picture, key);
 }
 
@@ -129,12 +129,12 @@ function niceRange(low, high) {
 // Of more points than pixels the lowest and the highest of each range.
 function thin(points) {
   if (points.length <= MOST_POINTS) return points;
-  const found = [], long = Math.ceil(points.length / (MOST_POINTS / 2));
+  const extremes = [], long = Math.ceil(points.length / (MOST_POINTS / 2));
   for (let at = 0; at < points.length; at += long) {
     const some = points.slice(at, at + long).sort((a, b) => a[1] - b[1]);
-    found.push(...[some[0], some[some.length - 1]].sort((a, b) => a[0] - b[0]));
+    extremes.push(...[some[0], some[some.length - 1]].sort((a, b) => a[0] - b[0]));
   }
-  return found;
+  return extremes;
 }
 
 function nearest(points, step) {

@@ -44,12 +44,12 @@ function unpack(bytes) {
   const length = new DataView(bytes.buffer, bytes.byteOffset).getUint32(0, true);
   const head = fromJson(bytes.subarray(4, 4 + length));
   const columns = {};
-  let place = 4 + length;
+  let index = 4 + length;
   for (const [name, kind, count] of head.columns) {
     const width = Number(kind[1]);
     const out = new Uint8Array(count * width);
     for (let plane = 0; plane < width; plane++) {
-      for (let i = 0, at = plane; i < count; i++, at += width) out[at] = bytes[place++];
+      for (let i = 0, at = plane; i < count; i++, at += width) out[at] = bytes[index++];
     }
     columns[name] = new ARRAYS[kind](out.buffer);
   }
@@ -71,24 +71,24 @@ function tokensOf(chunk) {
   return tokens.get(chunk);
 }
 
-function placed(found) {
-  found.groupAt = sums(found.samples);
-  found.tokenAt = sums(found.length);
-  found.spanAt = sums(found.spans);
-  return found;
+function placed(tokens) {
+  tokens.groupAt = sums(tokens.samples);
+  tokens.tokenAt = sums(tokens.length);
+  tokens.spanAt = sums(tokens.spans);
+  return tokens;
 }
 
 function sums(counts) {
-  const found = new Uint32Array(counts.length + 1);
-  for (let i = 0; i < counts.length; i++) found[i + 1] = found[i] + counts[i];
-  return found;
+  const sum = new Uint32Array(counts.length + 1);
+  for (let i = 0; i < counts.length; i++) sum[i + 1] = sum[i] + counts[i];
+  return sum;
 }
 
 let vocabulary = null;
 function vocabularyOf() {
   vocabulary ??= piece("vocabulary").then((bytes) => {
     const [ids, words] = fromJson(bytes);
-    return words.length ? new Map(ids.map((id, place) => [id, words[place]])) : null;
+    return words.length ? new Map(ids.map((id, index) => [id, words[index]])) : null;
   });
   return vocabulary;
 }
@@ -99,5 +99,5 @@ async function loadIndex() {
   data.first = sums(data.g_size);
   data.groupOf = new Uint32Array(data.s_reward.length);
   for (let g = 0; g < data.g_size.length; g++) data.groupOf.fill(g, data.first[g], data.first[g + 1]);
-  data.byNumber = new Map(Array.from(data.g_number, (number, place) => [number, place]));
+  data.byNumber = new Map(Array.from(data.g_number, (number, index) => [number, index]));
 }

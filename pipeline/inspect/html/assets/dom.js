@@ -95,7 +95,7 @@ function hideTip() {
 
 function table(names, rows) {
   const head = el("tr", {}, ...names.map(([name, kind]) => el("th", { className: kind ?? "", scope: "col" }, name)));
-  const body = rows.map((row) => el("tr", {}, ...row.map((cell, place) => el("td", { className: names[place][1] ?? "" }, cell))));
+  const body = rows.map((row) => el("tr", {}, ...row.map((cell, index) => el("td", { className: names[index][1] ?? "" }, cell))));
   return el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
 }
 

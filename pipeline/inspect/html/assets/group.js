@@ -24,17 +24,17 @@ async function openGroup(g, { sample = -1, scroll = false, quiet = false } = {})
 }
 
 function heading(g, prompt, columns, text) {
-  const found = data.g_number[g], fate = data.fates[data.g_fate[g]], reason = data.reasons[found];
+  const groupNumber = data.g_number[g], fate = data.fates[data.g_fate[g]], reason = data.reasons[groupNumber];
   const fact = (name, value) => el("span", {}, `${name} `, el("b", {}, value));
   const show = el("button", { type: "button", title: "Zoom the timeline to this group" }, "on the timeline");
   show.addEventListener("click", () => { showGroup(g); $("timeline").scrollIntoView(); });
   const nodes = [
-    el("div", { className: "head" }, el("h3", {}, `Group ${found}`), el("span", { className: "badge" }, swatch(`var(--${fate})`), ` ${fate}`), show),
+    el("div", { className: "head" }, el("h3", {}, `Group ${groupNumber}`), el("span", { className: "badge" }, swatch(`var(--${fate})`), ` ${fate}`), show),
     el("div", { className: "facts" }, data.g_step[g] >= 0 ? fact("trained in step", String(data.g_step[g])) : null, fact("mean reward", number(data.g_reward[g])),
       fact("admitted", moment(data.g_created[g])), fact("outcome", moment(data.g_scored[g])), data.g_scorer[g] === NOTHING ? null : fact("scored by", data.workers[data.g_scorer[g]].name)),
   ];
   if (reason) nodes.push(el("p", { className: "note" }, reason));
-  if (prompt === null) nodes.push(el("p", { className: "note" }, text === null ? leftOut("texts and tokens", found) : ""), el("pre", { className: "prompt" }, data.prompts[data.g_prompt[g]]));
+  if (prompt === null) nodes.push(el("p", { className: "note" }, text === null ? leftOut("texts and tokens", groupNumber) : ""), el("pre", { className: "prompt" }, data.prompts[data.g_prompt[g]]));
   else {
     nodes.push(el("pre", { className: "prompt", tabIndex: 0, ariaLabel: "Prompt" }, prompt));
     const answer = answerOf(columns);
@@ -44,8 +44,8 @@ function heading(g, prompt, columns, text) {
   return nodes;
 }
 
-function leftOut(what, found) {
-  return `This page has no ${what} of group ${found}, to stay small. \`penstock report ${data.run} --html PATH --tokens N\` takes more along; \`penstock sql ${data.run} "select * from samples where \\"group\\" = ${found}"\` has them.`;
+function leftOut(what, groupNumber) {
+  return `This page has no ${what} of group ${groupNumber}, to stay small. \`penstock report ${data.run} --html PATH --tokens N\` takes more along; \`penstock sql ${data.run} "select * from samples where \\"group\\" = ${groupNumber}"\` has them.`;
 }
 
 // The reference answer in the row, null if it has no such column.
@@ -60,7 +60,7 @@ function pretty(columns) {
 const SHORT_ANSWER = 80;
 
 function sampleCards(g, completions, detail, words, text, answer) {
-  if (data.first[g] === data.first[g + 1]) return [el("p", { className: "dim" }, "No sample of it was drawn.")];
+  if (data.first[g] === data.first[g + 1]) return [el("p", { className: "dim" }, "It has no samples.")];
   const cards = el("div", { className: "cards" }), open = new Set(), beside = answer !== null && answer.length <= SHORT_ANSWER ? answer : null;
   const one = (k) => card(g, data.first[g] + k, k, completions[k], detail, words, beside);
   const fold = (alike) => {
@@ -80,13 +80,13 @@ function sampleCards(g, completions, detail, words, text, answer) {
 
 // The samples of a group, by number, those with the same completion and reward together; a marked one stays alone.
 function alikes(g, completions) {
-  const found = new Map();
+  const byKey = new Map();
   for (let k = 0; k < data.first[g + 1] - data.first[g]; k++) {
     const s = data.first[g] + k, known = completions[k] !== null && completions[k] !== undefined && s !== group.sample;
     const key = known ? `${data.s_reward[s]} ${data.s_finish[s]} ${completions[k]}` : k;
-    found.set(key, [...(found.get(key) ?? []), k]);
+    byKey.set(key, [...(byKey.get(key) ?? []), k]);
   }
-  return [...found.values()];
+  return [...byKey.values()];
 }
 
 function colourChoice(g, fill) {
@@ -129,9 +129,9 @@ function largest(g) {
 }
 
 function versionsOf(g) {
-  const found = new Set();
-  for (let s = data.first[g]; s < data.first[g + 1]; s++) for (let v = data.s_min[s]; v <= Math.min(data.s_max[s], data.s_min[s] + 12); v++) found.add(v);
-  return [...found].sort((a, b) => a - b);
+  const versions = new Set();
+  for (let s = data.first[g]; s < data.first[g + 1]; s++) for (let v = data.s_min[s]; v <= Math.min(data.s_max[s], data.s_min[s] + 12); v++) versions.add(v);
+  return [...versions].sort((a, b) => a - b);
 }
 
 const VERSIONS = ["86, 180, 233", "230, 159, 0", "0, 158, 115", "204, 121, 167", "240, 228, 66", "0, 114, 178", "213, 94, 0"];
@@ -146,10 +146,10 @@ function card(g, s, k, completion, detail, words, answer) {
   if (detail) node.append(tokenText(g, s, k, detail, words));
   const facts = [
     ...(answer === null ? [] : [["answer", answer]]),
-    ...data.reward_names.map((name, place) => [`${name}${data.reward_weights[place] === 1 ? "" : ` × ${data.reward_weights[place]}`}`, number(data[`s_component${place}`][s])]),
+    ...data.reward_names.map((name, index) => [`${name}${data.reward_weights[index] === 1 ? "" : ` × ${data.reward_weights[index]}`}`, number(data[`s_component${index}`][s])]),
     ["advantage", Number.isNaN(advantage) ? "–" : (advantage > 0 ? "+" : "") + number(advantage)],
     ["length", `${count(data.s_tokens[s])} tokens`], ["finish", data.finishes[data.s_finish[s]]], ["versions", range(data.s_min[s], data.s_max[s])],
-    ["drawn by", data.workers[data.s_worker[s]].name], ["when", `${moment(data.s_start[s])} – ${moment(data.s_end[s])}`],
+    ["generated by", data.workers[data.s_worker[s]].name], ["when", `${moment(data.s_start[s])} – ${moment(data.s_end[s])}`],
   ];
   node.append(el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
   return node;
@@ -157,27 +157,27 @@ function card(g, s, k, completion, detail, words, answer) {
 
 // Text with the search matches marked.
 function marked(text) {
-  const wanted = $("f-text").value.toLowerCase(), low = text.toLowerCase(), found = [];
+  const wanted = $("f-text").value.toLowerCase(), low = text.toLowerCase(), parts = [];
   if (!wanted || low.length !== text.length) return [text];
   let from = 0;
   for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {
-    found.push(text.slice(from, at), el("mark", {}, text.slice(at, at + wanted.length)));
+    parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + wanted.length)));
     from = at + wanted.length;
   }
-  return [...found, text.slice(from)];
+  return [...parts, text.slice(from)];
 }
 
 function tokenText(g, s, k, detail, words) {
   const at = detail.groupAt[data.g_slot[g]] + k, from = detail.tokenAt[at], length = detail.length[at];
   const box = el("pre", { className: "text", tabIndex: 0, ariaLabel: `Tokens of sample ${data.s_number[s]}; arrow keys go from token to token` });
-  const most = largest(g), tinted = (token, place) => tint(token, place, s, most, versionAt(detail, at, place), detail);
+  const most = largest(g), tinted = (token, index) => tint(token, index, s, most, versionAt(detail, at, index), detail);
   const put = (until) => {
-    for (let place = box.made ?? 0; place < until; place++) {
-      const id = detail.id[from + place], text = words ? words.get(id) ?? `⟨${id}⟩` : `${id} `;
+    for (let index = box.made ?? 0; index < until; index++) {
+      const id = detail.id[from + index], text = words ? words.get(id) ?? `⟨${id}⟩` : `${id} `;
       const node = el("span", { className: words ? "" : "other" }, text === "" ? "∅" : text);
-      node.dataset.place = place;
-      if (detail.left_out?.[from + place]) node.classList.add("left-out");
-      node.style.background = tinted(from + place, place);
+      node.dataset.index = index;
+      if (detail.left_out?.[from + index]) node.classList.add("left-out");
+      node.style.background = tinted(from + index, index);
       box.append(node);
     }
     box.made = until;
@@ -185,11 +185,11 @@ function tokenText(g, s, k, detail, words) {
   };
   put(Math.min(length, FIRST_TOKENS));
   if (!length) box.append(el("span", { className: "dim" }, "no token"));
-  const say = (place, x, y) => showTip(tokenFacts(detail, at, from + place, place, words, s), x, y);
+  const say = (index, x, y) => showTip(tokenFacts(detail, at, from + index, index, words, s), x, y);
   box.addEventListener("pointermove", (event) => {
-    const place = event.target.dataset.place;
-    if (place === undefined) hideTip();
-    else say(Number(place), event.clientX, event.clientY);
+    const index = event.target.dataset.index;
+    if (index === undefined) hideTip();
+    else say(Number(index), event.clientX, event.clientY);
   });
   box.addEventListener("pointerleave", hideTip);
   box.addEventListener("blur", () => { box.querySelector(".at")?.classList.remove("at"); hideTip(); });
@@ -219,22 +219,22 @@ function stepTokens(event, box, say) {
   const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!by || !box.made) return;
   event.preventDefault();
-  const at = box.querySelector(".at"), place = Math.min(box.made - 1, Math.max(0, (at ? Number(at.dataset.place) : -1) + by));
+  const at = box.querySelector(".at"), index = Math.min(box.made - 1, Math.max(0, (at ? Number(at.dataset.index) : -1) + by));
   at?.classList.remove("at");
-  const now = box.querySelector(`[data-place="${place}"]`);
+  const now = box.querySelector(`[data-index="${index}"]`);
   now.classList.add("at");
   now.scrollIntoView({ block: "nearest" });
   const where = now.getBoundingClientRect();
-  say(place, where.left, where.bottom - 10);
+  say(index, where.left, where.bottom - 10);
 }
 
-function versionAt(detail, at, place) {
-  let found = detail.span_version[detail.spanAt[at]];
-  for (let span = detail.spanAt[at]; span < detail.spanAt[at + 1] && detail.span_start[span] <= place; span++) found = detail.span_version[span];
-  return found;
+function versionAt(detail, at, index) {
+  let version = detail.span_version[detail.spanAt[at]];
+  for (let span = detail.spanAt[at]; span < detail.spanAt[at + 1] && detail.span_start[span] <= index; span++) version = detail.span_version[span];
+  return version;
 }
 
-function tint(token, place, s, most, version, detail) {
+function tint(token, index, s, most, version, detail) {
   if (group.by === "version") return versionColour(version);
   if (group.by === "advantage") {
     const advantage = data.s_advantage[s];
@@ -245,12 +245,12 @@ function tint(token, place, s, most, version, detail) {
   return `rgba(var(--surprise), ${(0.75 * Math.min(1, (logprob * data.logprob_step) / FAINTEST)).toFixed(3)})`;
 }
 
-function tokenFacts(detail, at, token, place, words, s) {
+function tokenFacts(detail, at, token, index, words, s) {
   const id = detail.id[token], logprob = detail.logprob[token];
-  const lines = [`token ${place}: id ${id}${words ? `, ${JSON.stringify(words.get(id) ?? "")}` : ""}`];
-  if (logprob === NOTHING) lines.push("not drawn by the model: it has no logprob");
+  const lines = [`token ${index}: id ${id}${words ? `, ${JSON.stringify(words.get(id) ?? "")}` : ""}`];
+  if (logprob === NOTHING) lines.push("not generated by the model: it has no logprob");
   else lines.push(`logprob ${(-logprob * data.logprob_step).toFixed(3)} nat, probability ${number(Math.exp(-logprob * data.logprob_step))}`);
-  lines.push(`policy version ${versionAt(detail, at, place)}`);
+  lines.push(`policy version ${versionAt(detail, at, index)}`);
   if (detail.left_out?.[token]) lines.push("left out of the loss");
   else if (!Number.isNaN(data.s_advantage[s])) lines.push(`advantage ${number(data.s_advantage[s])}`);
   return lines.join("\n");

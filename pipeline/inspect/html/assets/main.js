@@ -1,42 +1,42 @@
 // Builds the page: head, figures and flow, then the interactive parts. Ready means drawn and listening.
 
 function buildHead() {
-  const found = data.report, schedule = found.schedule ?? {};
+  const report = data.report, schedule = report.schedule ?? {};
   $("run").textContent = data.run;
-  $("status").textContent = found.status;
-  $("status").classList.add(found.status);
+  $("status").textContent = report.status;
+  $("status").classList.add(report.status);
   $("verdict").append(...data.verdict.map((line) => el("p", {}, line)));
-  const planned = found.steps_planned && found.steps_planned !== found.steps ? ` of ${count(found.steps_planned)}` : "";
+  const planned = report.steps_planned && report.steps_planned !== report.steps ? ` of ${count(report.steps_planned)}` : "";
   const loss = data.algorithm.loss ? ` · loss ${data.algorithm.loss}` : "";
   $("about").textContent = `${data.model ?? "no model"} · ${data.data ?? ""} · ${schedule.mode}, order ${schedule.order}, U = ${schedule.prompts_per_step}, K = ${schedule.samples_per_prompt}, S = ${schedule.steps_per_version ?? 1}, lag at most ${schedule.max_lag}${loss}`;
   $("made").textContent = `created ${utc(data.zero_ms)} · page made ${utc(data.made_ms)} by penstock ${data.penstock}`;
-  if (found.reason && found.status !== "finished") $("notes").append(el("p", { className: "note" }, `${found.status}: ${found.reason}`));
-  $("figures").append(...figures(found, planned));
-  buildExamples(found.examples ?? []);
+  if (report.reason && report.status !== "finished") $("notes").append(el("p", { className: "note" }, `${report.status}: ${report.reason}`));
+  $("figures").append(...figures(report, planned));
+  buildExamples(report.examples ?? []);
   for (const note of data.contents.left_out) $("notes").append(el("p", { className: "note" }, `${note} \`penstock report ${data.run} --html PATH --tokens N\` takes more along; penstock sql, penstock topics export and penstock topics show have all of it.`));
-  $("everything").querySelector("pre").textContent = JSON.stringify(found, null, 2);
+  $("everything").querySelector("pre").textContent = JSON.stringify(report, null, 2);
 }
 
 const WORK = { rollout: "rollout", scorer: "score", trainer: "train", evaluator: "eval" };
 
 const utc = (when) => `${new Date(when).toISOString().slice(0, 16).replace("T", " ")} UTC`;
 
-function figures(found, planned) {
+function figures(report, planned) {
   const change = (one) => (one && one.first !== null ? `${fixed(one.first)} → ${fixed(one.last)}` : "–");
-  const evals = found.eval ?? [], last = evals[evals.length - 1];
+  const evals = report.eval ?? [], last = evals[evals.length - 1];
   const share = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(0)} %`);
   const shown = [
-    ["reward", change(found.reward), "all scored samples, first → last tenth of the steps"],
-    ["reward trained", change(found.reward_trained), "samples that were trained"],
+    ["reward", change(report.reward), "all scored samples, first → last tenth of the steps"],
+    ["reward trained", change(report.reward_trained), "samples that were trained"],
     last ? ["evaluation", fixed(last.greedy_reward ?? last.greedy_accuracy), `greedy, at version ${last.version}, ${share(last.greedy_accuracy)} solved; sampled ${fixed(last.sampled_reward ?? last.sampled_accuracy)}`] : null,
-    ["steps", `${count(found.steps)}${planned}`, `${count(found.versions)} versions, ${count(found.groups.trained)} of ${count(found.groups.admitted)} groups trained`],
-    ["drawn", `${count(found.samples)} samples`, `${count(found.tokens)} tokens, ${number(found.length.admitted)} a sample`],
-    ["throughput", found.throughput.tokens_per_s ? `${count(found.throughput.tokens_per_s)} tokens/s` : "–", found.throughput.samples_per_s ? `${number(found.throughput.samples_per_s)} samples/s` : ""],
-    ["time", found.time.train_s ? lasting(1000 * found.time.train_s) : "–", `first sample to last step; ${found.time.wall_s ? lasting(1000 * found.time.wall_s) : "–"} in all`],
-    ["trainer waited", share(found.time.trainer_waiting_ratio), `${number(found.time.trainer_wait_s)} s; computed ${number(found.time.trainer_compute_s)} s, other work ${number(found.time.trainer_other_s)} s`],
-    ["lag", found.lag.mean === null ? "–" : `${fixed(found.lag.mean, 2)} mean`, found.lag.mean === null ? "" : `at most ${found.lag.max} versions; ESS ${fixed(found.ess.mean)}`],
-    ["refused", count(found.dead_letters.total), `dead letters; ${count(found.duplicates)} duplicates ignored`],
-    ["weights", (found.weights.digest ?? "none").slice(0, 10), `digest; ${count(found.weights.versions)} versions, ${bytes(found.weights.bytes)}`],
+    ["steps", `${count(report.steps)}${planned}`, `${count(report.versions)} versions, ${count(report.groups.trained)} of ${count(report.groups.admitted)} groups trained`],
+    ["generated", `${count(report.samples)} samples`, `${count(report.tokens)} tokens, ${number(report.length.admitted)} a sample`],
+    ["throughput", report.throughput.tokens_per_s ? `${count(report.throughput.tokens_per_s)} tokens/s` : "–", report.throughput.samples_per_s ? `${number(report.throughput.samples_per_s)} samples/s` : ""],
+    ["time", report.time.train_s ? lasting(1000 * report.time.train_s) : "–", `first sample to last step; ${report.time.wall_s ? lasting(1000 * report.time.wall_s) : "–"} in all`],
+    ["trainer waited", share(report.time.trainer_waiting_ratio), `${number(report.time.trainer_wait_s)} s; computed ${number(report.time.trainer_compute_s)} s, other work ${number(report.time.trainer_other_s)} s`],
+    ["lag", report.lag.mean === null ? "–" : `${fixed(report.lag.mean, 2)} mean`, report.lag.mean === null ? "" : `at most ${report.lag.max} versions; ESS ${fixed(report.ess.mean)}`],
+    ["refused", count(report.dead_letters.total), `dead letters; ${count(report.duplicates)} duplicates ignored`],
+    ["weights", (report.weights.digest ?? "none").slice(0, 10), `digest; ${count(report.weights.versions)} versions, ${bytes(report.weights.bytes)}`],
   ];
   return shown.filter((one) => one).map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, more))));
 }
@@ -75,15 +75,15 @@ function spentTable() {
 
 function buildLegend() {
   const used = new Set(data.i_kind);
-  const present = data.kinds.filter((kind, place) => used.has(place) || (place === 0 && data.s_start.length) || (place === 1 && data.g_scorer.some((one) => one !== NOTHING)));
+  const present = data.kinds.filter((kind, index) => used.has(index) || (index === 0 && data.s_start.length) || (index === 1 && data.g_scorer.some((one) => one !== NOTHING)));
   const words = { rollout: "rollout (fainter under odd versions)", load: "load weights", start: "start up" };
   $("legend").append(...present.map((kind) => el("li", {}, swatch(`var(--${kind})`), words[kind] ?? kind)));
   if (timeline.lanes.some((lane) => lane.strip.length)) $("legend").append(el("li", {}, "thin lines: what a worker said it did"));
 }
 
 function openFromAddress() {
-  const found = /^#g(\d+)$/.exec(location.hash);
-  if (found && data.byNumber.has(Number(found[1]))) openGroup(data.byNumber.get(Number(found[1])), { scroll: true });
+  const match = /^#g(\d+)$/.exec(location.hash);
+  if (match && data.byNumber.has(Number(match[1]))) openGroup(data.byNumber.get(Number(match[1])), { scroll: true });
 }
 
 async function main() {

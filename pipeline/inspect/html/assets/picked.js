@@ -4,19 +4,19 @@ const PICKS = ["best", "median", "worst"];
 
 // Samples with a reward of the newest trained groups, or, before the first step, of the newest ones that were scored.
 function newestSamples() {
-  const newest = data.g_step.reduce((most, step) => Math.max(most, step), -1), found = [];
-  for (let g = data.g_number.length - 1; g >= 0 && (newest >= 0 || found.length < 64); g--) {
+  const newest = data.g_step.reduce((most, step) => Math.max(most, step), -1), samples = [];
+  for (let g = data.g_number.length - 1; g >= 0 && (newest >= 0 || samples.length < 64); g--) {
     if (newest >= 0 && data.g_step[g] !== newest) continue;
-    for (let s = data.first[g]; s < data.first[g + 1]; s++) if (!Number.isNaN(data.s_reward[s])) found.push({ g, s, k: s - data.first[g] });
+    for (let s = data.first[g]; s < data.first[g + 1]; s++) if (!Number.isNaN(data.s_reward[s])) samples.push({ g, s, k: s - data.first[g] });
   }
-  return { newest, samples: found.sort((a, b) => data.s_reward[b.s] - data.s_reward[a.s]) };
+  return { newest, samples: samples.sort((a, b) => data.s_reward[b.s] - data.s_reward[a.s]) };
 }
 
 async function buildPicked() {
   const { newest, samples } = newestSamples();
   if (!samples.length) return;
-  const places = [0, samples.length >> 1, samples.length - 1].filter((place, at, all) => all.indexOf(place) === at);
-  const cards = await Promise.all(places.map((place, at) => pickedCard(places.length === PICKS.length ? PICKS[at] : "", samples[place])));
+  const indices = [0, samples.length >> 1, samples.length - 1].filter((index, at, all) => all.indexOf(index) === at);
+  const cards = await Promise.all(indices.map((index, at) => pickedCard(indices.length === PICKS.length ? PICKS[at] : "", samples[index])));
   $("picked").append(el("h2", {}, newest >= 0 ? `Samples of step ${newest}` : "Newest samples"), el("div", { className: "cards" }, ...cards));
   $("picked").hidden = false;
   for (const prompt of $("picked").querySelectorAll(".prompt")) prompt.scrollTop = prompt.scrollHeight; // a question stands at its prompt's end

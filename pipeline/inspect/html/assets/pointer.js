@@ -78,9 +78,9 @@ function hover(event) {
     dragging.last = event.offsetX;
     return paint();
   }
-  const found = itemAt(event.offsetX, event.offsetY, width);
-  event.target.style.cursor = found && found.item.group >= 0 ? "pointer" : "crosshair";
-  if (found) showTip(describe(found), event.clientX, event.clientY);
+  const hit = itemAt(event.offsetX, event.offsetY, width);
+  event.target.style.cursor = hit && hit.item.group >= 0 ? "pointer" : "crosshair";
+  if (hit) showTip(describe(hit), event.clientX, event.clientY);
   else hideTip();
 }
 
@@ -92,8 +92,8 @@ function release(event) {
     const ends = [toTime(drag.x, width), toTime(drag.to, width)];
     show(Math.min(...ends), Math.max(...ends));
   } else if (!drag.move) {
-    const found = itemAt(event.offsetX, event.offsetY, width);
-    if (found && found.item.group >= 0) openGroup(found.item.group, { sample: found.item.members ? -1 : found.item.sample, scroll: true });
+    const hit = itemAt(event.offsetX, event.offsetY, width);
+    if (hit && hit.item.group >= 0) openGroup(hit.item.group, { sample: hit.item.members ? -1 : hit.item.sample, scroll: true });
     paint();
   }
 }
@@ -106,10 +106,10 @@ function wheel(event) {
 }
 
 function key(event) {
-  const found = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": showAll, Home: showAll, ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), n: () => walk(1), p: () => walk(-1), Enter: openCursor, Escape: hideTip }[event.key];
-  if (!found || event.ctrlKey || event.metaKey || event.altKey) return;
+  const action = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": showAll, Home: showAll, ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), n: () => walk(1), p: () => walk(-1), Enter: openCursor, Escape: hideTip }[event.key];
+  if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
-  found();
+  action();
 }
 
 // The next or the previous interval, in the order of their starts.

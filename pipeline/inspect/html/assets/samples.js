@@ -71,23 +71,23 @@ async function filter() {
     return tell("");
   }
   const chunks = Map.groupBy ? Map.groupBy(all, (g) => data.g_chunk[g]) : grouped(all);
-  const found = [];
+  const groups = [];
   let unread = 0, done = 0;
   for (const [chunk, members] of chunks) {
     const some = chunk === NOTHING ? null : await textsOf(chunk);
     if (mine !== list.search) return; // a newer search has started
     if (!some) unread += members.length;
-    found.push(...members.filter((g) => (some ? has(some[data.g_slot[g]], wanted) : data.prompts[data.g_prompt[g]].toLowerCase().includes(wanted))));
+    groups.push(...members.filter((g) => (some ? has(some[data.g_slot[g]], wanted) : data.prompts[data.g_prompt[g]].toLowerCase().includes(wanted))));
     if (++done % 4 === 0) tell(`searching, ${Math.round((100 * done) / chunks.size)} %`);
   }
-  put(ordered(found));
+  put(ordered(groups));
   tell(unread ? `of ${count(unread)} older groups only the prompt's beginning was searched` : "");
 }
 
 function grouped(all) {
-  const found = new Map();
-  for (const g of all) found.set(data.g_chunk[g], [...(found.get(data.g_chunk[g]) ?? []), g]);
-  return found;
+  const byChunk = new Map();
+  for (const g of all) byChunk.set(data.g_chunk[g], [...(byChunk.get(data.g_chunk[g]) ?? []), g]);
+  return byChunk;
 }
 
 function has([prompt, , completions], wanted) {
@@ -110,22 +110,22 @@ function tell(more) {
 function rows() {
   const box = $("list"), first = Math.max(0, Math.floor(box.scrollTop / ROW) - 6), last = Math.min(list.shown.length, first + Math.ceil(box.clientHeight / ROW) + 14);
   $("rows").style.height = `${list.shown.length * ROW}px`;
-  $("rows").replaceChildren(...list.shown.slice(first, last).map((g, place) => row(g, first + place)));
+  $("rows").replaceChildren(...list.shown.slice(first, last).map((g, index) => row(g, first + index)));
   if (!list.shown.length) $("rows").append(el("p", { className: "dim row" }, "no group is like that"));
 }
 
-function row(g, place) {
+function row(g, index) {
   const fate = data.fates[data.g_fate[g]], first = data.first[g], last = data.first[g + 1];
   let low = Infinity, high = -Infinity;
   for (let s = first; s < last; s++) {
     low = Math.min(low, data.s_min[s]);
     high = Math.max(high, data.s_max[s]);
   }
-  const node = el("div", { className: "row", role: "option", id: `row-${g}`, "data-g": g, "aria-selected": String(g === list.chosen), "aria-posinset": place + 1, "aria-setsize": list.shown.length },
+  const node = el("div", { className: "row", role: "option", id: `row-${g}`, "data-g": g, "aria-selected": String(g === list.chosen), "aria-posinset": index + 1, "aria-setsize": list.shown.length },
     el("span", { className: "n" }, String(data.g_number[g])), el("span", {}, swatch(`var(--${fate})`), fate),
     el("span", { className: "n" }, data.g_step[g] < 0 ? "–" : String(data.g_step[g])), el("span", { className: "n" }, fixed(data.g_reward[g])),
     el("span", { className: "n" }, first === last ? "–" : range(low, high)), el("span", {}, oneLine(data.prompts[data.g_prompt[g]])));
-  node.style.top = `${place * ROW}px`;
+  node.style.top = `${index * ROW}px`;
   return node;
 }
 

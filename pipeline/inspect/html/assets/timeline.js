@@ -5,7 +5,7 @@ const timeline = { lanes: [], from: 0, to: 1, least: 0, most: 1, chosen: -1, cur
 
 // Lanes of items {start, end, kind, row, sample, group, at} from the columns; times are ticks.
 function buildTimeline() {
-  const lanes = data.workers.map((worker, place) => ({ ...worker, place, items: [], strip: [], rows: 1 }));
+  const lanes = data.workers.map((worker, index) => ({ ...worker, index, items: [], strip: [], rows: 1 }));
   for (let s = 0; s < data.s_start.length; s++) {
     lanes[data.s_worker[s]].items.push({ start: data.s_start[s], end: data.s_end[s], kind: 0, row: 0, sample: s, group: data.groupOf[s], at: -1 });
   }
@@ -37,7 +37,7 @@ function buildTimeline() {
     if (item.kind !== start) timeline.least = Math.min(timeline.least, item.start); // a worker may have waited for its run for hours
     timeline.most = Math.max(timeline.most, item.end);
   }
-  place();
+  layOut();
   Object.assign(timeline, working());
 }
 
@@ -66,28 +66,28 @@ function stack(items, most) {
 
 // One item per group if there are too many samples to draw each.
 function byGroup(items) {
-  const found = new Map(), rest = items.filter((item) => item.group < 0);
+  const merged = new Map(), rest = items.filter((item) => item.group < 0);
   for (const item of items) {
-    const known = found.get(item.group);
+    const known = merged.get(item.group);
     if (item.group < 0) continue;
-    if (!known) found.set(item.group, { ...item, members: 1 });
+    if (!known) merged.set(item.group, { ...item, members: 1 });
     else {
       known.end = Math.max(known.end, item.end);
       known.members++;
     }
   }
-  return [...found.values(), ...rest];
+  return [...merged.values(), ...rest];
 }
 
-function place() {
+function layOut() {
   const many = timeline.lanes.reduce((sum, lane) => sum + lane.rows, 0);
   let y = AXIS;
   for (const lane of timeline.lanes) {
     lane.rowHeight = lane.rows > 8 || many > 60 ? 5 : lane.rows > 2 ? 7 : 12;
     lane.top = y + PAD / 2;
-    const drawn = lane.items.length ? lane.rows * lane.rowHeight : 6;
-    lane.stripTop = lane.top + drawn + 2;
-    y += Math.max(drawn + (lane.strip.length ? STRIP + 2 : 0), 13) + PAD;
+    const height = lane.items.length ? lane.rows * lane.rowHeight : 6;
+    lane.stripTop = lane.top + height + 2;
+    y += Math.max(height + (lane.strip.length ? STRIP + 2 : 0), 13) + PAD;
     lane.bottom = y;
   }
   timeline.height = y + 4;
@@ -198,14 +198,14 @@ const shades = new Map();
 // An item's colour as a pixel: red, green, blue, opacity, from the lowest byte.
 function shadeOf(item) {
   const odd = item.kind === 0 && (data.s_min[item.sample] & 1) === 1, key = item.kind >= 0 ? 2 * item.kind + (odd ? 1 : 0) : -1 - item.label;
-  let found = shades.get(key);
-  if (found === undefined) {
+  let shade = shades.get(key);
+  if (shade === undefined) {
     const kind = item.kind >= 0 ? data.kinds[item.kind] : data.labels[item.label][1];
     const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour(kind === "work" ? "dim" : kind).slice(at, at + 2), 16));
-    found = ((Math.round(255 * (kind === "work" ? 0.3 : odd ? 0.62 : 1)) << 24) | (blue << 16) | (green << 8) | red) >>> 0;
-    shades.set(key, found);
+    shade = ((Math.round(255 * (kind === "work" ? 0.3 : odd ? 0.62 : 1)) << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+    shades.set(key, shade);
   }
-  return found;
+  return shade;
 }
 
 // The item under a point, null for none.
@@ -245,7 +245,7 @@ function describe({ lane, item }) {
 }
 
 function stepFacts(step) {
-  const place = data.m_step.indexOf(step);
-  if (place < 0 || !data.m_compute_s || !data.m_wait_s) return "";
-  return `\ncomputed ${number(data.m_compute_s[place])} s, waited ${number(data.m_wait_s[place])} s for groups`;
+  const index = data.m_step.indexOf(step);
+  if (index < 0 || !data.m_compute_s || !data.m_wait_s) return "";
+  return `\ncomputed ${number(data.m_compute_s[index])} s, waited ${number(data.m_wait_s[index])} s for groups`;
 }
