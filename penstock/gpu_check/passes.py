@@ -76,7 +76,7 @@ def _repeated(here: Machine) -> Iterator[Figure]:
 
 
 def attention(here: Machine) -> Iterator[Figure]:
-    """One layer, forward and backward: against float32 with a dense mask, and its time beside rows and padded rows."""
+    """One layer, forward and backward: against float32 with a dense mask, and its time next to rows and padded rows."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # as in a run
     dtype = torch.bfloat16 if here.on_gpu else torch.float32
     for name, heads, groups, width in (("0.5B", 14, 2, 64), ("7B", 28, 4, 128)) if here.on_gpu else (("tiny", 4, 2, 16),):
@@ -177,7 +177,7 @@ def head(here: Machine) -> Iterator[Figure]:
 
 
 def _of_head(here: Machine, states: torch.Tensor, weight: torch.Tensor, *, entropy: bool = True) -> list[torch.Tensor]:
-    """Logprobs, entropies if wanted, and the gradients of their sums; half of the rows predict two tokens."""
+    """Logprobs, entropies if requested, and the gradients of their sums; half of the rows predict two tokens."""
     rows, generator = len(states), torch.Generator().manual_seed(0)
     row = torch.arange(rows).repeat_interleave(1 + torch.arange(rows) % 2)
     target = torch.randint(len(weight), row.shape, generator=generator)
