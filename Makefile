@@ -39,7 +39,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock clean help
+.PHONY: demo real install gpu cpu gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock lock-cpu lock-gpu lock-docs clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -177,10 +177,16 @@ format: install
 	$(BIN)/python -m tests.pipeline.config.test_device_defaults
 
 # No index URL, so that no host name gets into a lock. A lock keeps its pins where it can; that for GPUs takes those for the CPU first.
-lock: $(STAMP)/environment
+lock: lock-cpu lock-gpu lock-docs
+
+lock-cpu: $(STAMP)/environment
 	$(RESOLVE) requirements-cpu.in --override overrides.txt -o requirements.lock
+
+lock-gpu: $(STAMP)/environment
 	@mkdir -p .penstock && cat requirements.lock requirements-gpu.lock > .penstock/pins && mv .penstock/pins requirements-gpu.lock
 	$(RESOLVE) requirements-gpu.in --override overrides.txt -o requirements-gpu.lock
+
+lock-docs: $(STAMP)/environment
 	$(RESOLVE) docs/requirements.in --no-header -o docs/requirements.lock
 
 # Needs `pip install atheris`, which no test does.
