@@ -26,6 +26,7 @@ LINES: dict[str, tuple[str, int]] = {
     "turns": ("training", 90),
     "out": ("lane", 60),
     "in": ("lane", 60),
+    "vllm": ("vllm_engine", 240),
     "run": ("whole_run", 200),
 }
 """Line -> its module, and the seconds after which it is ended."""

@@ -59,6 +59,12 @@ DEVICE_DEFAULTS = (
         why="loading and hashing a version would take CPU time from the engine",
         only=("engine", "vllm"),
     ),
+    DeviceDefault(
+        key="rollout.kv_cache",
+        gpu="keep",
+        why="recomputing takes a prefill of all samples in flight at each version: up to seconds of a GPU",
+        only=("engine", "vllm"),
+    ),
     DeviceDefault(key="trainer.dtype", gpu="bfloat16", why="optimizer, masters and gradient sums stay in float32"),
     DeviceDefault(key="trainer.tf32", gpu=True, why="float32 products with 10 bits of mantissa, many times faster"),
     DeviceDefault(

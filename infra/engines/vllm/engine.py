@@ -25,6 +25,7 @@ from penstock.infra.engines.base import (
     Span,
     check_tensors,
 )
+from penstock.infra.engines.vllm import private
 from penstock.infra.engines.vllm.model_info import parameter_shapes
 from penstock.infra.engines.vllm.process import watch_processes
 from penstock.infra.engines.vllm.rows import Counts, Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
@@ -55,6 +56,7 @@ class VllmEngine:
         self._broken: str | None = None
         self._processes: list[Any] = []
         try:
+            private.check_engine(self._llm, own_process=engine_process)
             config = self._llm.vllm_config
             # vLLM's loggers off, its scheduler's figures on.
             self._llm.log_stats = self._llm.output_processor.log_stats = False

@@ -29,6 +29,7 @@ import psutil
 from penstock.infra.backends.nvidia import visible_gpus
 from penstock.infra.engines.base import EngineSettings
 from penstock.infra.engines.packages import left_out
+from penstock.infra.engines.vllm import private
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry, read_geometry
 from penstock.infra.engines.vllm.process import BACKEND, EXTENSION, OWNER, SCRATCH
 from penstock.infra.engines.vllm.rows import requested_logprobs
@@ -279,6 +280,7 @@ def _engine(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            private.check_modules()
             import penstock.infra.engines.vllm.transfer  # noqa: F401  registers its backend before the model is loaded
 
         gc.freeze()  # vLLM collects garbage five times during its start, each time over a million imported objects
