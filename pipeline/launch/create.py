@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,9 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
     data, model = config.data, config.model_directory
     try:
         model_digests = digests(model, chat_template=data.chat_template)
-        context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+        model_config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        _check_architecture(model_config, directory=model)
+        context = model_config.get("max_position_embeddings")
         notify(f"checking the prompts of {', '.join(config.data_sources)}")
         reader = RowReader(config, notify=notify)
         dataset, held_out_sets = open_data(config), open_eval_data(config)
@@ -136,6 +139,17 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
         "git": git_revision(),
     }
     return info, reader.kinds
+
+
+def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:
+    """Refuse a model that is no decoder with an output layer, by its `config.json`; workers would fail while they load it."""
+    names = config.get("architectures") or ()
+    decoder = any(str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
+    if config.get("is_encoder_decoder") or (names and not decoder):
+        raise ConfigError(
+            f"model.path: the model in {directory} is {', '.join(map(str, names)) or 'an encoder and decoder'}, no causal language model; "
+            "take one whose architectures in config.json end in ForCausalLM"
+        )
 
 
 def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[str], None]) -> None:

@@ -171,7 +171,7 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
     # DeepSpeed keeps masters of float32 weights, too, where it shards anything.
     masters = not rank and (item < 4 or stage > 0)
     frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
-    kept, one_layer, head = activations(config, shape, gpu=gpu)
+    saved, one_layer, head = activations(config, shape, gpu=gpu)
     bucket = trainer.deepspeed_config.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET_ELEMENTS)
     bucket = 4 * int(bucket) if gpu and stage and isinstance(bucket, int | float) else 0
     parts = {
@@ -183,7 +183,7 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
         "gradients": 4 * trained // gradients,
         "frozen copies": frozen * item * count,
         "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
-        "activations": kept,
+        "activations": saved,
         "one layer, or the output layer": max(one_layer + min(bucket, 4 * trained), head),
     }
     if not gpu:
@@ -221,14 +221,14 @@ def micro_batch(config: Config) -> int:
 
 
 def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int, int, int]:
-    """Bytes of the largest micro-batch: kept from forward to backward pass, in the backward pass of one layer, and of the output layer.
+    """Bytes of the largest micro-batch: saved from forward to backward pass, in the backward pass of one layer, and of the output layer.
 
     One layer has its gradients, and with checkpointing its recomputed activations; the output layer its logits and its gradient.
     """
     trainer, tokens, item = config.trainer, micro_batch(config), ITEM[config.trainer.dtype]
     layer = tokens * shape.activations(item, adapters=trainer.lora_rank > 0)
     checkpoints = tokens * item * shape.hidden
-    kept = shape.layers * (checkpoints if trainer.gradient_checkpointing else layer)
+    saved = shape.layers * (checkpoints if trainer.gradient_checkpointing else layer)
     trains_head = not trainer.lora_rank
     inner = (2 if trains_head else 3) * shape.intermediate
     gradients = tokens * item * (inner + shape.hidden) + (item * shape.head if shape.tied and trains_head else 0)
@@ -237,7 +237,7 @@ def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int
     whole = trainer.backend == "deepspeed" and trainer.zero_stage == 3
     pieces = min(logits, PIECE_ELEMENTS["cuda" if gpu else "cpu"]) * (item + 8) + (2 * item * logits if whole else checkpoints)
     head = shape.head * (4 + (item if item < 4 else 0)) if trains_head and not whole else 0
-    return kept, one_layer, pieces + head + tokens * 8 * shape.hidden
+    return saved, one_layer, pieces + head + tokens * 8 * shape.hidden
 
 
 def engine_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str, int]:

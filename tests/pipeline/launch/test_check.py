@@ -152,6 +152,26 @@ def test_what_would_fail_later_fails_here(
     assert said in problem
 
 
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "T5ForConditionalGeneration"),
+        ({"is_encoder_decoder": True}, "an encoder and decoder"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, None),
+        ({"architectures": ["GPT2LMHeadModel"], "is_encoder_decoder": False}, None),
+    ],
+)
+def test_a_model_that_is_no_causal_language_model_is_refused_by_its_configuration(
+    tmp_path: Path, settings: dict[str, object], kind: str | None
+) -> None:
+    file = project(tmp_path) / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}), encoding="utf-8")
+    problem = found(configured(tmp_path))[1]
+    assert (problem is None) == (kind is None), problem
+    assert kind is None or f"is {kind}, no causal language model; take one whose architectures" in (problem or "")
+
+
 def with_weights(folder: Path, shape: tuple[int, ...], *, there: int | None = None) -> None:
     """A weights file of which so many bytes are there after its header; all of them, as a hole, by default."""
     size = 4 * math.prod(shape)
