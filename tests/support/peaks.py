@@ -1,6 +1,6 @@
 """Peaks of a trainer's memory: of a backward pass on fake tensors, and of DeepSpeed as one rank of several that do not exist.
 
-`python -m tests.support.peaks RANKS STAGE BUCKET` prints the parameters, and the largest sum of bytes, of such a rank.
+`python -m tests.support.peaks RANKS STAGE BUCKET OVERLAPS` prints the parameters, and the largest sum of bytes, of such a rank.
 """
 
 import os
@@ -85,7 +85,7 @@ def _sums_gradients(parameter: torch.Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(add)  # type: ignore[arg-type]
 
 
-def deepspeed_peak(ranks: int, stage: int, bucket: int) -> tuple[int, int]:
+def deepspeed_peak(ranks: int, stage: int, bucket: int, overlaps: int) -> tuple[int, int]:
     """(parameters, peak in bytes) of rank 0 of a trainer whose collectives do nothing, in its second step, on the CPU."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,7 +98,7 @@ def deepspeed_peak(ranks: int, stage: int, bucket: int) -> tuple[int, int]:
         count = sum(parameter.numel() for parameter in model.parameters())
         model.save_pretrained(Path(folder))
         del model
-        options = {"zero_optimization": {"reduce_bucket_size": bucket}}
+        options = {"zero_optimization": {"reduce_bucket_size": bucket, "overlap_comm": bool(overlaps)}}
         rows = batch(prompt=10, completion=20, rows=2)
         with Allocations() as allocations:
             backend = DeepSpeedBackend(

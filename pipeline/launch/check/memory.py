@@ -20,8 +20,8 @@ CONTEXT, COMMUNICATION, GRAPHS = 720 * MIB, 900 * MIB, 500 * MIB
 """Memory of a GPU that CUDA takes in each process, NCCL in each of several trainer processes, and vLLM's CUDA graphs."""
 PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits in a piece of `infra/backends/logprobs/forward.py`, by device."""
-BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size`; the bucket is float32, and as many gradients wait for it during the backward pass."""
+BUCKET_ELEMENTS = {True: 250_000_000, False: 500_000_000}
+"""`reduce_bucket_size` of DeepSpeed with `overlap_comm`, which has two float32 buckets, and without. As many gradients wait for one."""
 GATHERED_ELEMENTS = 1_050_000_000
 """Parameters that ZeRO-3 gathers at a time: `max_live_parameters` and `prefetch_bucket_size`."""
 UTILIZATION = 0.9
@@ -172,8 +172,9 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
     masters = not rank and (item < 4 or stage > 0)
     frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
     saved, one_layer, head = activations(config, shape, gpu=gpu)
-    bucket = trainer.deepspeed_config.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET_ELEMENTS)
-    bucket = 4 * int(bucket) if gpu and stage and isinstance(bucket, int | float) else 0
+    options = trainer.deepspeed_config.get("zero_optimization", {})
+    overlaps = bool(options.get("overlap_comm", stage > 1 and shards > 1))
+    bucket = 4 * int(options.get("reduce_bucket_size", BUCKET_ELEMENTS[overlaps])) if gpu and stage else 0
     parts = {
         "libraries": LIBRARIES["trainer"],
         "weights": item * count // weights,
@@ -189,7 +190,7 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
     if not gpu:
         return parts
     parts["context"] = CONTEXT + (COMMUNICATION if shards > 1 else 0)
-    parts["reduced gradients"] = bucket
+    parts["reduced gradients"] = bucket * (2 if overlaps else 1)
     parts["gathered weights"] = item * min(count, GATHERED_ELEMENTS) if stage == 3 else 0
     on_host = (*OFFLOADED[trainer.offload], *(("activations",) if trainer.offload_activations else ()))
     parts["offloaded"] = sum(parts[name] for name in on_host)

@@ -22,7 +22,7 @@ USUAL: dict[str, Any] = {"samples_per_prompt": 8, "longest": 1024}
 TABLE = """
 0.5B 1 x 24: 1+1x1 torch checkpointing 16384 tokens 512 rows
 0.5B 2 x 24: 1+1x1 torch checkpointing 16384 tokens 512 rows
-0.5B 4 x 24: 2+2x1 torch checkpointing 16384 tokens 512 rows
+0.5B 4 x 24: 2+2x1 zero-2 8192 tokens 512 rows
 0.5B 8 x 24: 4+4x1 zero-2 8192 tokens 512 rows
 0.5B 1 x 40: 1+1x1 torch 16384 tokens 512 rows
 0.5B 2 x 40: 1+1x1 torch 16384 tokens 512 rows
