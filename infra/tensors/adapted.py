@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.tensors.host_memory import copy_bytes
+from penstock.infra.tensors.host_memory import allocated, copy_bytes
 from penstock.infra.tensors.stream import Hash, TensorBytes, expected_nbytes
 from penstock.topics.versions import weight_adapter
 
@@ -48,7 +48,7 @@ class Adapted:
             start += expected_nbytes(dtype, shape)
 
     def _merged(self, tensor: TensorBytes) -> TensorBytes:
-        data, adapter = memoryview(bytearray(tensor.nbytes)), self.adapters.get(tensor.name)
+        data, adapter = allocated(tensor.nbytes), self.adapters.get(tensor.name)
         if adapter is None:
             copy_bytes(data, tensor.data)
         else:

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,11 +57,11 @@ class HostMemory(mmap.mmap):
         _mapped[memory.address] = memory
         return memory
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if getattr(self, "_registered", None) and (torch := sys.modules.get("torch")) is not None:
             torch.cuda.cudart().cudaHostUnregister(self.address)
         if getattr(self, "file", -1) >= 0:
-            os.close(self.file)
+            close(self.file)
 
     @classmethod
     def shared(cls, size: int) -> "HostMemory":
@@ -159,6 +159,11 @@ class HostBuffers:
         for source, target in zip(ordered, targets, strict=True):
             copy_bytes(target.data, source.data)
         return targets
+
+
+def allocated(size: int) -> memoryview:
+    """`size` bytes of this process that are not touched, so that the interpreter does not wait for the pages."""
+    return HostMemory(size=HEAD_BYTES + size).data
 
 
 def joined(layout: Iterable[tuple[str, str, Sequence[int]]], data: memoryview) -> list[TensorBytes]:

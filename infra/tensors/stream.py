@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -32,6 +32,9 @@ _LIMITS: Final = {
     "float16": ("2", 0x7BFF),
 }
 """Dtype -> bytes of an element, and the bits of the largest valid one, as integers: the bits of positive floats sort like the floats."""
+
+_CACHED_BYTES: Final = 1 << 18
+"""Bytes that are read twice: a core's cache has them the second time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +68,29 @@ def digest(tensors: Iterable[TensorBytes], hash_name: Hash = HASH) -> str:
         digest([], "sha256")  # -> "e3b0c442…"
         digest([])            # -> "blake3:af1349b9…"
     """
-    hasher: Any = hashlib.sha256() if hash_name == "sha256" else blake3(max_threads=blake3.AUTO)
-    for tensor in _in_name_order(tensors):
-        shape = ",".join(map(str, tensor.shape))
-        hasher.update(f"{len(tensor.name)}:{tensor.name};{tensor.dtype};{shape};{tensor.nbytes};".encode())
+    hasher = Hasher(hash_name)
+    for tensor in in_name_order(tensors):
+        hasher.start(tensor)
         hasher.update(tensor.data)
-    return hasher.hexdigest() if hash_name == "sha256" else f"{hash_name}:{hasher.hexdigest()}"
+    return hasher.digest()
+
+
+class Hasher:
+    """The digest of tensors whose bytes come in pieces, in name order."""
+
+    def __init__(self, hash_name: Hash = HASH) -> None:
+        self._name, self._hash = hash_name, hashlib.sha256() if hash_name == "sha256" else blake3(max_threads=blake3.AUTO)
+
+    def start(self, tensor: TensorBytes) -> None:
+        """Continue with this tensor, all of whose bytes follow."""
+        shape = ",".join(map(str, tensor.shape))
+        self._hash.update(f"{len(tensor.name)}:{tensor.name};{tensor.dtype};{shape};{tensor.nbytes};".encode())
+
+    def update(self, data: memoryview | bytes) -> None:
+        self._hash.update(data)
+
+    def digest(self) -> str:
+        return self._hash.hexdigest() if self._name == "sha256" else f"{self._name}:{self._hash.hexdigest()}"
 
 
 def hash_of(recorded: str) -> Hash:
@@ -92,13 +112,18 @@ def _is_broken(tensor: TensorBytes) -> bool:
     if tensor.dtype not in _LIMITS or not tensor.nbytes:
         return False
     size, limit = _LIMITS[tensor.dtype]
-    sign = 1 << (8 * int(size) - 1)
-    # Negative floats sort below the others as signed integers, and above them as unsigned ones.
-    positive, any_sign = (int(np.frombuffer(tensor.data, f"<{kind}{size}").max()) for kind in "iu")
-    return positive > limit or (any_sign >= sign and any_sign - sign > limit)
+    sign, data = 1 << (8 * int(size) - 1), memoryview(tensor.data).cast("B")
+    for start in range(0, len(data), _CACHED_BYTES):
+        piece = data[start : start + _CACHED_BYTES]
+        # Negative floats sort below the others as signed integers, and above them as unsigned ones.
+        positive, any_sign = (int(np.frombuffer(piece, f"<{kind}{size}").max()) for kind in "iu")
+        if positive > limit or (any_sign >= sign and any_sign - sign > limit):
+            return True
+    return False
 
 
-def _in_name_order(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
+def in_name_order(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
+    """The tensors by name. Raises `ValueError` for two of one name, and for one with too few or too many bytes."""
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     for before, after in itertools.pairwise(ordered):
         if before.name == after.name:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from penstock.infra.tensors.host_memory import HEAD_BYTES, NONE, HostMemory, joined
+from penstock.infra.tensors.host_memory import NONE, allocated, joined
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nbytes
 
 
@@ -40,7 +40,7 @@ class OwnMemory:
         """Allocate `size` bytes, after freeing the old buffer."""
         if size != len(self.data):
             self.data = memoryview(b"")
-            self.data = HostMemory(size=HEAD_BYTES + size).data
+            self.data = allocated(size)
 
     def reading(self) -> AbstractContextManager[bool]:
         """No lock, because no other process writes here."""

@@ -53,6 +53,15 @@ class Weights:
         self._digest = self._digest or digest(self.tensors, self.hash_name)
         return self._digest
 
+    @property
+    def is_hashed(self) -> bool:
+        """True if the digest is computed already."""
+        return self._digest is not None
+
+    def hashed(self, digest: str) -> None:
+        """Take the digest, which was computed while the tensors were sent."""
+        self._digest = digest
+
     def invalidate(self) -> None:
         """Refuse to copy from now on, because the model changes; weights held as adapters stay valid."""
         self._invalid = self.adapted is None

@@ -250,10 +250,12 @@ class WeightPublisher:
                 step=publication.step,
                 partitions=chunk_partitions(publication.version, count=self.count),
                 max_bytes=self.config.chunk_mib * 2**20,
-                digest=lambda: content.digest,
+                digest=None if adapted is None and not content.is_hashed else lambda: content.digest,
+                hash_name=content.hash_name,
                 base=publication.base,
                 adapters=adapted.blocks(weights.layout(origin)) if adapted is not None and origin is not None else None,
             )
+            content.hashed(manifest.digest)
             publication.shared = self._share(lambda: content.tensors, manifest, origin or (manifest if not manifest.version else None))
             if adapted is not None:
                 content.forget()

@@ -4,24 +4,23 @@ Chunks first, manifest last. Memory: this version, the one before it, and a few 
 """
 
 import hashlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from penstock.infra import faults
 from penstock.infra.log import Pending, Producer
-from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
-from penstock.infra.tensors.stream import digest as tensors_digest
+from penstock.infra.tensors.stream import HASH, ITEM_BYTES, Hash, Hasher, TensorBytes, in_name_order
 from penstock.topics import weights
 from penstock.topics.versions import weight_delta
 from penstock.topics.weights import FIRST, Chunk, Manifest
 from penstock.topics.wire.record import Outgoing
 
-ENCODERS = 2
+ENCODERS = max(2, min(8, (os.cpu_count() or 2) // 4))
 """Threads that compare two versions: numpy lets go of the interpreter, and one thread alone reads less than the memory gives."""
 
 EARLY_CHUNK_BYTES, EARLY_CHUNKS = 2 << 20, 32
@@ -47,26 +46,30 @@ def send_version(
     partitions: Sequence[int],
     max_bytes: int,
     digest: Callable[[], str] | None = None,
+    hash_name: Hash = HASH,
     base: Base | None = None,
     adapters: Iterable[Any] | None = None,
 ) -> Manifest:
     """Send a version, whole or as what differs from `base`, and describe its chunks once every one is acknowledged.
 
-    `partitions` take the chunks in turn. `digest` returns the digest of the tensors if it was computed before; called while they are sent.
+    `partitions` take the chunks in turn. `digest` returns the digest of the tensors if they are not sent or it was computed before; if
+    absent, each piece is hashed while it is compared or sent, so that memory is read once.
     `adapters`, blocks of `weight_adapter`, are sent instead of tensors: `digest` then gives that of the merged ones.
     """
-    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    ordered = in_name_order(tensors)
     if base is not None and _layout(ordered) != _layout(base.tensors):
         base = None
     writer = ChunkWriter(producer=producer, run=run, version=version, partitions=partitions, max_bytes=max_bytes)
     with ThreadPoolExecutor(1, "digest") as executor:
-        computed = executor.submit(digest or partial(tensors_digest, ordered))
-        if base is None:
-            for data in [tensor.data for tensor in ordered] if adapters is None else adapters:
+        hasher = Hasher(hash_name)
+        computed = executor.submit(digest) if digest is not None else None
+        if adapters is not None:
+            for data in adapters:
                 writer.add(data)
         else:
-            _send_changes(writer, base.tensors, ordered)
+            _send_tensors(writer, ordered, base, None if digest is not None else (hasher, executor))
         writer.finish()
+        computed = computed or executor.submit(hasher.digest)
     described = ordered if base is None else []
     return Manifest(
         version=version,
@@ -158,26 +161,38 @@ class ChunkWriter:
         self.hashes.append(hashlib.sha256(data).hexdigest())
 
 
-def _send_changes(writer: ChunkWriter, old: Sequence[TensorBytes], new: Sequence[TensorBytes]) -> None:
-    """Send the delta between the tensors of two versions, piece by piece; some pieces are compared concurrently."""
-    start, ahead = 0, deque[Future[list[Any]]]()
+def _send_tensors(
+    writer: ChunkWriter, new: Sequence[TensorBytes], base: Base | None, hashing: tuple[Hasher, ThreadPoolExecutor] | None
+) -> None:
+    """Send tensors, or the delta to those of `base`, piece by piece; some pieces are compared, and hashed in order, concurrently."""
+    start, ahead = 0, deque[tuple[Future[list[Any]], Future[None] | None]]()
 
     def send_first() -> None:
-        for part in ahead.popleft().result():
+        encoded, hashed = ahead.popleft()
+        for part in encoded.result():
             writer.add(part)
+        if hashed is not None:
+            hashed.result()
 
     with ThreadPoolExecutor(ENCODERS, "encode") as encoders:
-        for before, after in zip(old, new, strict=True):
-            item = ITEM_BYTES[after.dtype]
-            was, becomes = memoryview(before.data).cast("B"), memoryview(after.data).cast("B")
+        for index, after in enumerate(new):
+            item, becomes = ITEM_BYTES[after.dtype], memoryview(after.data).cast("B")
+            was = None if base is None else memoryview(base.tensors[index].data).cast("B")
+            if hashing is not None:
+                hashing[1].submit(hashing[0].start, after)
             for low, nbytes, _ in weight_delta.pieces([(after.nbytes, item)]):
                 piece = slice(low, low + nbytes)
-                ahead.append(encoders.submit(weight_delta.encode, was[piece], becomes[piece], start=start + low, item=item))
+                hashed = None if hashing is None else hashing[1].submit(hashing[0].update, becomes[piece])
+                ahead.append((encoders.submit(_encoded, was, becomes, piece, start + low, item), hashed))
                 if len(ahead) > 2 * ENCODERS:
                     send_first()
             start += after.nbytes
         while ahead:
             send_first()
+
+
+def _encoded(was: memoryview | None, becomes: memoryview, piece: slice, start: int, item: int) -> list[Any]:
+    return [becomes[piece]] if was is None else weight_delta.encode(was[piece], becomes[piece], start=start, item=item)
 
 
 def _layout(tensors: Sequence[TensorBytes]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
+from penstock.infra.tensors.host_memory import allocated, copy_bytes
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.topics import weights
@@ -26,7 +27,7 @@ class BaseWeights:
     """The bytes of version 0, once they were needed."""
 
     def __init__(self) -> None:
-        self._data: bytearray | None = None
+        self._data: memoryview | None = None
         self._digest = ""
 
     def serves(self, copy: WeightCopy, origin: Manifest) -> bool:
@@ -35,19 +36,20 @@ class BaseWeights:
 
     def keep(self, copy: WeightCopy, origin: Manifest) -> None:
         """Take the bytes of version 0, which the copy has now."""
-        self._data, self._digest = bytearray(copy.data), origin.digest
+        self._data, self._digest = allocated(len(copy.data)), origin.digest
+        copy_bytes(self._data, copy.data)
 
     def forget(self) -> None:
         """Read version 0 again for the next version."""
         self._data = None
 
-    def merge(self, copy: WeightCopy, stream: bytearray) -> None:
+    def merge(self, copy: WeightCopy, stream: memoryview) -> None:
         """Make the copy the version that adapters describe. Raises `ValueError` with nothing overwritten."""
         assert self._data is not None, "version 0 is read before adapters on it"
-        copy.change(partial(weight_adapter.apply, stream, memoryview(self._data)))
+        copy.change(partial(weight_adapter.apply, stream, self._data))
 
 
-def merge_into_origin(copy: WeightCopy, stream: bytearray) -> None:
+def merge_into_origin(copy: WeightCopy, stream: memoryview) -> None:
     """The same for a copy of version 0 itself; nothing is retained. Raises `ValueError` with nothing overwritten."""
     copy.change(lambda data: weight_adapter.apply(stream, data, data))
 
@@ -131,10 +133,10 @@ def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> Non
     _collect(manifest, reader, copy.data)
 
 
-def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[bytearray], None]) -> None:
+def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[memoryview], None]) -> None:
     """Read a delta or adapters and, once all of it is here, overwrite what they change; `change` refuses what is not well formed."""
-    stream = bytearray(manifest.nbytes)
-    _collect(manifest, reader, memoryview(stream))
+    stream = allocated(manifest.nbytes)
+    _collect(manifest, reader, stream)
     try:
         change(stream)
     except ValueError as error:
@@ -144,7 +146,7 @@ def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[bytearra
 def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> None:
     starts = list(accumulate(manifest.chunk_sizes, initial=0))
     for chunk in reader.read(manifest):
-        into[starts[chunk.index] : starts[chunk.index + 1]] = chunk.data
+        copy_bytes(into[starts[chunk.index] : starts[chunk.index + 1]], chunk.data)
 
 
 def _hold(copy: WeightCopy, manifest: Manifest, below: BaseWeights | None) -> None:
