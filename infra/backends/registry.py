@@ -36,6 +36,8 @@ def _deepspeed_fits(trainer: Mapping[str, Any]) -> str | None:
         return f"trainer.zero_stage: {stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2 or 3"
     if trainer.get("lora_rank") and stage == 3:
         return "trainer.lora_rank: adapters are not sharded; take zero_stage 2 or less, or backend 'torch'"
+    if trainer.get("compile") and stage == 3:
+        return "trainer.compile: torch.compile cannot trace the hooks by which zero_stage 3 gathers weights; take zero_stage 2 or less"
     if offload != "none" and stage == 0:
         return f"trainer.offload: {offload!r} needs trainer.zero_stage 1 to 3; stage 0 keeps all state on the device"
     if offload == "parameters" and stage < 3:

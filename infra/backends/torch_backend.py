@@ -5,7 +5,6 @@ weights, and divided once, in `step`.
 """
 
 import contextlib
-import itertools
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,6 +64,10 @@ class LocalModel:
         share = self.settings.share_prompts
         self.forward = choose_forward(self.model, share=share, device=self.device, in_pieces=self.head_is_whole)
         self.shares_prompts = self.forward.shared
+        if self.settings.compile:
+            for module in self.model.modules():
+                if type(module).__name__.endswith(("Norm", "MLP")):
+                    module.compile(dynamic=True)
         if self.settings.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
@@ -177,6 +180,7 @@ class LocalModel:
             "threads": self.settings.threads,
             "deterministic": self.settings.deterministic,
             **({"tf32": "on"} if self.settings.tf32 else {}),
+            **({"compile": "normalisations, MLPs"} if self.settings.compile else {}),
             **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}, merged exactly"} if self.adapters else {}),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }
@@ -236,16 +240,24 @@ def update_norm(optimizer: torch.optim.Optimizer) -> float:
     steps = torch.stack([state["step"] for _, state in states]).tolist()
     # In pieces: full copies of an embedding's moments would be the step's peak of memory.
     pieces = [
-        [
-            (average / (square / (1 - group["betas"][1] ** count)).sqrt_().add_(group["eps"])).square_().sum()
-            for average, square in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True)
-        ]
-        for (group, state), count in zip(states, steps, strict=True)
+        (number, *moments, 1 - group["betas"][1] ** count, group["eps"])
+        for number, ((group, state), count) in enumerate(zip(states, steps, strict=True))
+        for moments in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True)
     ]
-    sums, total = iter(torch.stack(list(itertools.chain(*pieces))).tolist()), 0.0
-    for (group, _), count, parts in zip(states, steps, pieces, strict=True):
-        total += sum(next(sums) for _ in parts) * (group["lr"] / (1 - group["betas"][0] ** count)) ** 2
-    return float(total**0.5)
+    together, sums = 1 if pieces[0][1].device.type == "cpu" else 16, list[torch.Tensor]()
+    for first in range(0, len(pieces), together):
+        _, averages, squares, corrections, eps = map(list, zip(*pieces[first : first + together], strict=True))
+        scales = torch._foreach_div(squares, corrections)
+        torch._foreach_sqrt_(scales)
+        torch._foreach_add_(scales, eps)
+        updates = torch._foreach_div(averages, scales)
+        torch._foreach_mul_(updates, updates)
+        sums += [update.sum() for update in updates]
+    squares_of = [0.0] * len(states)
+    for (number, *_), value in zip(pieces, torch.stack(sums).tolist(), strict=True):
+        squares_of[number] += value
+    rates = [group["lr"] / (1 - group["betas"][0] ** count) for (group, _), count in zip(states, steps, strict=True)]
+    return float(sum(value * rate**2 for value, rate in zip(squares_of, rates, strict=True)) ** 0.5)
 
 
 def checked_denominator(denominator: float) -> float:
@@ -392,7 +404,7 @@ class TorchBackend(LocalModel):
         torch.cuda.empty_cache()  # else torch keeps the freed memory for this process
 
     def wake(self) -> None:
-        """Move everything back to the device; the host memory is kept for the next time."""
+        """Move everything back to the device; the host memory stays for the next time."""
         for tensor in self.offloaded:
             tensor.data = tensor.data.to(self.device, non_blocking=True)
         self.offloaded = []

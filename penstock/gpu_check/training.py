@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +21,52 @@ from penstock.infra.tensors.stream import digest
 from penstock.pipeline.algorithms.losses import batch_loss
 from penstock.pipeline.learner.micro_batches import MicroBatcher, distinct_tokens, pack
 
-BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "torch": ("torch", {}),
-    "ZeRO-2": ("deepspeed", {"zero_stage": 2}),
-    "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "torch": ("torch", False, {}),
+    "torch, compiled": ("torch", False, {"compile": True}),
+    "torch with checkpointing": ("torch", True, {}),
+    "torch with checkpointing, compiled": ("torch", True, {"compile": True}),
+    "ZeRO-2 with checkpointing": ("deepspeed", True, {"zero_stage": 2}),
+    "ZeRO-3 with checkpointing": ("deepspeed", True, {"zero_stage": 3}),
 }
+"""Name -> backend, gradient checkpointing, and settings."""
 ALLOCATE = "import sys, torch; torch.ones(int(sys.argv[1]) // 4, device=sys.argv[2]); print('done')"
 """A program that fills memory of a device."""
 
 
 def step(here: Machine) -> Iterator[Figure]:
-    """Two steps of one full micro-batch each by every backend: model FLOPs utilisation, peak memory, loss and gradient norm."""
-    shape = "1.5B" if here.on_gpu else "tiny"
-    path = random_model(here.folder, shape=shape, device=here.device)
-    installed = importlib.util.find_spec("deepspeed") is not None
-    if not installed:
+    """Three steps of one full micro-batch by each backend: model FLOPs utilisation, peak memory, losses and gradient norms."""
+    path = random_model(here.folder, shape="1.5B" if here.on_gpu else "tiny", device=here.device)
+    cases = dict(CASES) if here.on_gpu else {name: case for name, case in CASES.items() if "compile" not in case[2]}  # it takes a minute
+    if importlib.util.find_spec("deepspeed") is None:
         yield Figure(name="DEEPSPEED IS NOT INSTALLED, steps of ZeRO-2 and ZeRO-3 taken", value=0)
-    expected: list[tuple[float, float]] = []
-    for name, (kind, own) in BACKENDS.items() if installed else [("torch", BACKENDS["torch"])]:
-        for checkpointing in (False, True):
-            label = f"{name} with checkpointing" if checkpointing else name
-            tokens = (16384 if checkpointing else 8192) if here.on_gpu else 512
-            batch = full_batch(tokens, vocabulary=500 if shape == "tiny" else 150_000)
-            backend = opened(path, here, kind, gradient_checkpointing=checkpointing, **own)
-            if here.on_gpu:
-                torch.cuda.reset_peak_memory_stats(here.device)
-            taken = [timed_step(backend, batch, here) for _ in range(3)]
-            computed, seconds, measures = taken[-1][2], min(seconds for *_, seconds, _ in taken[1:]), taken[-1][4]
-            yield Figure(name=f"{label}: computed tokens", value=computed, at_least=here.limit(0.9 * tokens), at_most=tokens)
-            yield Figure(name="seconds", value=seconds, unit="s")
-            if "peak_flops" in measures:
-                yield Figure(name="MFU", value=measures["model_flops"] / seconds / measures["peak_flops"], at_least=0.30)
-            if here.on_gpu:
-                yield Figure(name="peak memory", value=torch.cuda.max_memory_allocated(here.device) / 1e9, unit="GB")
-            results = [(loss, norm) for loss, norm, *_ in taken]
-            expected = results if name == "torch" else expected
-            if name != "torch" and checkpointing:
-                yield Figure(name="losses and norms apart from torch's", value=apart(results, expected), at_most=1e-3)
-            backend.close()
-            del backend
-            if here.on_gpu:
-                torch.cuda.empty_cache()
+        cases = {name: case for name, case in cases.items() if case[0] == "torch"}
+    expected: dict[bool, list[TimedStep]] = {}
+    for name, (kind, checkpointing, own) in cases.items():
+        tokens = (16384 if checkpointing else 8192) if here.on_gpu else 512
+        batch = full_batch(tokens, vocabulary=150_000 if here.on_gpu else 500)
+        backend = opened(path, here, kind, gradient_checkpointing=checkpointing, **own)
+        if here.on_gpu:
+            torch.cuda.reset_peak_memory_stats(here.device)
+        steps = [timed_step(backend, batch, here) for _ in range(4)]
+        fastest, measures = min(steps, key=lambda step: step.pass_s), steps[-1].measures
+        computed, whole_s = fastest.computed_tokens, min(step.pass_s + step.update_s for step in steps)
+        label = f"{name}, {backend.fingerprint()['forward']}: computed tokens"
+        yield Figure(name=label, value=computed, at_least=here.limit(0.9 * tokens), at_most=tokens)
+        yield Figure(name="forward and backward", value=fastest.pass_s, unit="s")
+        yield Figure(name="update", value=min(step.update_s for step in steps), unit="s")
+        if "peak_flops" in measures:
+            mfu = measures["model_flops"] / measures["peak_flops"]
+            yield Figure(name="MFU of forward and backward", value=mfu / fastest.pass_s, at_least=None if "ZeRO-3" in name else 0.30)
+            yield Figure(name="of the step", value=mfu / whole_s)
+        if here.on_gpu:
+            yield Figure(name="peak memory", value=torch.cuda.max_memory_allocated(here.device) / 1e9, unit="GB")
+        gap = apart(steps, expected.setdefault(checkpointing, steps))
+        yield Figure(name="losses and norms apart from torch's", value=gap, at_most=1e-2 if "compile" in own else 1e-3)
+        backend.close()
+        del backend
+        if here.on_gpu:
+            torch.cuda.empty_cache()
 
 
 def saved(here: Machine) -> Iterator[Figure]:
@@ -80,16 +86,15 @@ def saved(here: Machine) -> Iterator[Figure]:
     backend.save(folder)
     written, size = time.perf_counter() - started, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     yield gigabytes_per_s(name="checkpoint written", value=size / written / 1e9)
-    through = timed_step(backend, batch, here)[:2], digest(backend.weights())
+    through, weights = timed_step(backend, batch, here), digest(backend.weights())
     started = time.perf_counter()
     backend.load(folder)
     here.synchronize()
     yield gigabytes_per_s(name="and loaded", value=size / (time.perf_counter() - started) / 1e9)
-    again = timed_step(backend, batch, here)[:2], digest(backend.weights())
-    gap = apart([again[0]], [through[0]])
+    gap = apart([timed_step(backend, batch, here)], [through])
     yield Figure(name=f"loss and norm after loading differ ({deterministic})", value=gap, at_most=0 if deterministic == "strict" else 1e-6)
     if deterministic == "strict":
-        yield Figure(name="weights after it are equal", value=float(again[1] == through[1]), at_least=1)
+        yield Figure(name="weights after it are equal", value=float(digest(backend.weights()) == weights), at_least=1)
 
 
 def turns(here: Machine) -> Iterator[Figure]:
@@ -135,21 +140,37 @@ def full_batch(tokens: int, *, vocabulary: int) -> TokenBatch:
     return pack(next(batch for row in rows for batch in batcher.add(row)))
 
 
-def timed_step(backend: Backend, batch: TokenBatch, here: Machine) -> tuple[float, float, float, float, dict[str, float]]:
-    """Loss, gradient norm, computed tokens, seconds and measures of one step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """A step of one micro-batch."""
+
+    loss: float
+    norm: float
+    computed_tokens: float
+    pass_s: float
+    update_s: float
+    measures: dict[str, float]
+
+
+def timed_step(backend: Backend, batch: TokenBatch, here: Machine) -> TimedStep:
+    """Take a step."""
     here.synchronize()
     started = time.perf_counter()
     stats = backend.backward(batch, lambda logprobs, *_: batch_loss(logprobs, batch))
+    here.synchronize()
+    passed = time.perf_counter()
     result = backend.step(denominator=float(batch.tokens))
     here.synchronize()
-    seconds = time.perf_counter() - started
-    return stats["loss_sum"] / batch.tokens, result.grad_norm, stats["computed_tokens"], seconds, result.measures
+    return TimedStep(
+        loss=stats["loss_sum"] / batch.tokens, norm=result.grad_norm, computed_tokens=stats["computed_tokens"],
+        pass_s=passed - started, update_s=time.perf_counter() - passed, measures=result.measures,
+    )  # fmt: skip
 
 
-def apart(found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]) -> float:
+def apart(steps: Sequence[TimedStep], expected: Sequence[TimedStep]) -> float:
     """Largest difference of losses, whose terms are about 1, and of norms, relative to them."""
-    pairs = zip(found, expected, strict=True)
-    return max(max(abs(loss - other), abs(norm - other_norm) / other_norm) for (loss, norm), (other, other_norm) in pairs)
+    pairs = list(zip(steps, expected, strict=True))
+    return max(max(abs(a.loss - b.loss), abs(a.norm - b.norm) / b.norm) for a, b in pairs)
 
 
 def checksum(backend: TorchBackend) -> list[int]:

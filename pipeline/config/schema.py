@@ -317,6 +317,7 @@ class TrainerSection(Section):
         "model, if it computes common prefixes once, and processes get micro-batches of equal size",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    compile: bool = Field(False, description="compile normalisations and MLPs with torch.compile: fewer kernels, other last bits")
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto", description="compute common prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"
     )

@@ -243,7 +243,7 @@ class MicroBatcher:
     def _even(self, rows: Sequence[TokenSequence]) -> list[MicroBatch]:
         """The rows in as many micro-batches as there are ranks, if there are as many rows; the largest is as small as possible."""
         low, high = 1, self.token_budget
-        while low < high:
+        while high - low > self.token_budget // 64:
             middle = (low + high) // 2
             low, high = (low, middle) if len(_filled(rows, middle, self.size)) <= self.ranks else (middle + 1, high)
         parts = _filled(rows, high, self.size)

@@ -12,7 +12,7 @@ ALLOWED = {
     "trainer": {
         "backend", "zero_stage", "deepspeed_config", "offload", "device", "dtype", "threads", "lr", "betas", "weight_decay", "lr_schedule",
         "warmup_steps", "max_grad_norm", "micro_batch_tokens", "micro_batch_by", "gradient_checkpointing", "offload_activations",
-        "share_prompts",
+        "compile", "share_prompts",
     },
     "schedule": {"prompts_per_step", "order"},
 }  # fmt: skip

@@ -112,7 +112,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             betas=(chosen.betas[0], chosen.betas[1]), weight_decay=chosen.weight_decay, lr_schedule=chosen.lr_schedule,
             warmup_steps=chosen.warmup_steps, total_steps=chosen.initial_steps + steps, max_grad_norm=chosen.max_grad_norm,
             threads=chosen.threads, deterministic=chosen.deterministic, tf32=chosen.tf32, seed=config.run.seed,
-            gradient_checkpointing=chosen.gradient_checkpointing, offload_activations=chosen.offload_activations,
+            gradient_checkpointing=chosen.gradient_checkpointing, compile=chosen.compile, offload_activations=chosen.offload_activations,
             share_prompts=chosen.share_prompts, lora_rank=chosen.lora_rank, lora_alpha=chosen.lora_alpha,
             reference=config.algorithm.kl_coef > 0, reference_path=config.algorithm.reference, snapshot=config.proximal == "snapshot",
             entropy=True, entropy_bonus=config.algorithm.entropy_coef > 0, peak_tflops=chosen.peak_tflops,

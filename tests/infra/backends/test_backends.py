@@ -162,6 +162,22 @@ def test_a_backend_that_sleeps_between_two_steps_gives_the_same_bits_and_can_be_
         assert np.array_equal(sleeper.reference_logprobs(batch), awake.reference_logprobs(batch))
 
 
+def test_hooks_that_gather_weights_are_not_compiled(opened):
+    with pytest.raises(ValueError, match=r"trainer.compile: .* take zero_stage 2 or less"):
+        opened("deepspeed", zero_stage=3, compile=True)
+
+
+@pytest.mark.slow  # compiling takes a minute
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("name", "own"), [("torch", {"gradient_checkpointing": True}), ("deepspeed", {"zero_stage": 2})])
+def test_compiled_normalisations_and_mlps_train_like_the_others(opened, name, own):
+    plain, compiled = opened(name, **own), opened(name, compile=True, **own)
+    expected, found = train(plain, 3), train(compiled, 3)
+    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in expected], atol=1e-5)
+    np.testing.assert_allclose([step.grad_norm for _, step in found], [step.grad_norm for _, step in expected], rtol=1e-4)
+    assert compiled.fingerprint() == plain.fingerprint() | {"compile": "normalisations, MLPs"}
+
+
 def test_backends_that_say_they_sleep_are_those_that_do(opened):
     assert isinstance(opened("torch"), Sleepable) == BACKENDS["torch"].sleeps
     assert issubclass(DeepSpeedBackend, Sleepable) == BACKENDS["deepspeed"].sleeps
