@@ -27,7 +27,8 @@ LINES: dict[str, tuple[str, int]] = {
     "out": ("lane", 60),
     "in": ("lane", 60),
     "vllm": ("vllm_engine", 240),
-    "run": ("whole_run", 200),
+    "run": ("whole_run", 300),
+    "colocated": ("whole_run", 150),
 }
 """Line -> its module, and the seconds after which it is ended."""
 PRELOADED = ["torch", "transformers", "numpy"]

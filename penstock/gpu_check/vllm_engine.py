@@ -1,7 +1,9 @@
 """vLLM with new weights between decode steps: labels against the trainer's forward pass, stalls, and its sleep."""
 
+import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,11 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import tensor_bytes
 from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 
+ENGINES_ON: dict[str, tuple[tuple[Literal["bfloat16", "float32"], Literal["keep", "recompute"], bool], ...]] = {
+    "cuda": (("bfloat16", "keep", False), ("bfloat16", "recompute", True), ("float32", "recompute", True)),
+    "cpu": (("float32", "keep", True),),
+}
+"""Device -> dtype, `kv_cache` and `enforce_eager` of each engine; compiling and capturing CUDA graphs takes a minute."""
 SWAPS = 20
 WEIGHTS = 3
 """Number of different weights; version v has those of v % WEIGHTS, so that a label of a neighbouring version is wrong."""
@@ -33,24 +40,26 @@ def vllm(here: Machine) -> Iterator[Figure]:
     if find_spec("vllm") is None:
         raise Skipped("vLLM IS NOT INSTALLED: nothing of its engine was checked")
     shape = "0.5B" if here.on_gpu else "tiny"
-    for dtype in ("bfloat16", "float32") if here.on_gpu else ("float32",):
+    for dtype, kv_cache, eager in ENGINES_ON[here.device.type]:
         path = random_model(here.folder, shape=shape, dtype=dtype, device=here.device)
         trainer = TorchBackend(model_path=str(path), lr=1e-6, dtype=dtype, device=here.device.type)
         versions = [_weights(trainer, number) for number in range(WEIGHTS)]
-        for kv_cache in ("keep", "recompute") if here.on_gpu else ("keep",):  # a process of its own for each, which a CPU loads slowly
-            settings = EngineSettings(
-                directory=path, dtype=dtype, device="auto" if here.on_gpu else "cpu", concurrency=64, longest=256, kv_cache=kv_cache,
-                engine_process=here.on_gpu, sleeps=here.on_gpu, arguments={"gpu_memory_utilization": 0.3} if here.on_gpu else {},
-            )  # fmt: skip
-            engine = ENGINES["vllm"].open(settings)
-            try:
-                label = f"{dtype}, {kv_cache}: " if here.on_gpu else ""
-                yield from _updated(engine, trainer, versions, here=here, settings=settings, label=label)
-                if here.on_gpu and kv_cache == "keep":
-                    yield from _slept(engine, trainer, versions, here=here, settings=settings)
-            finally:
-                engine.close()
-        trainer.close()
+        settings = EngineSettings(
+            directory=path, dtype=dtype, device="auto" if here.on_gpu else "cpu", concurrency=64, longest=256, kv_cache=kv_cache,
+            engine_process=here.on_gpu, sleeps=here.on_gpu,
+            arguments={"gpu_memory_utilization": 0.3, "enforce_eager": eager} if here.on_gpu else {},
+        )  # fmt: skip
+        started = time.perf_counter()
+        engine = ENGINES["vllm"].open(settings)
+        try:
+            label = f"{dtype}, {kv_cache}{', eager' if eager else ''}: "
+            yield Figure(name=f"{label}start", value=time.perf_counter() - started, unit="s")
+            yield from _updated(engine, trainer, versions, here=here, settings=settings)
+            if here.on_gpu and not eager:
+                yield from _slept(engine, trainer, versions, here=here, settings=settings)
+        finally:
+            engine.close()
+            trainer.close()
 
 
 def _weights(trainer: TorchBackend, number: int) -> list[TensorBytes]:
@@ -75,7 +84,7 @@ def _requests(groups: int, tokens: int, vocabulary: int) -> list[GroupRequest]:
 
 
 def _updated(
-    engine: Engine, trainer: TorchBackend, versions: Sequence[Sequence[TensorBytes]], *, here: Machine, settings: EngineSettings, label: str
+    engine: Engine, trainer: TorchBackend, versions: Sequence[Sequence[TensorBytes]], *, here: Machine, settings: EngineSettings
 ) -> Iterator[Figure]:
     """Generate with an update every few steps; whose labels and stalls are the figures."""
     groups, tokens, every = (16, 160, 6) if here.on_gpu else (4, 60, 2)
@@ -85,13 +94,16 @@ def _updated(
         engine.submit(request)
     completions: list[Completion] = []
     steps = 0
+    started = time.perf_counter()
     while not engine.idle:
         completions += engine.step()
         steps += 1
         if steps % every == 0 and engine.version < SWAPS and not engine.idle:
             engine.load_weights(engine.version + 1, versions[(engine.version + 1) % WEIGHTS])
+    elapsed = time.perf_counter() - started
     stats, size = engine.stats(), sum(tensor.nbytes for tensor in versions[0]) / 1e9
-    yield Figure(name=f"{label}updates with samples in flight", value=stats["swaps"], at_least=SWAPS)
+    yield Figure(name="updates with samples in flight", value=stats["swaps"], at_least=SWAPS)
+    yield Figure(name="generation with them", value=groups * ROWS * tokens / elapsed, unit="tokens/s")
     yield Figure(name="versions in a sample", value=max(len(completion.spans) for completion in completions), at_least=2)
     lost = groups * ROWS * tokens - sum(len(completion.token_ids) for completion in completions)
     yield Figure(name="lost tokens", value=lost, at_least=0, at_most=0)

@@ -4,9 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from penstock.gpu_check.figures import Figure, Machine, Skipped
 from penstock.pipeline.data.tiny.model import make_tiny_model
@@ -45,53 +44,67 @@ checkpoint_every = 5
 [mlflow]
 enabled = false
 """
-COMMAND_S = {"cuda": 100.0, "cpu": 500.0}
+COMMAND_S = {"cuda": 140.0, "cpu": 500.0}
 """Device -> limit of a command; CPUs are shared with other tests."""
 ENGINES = {
-    "vllm": ("rollout.engine=vllm", "schedule.mode=in_flight", "rollout.vllm.gpu_memory_utilization=0.3"),
+    "vllm": (
+        "rollout.engine=vllm",
+        "schedule.mode=in_flight",
+        "rollout.vllm.gpu_memory_utilization=0.3",
+        "rollout.vllm.enforce_eager=true",
+    ),
     "transformers": ("rollout.engine=transformers", "schedule.mode=pipelined"),
 }
 
 
 def run(here: Machine) -> Iterator[Figure]:
-    """With vLLM on a GPU where it is installed, else with transformers; then on a GPU a run whose trainer and engine share it by turns."""
-    here.folder.joinpath("run.toml").write_text(CONFIG, encoding="utf-8")
-    commands = _Commands(here)
-    if started := commands.fault("broker", "start"):
-        raise Skipped(f"no Kafka broker starts here: {started}")
-    try:
-        make_tiny_model(here.folder / "tiny")
-        steps = 20 if here.on_gpu else 8
-        engine = "vllm" if here.on_gpu and find_spec("vllm") else "transformers"
-        for setting in (*ENGINES[engine], f"rollout.device={here.device.type}", f"trainer.device={here.device.type}"):
-            commands.settings += ["--set", setting]
+    """With vLLM on a GPU where it is installed, else with the engine of transformers; the trainer is killed halfway."""
+    steps, engine = 20 if here.on_gpu else 8, "vllm" if here.on_gpu and find_spec("vllm") else "transformers"
+    settings = (*ENGINES[engine], f"rollout.device={here.device.type}", f"trainer.device={here.device.type}")
+    with _Commands(here) as commands:
         # The restarted trainer commits fewer steps than it takes to be killed again.
-        yield from commands.train(f"{engine}, ", steps=steps, kill_at=steps // 2 + 1)
-        if here.on_gpu:
-            turns = ["rollout.engine=transformers", "schedule.mode=pipelined", "launch.placement=colocated", "trainer.backend=torch"]
-            commands.settings = [part for setting in turns for part in ("--set", setting)]
-            yield from commands.train("by turns, ", steps=6, kill_at=None)
-    finally:
-        commands.fault("broker", "stop")
+        yield from commands.train("killed", settings, engine=engine, steps=steps, kill_at=steps // 2 + 1)
+
+
+def colocated(here: Machine) -> Iterator[Figure]:
+    """Trainer and the engine of transformers have one GPU by turns."""
+    if not here.on_gpu:
+        raise Skipped("there is no GPU to be shared")
+    with _Commands(here) as commands:
+        settings = (*ENGINES["transformers"], "launch.placement=colocated", "trainer.backend=torch")
+        yield from commands.train("by-turns", settings, engine="transformers", steps=6, kill_at=None)
 
 
 class _Commands:
-    """Runs `penstock` with a state directory of its own."""
+    """Runs `penstock` with a state directory and a broker of its own."""
 
     def __init__(self, here: Machine) -> None:
-        self._folder = here.folder
-        self._limit_s = COMMAND_S[here.device.type]
-        self._environment = os.environ | {"PENSTOCK_HOME": str(here.folder / "home")}
-        self.settings: list[str] = []
+        self._folder, self._limit_s = here.folder, COMMAND_S[here.device.type]
+        self._home = here.folder / "home"
+        self._environment = os.environ | {"PENSTOCK_HOME": str(self._home)}
 
-    def train(self, name: str, *, steps: int, kill_at: int | None) -> Iterator[Figure]:
+    def __enter__(self) -> "_Commands":
+        """Make the model and start the broker. Raises `Skipped` if no broker starts here."""
+        (self._folder / "run.toml").write_text(CONFIG, encoding="utf-8")
+        if not (self._folder / "tiny").exists():
+            make_tiny_model(self._folder / "tiny")
+        started = self._done("broker", "start")
+        if started.returncode:
+            raise Skipped(f"NO RUN WAS MADE, as no Kafka broker starts here: {_last_line(started)}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done("broker", "stop")
+
+    def train(self, run: str, settings: Sequence[str], *, engine: str, steps: int, kill_at: int | None) -> Iterator[Figure]:
         """A run, and its figures; its trainer is killed with SIGKILL after it has computed step `kill_at`."""
-        run = "killed" if kill_at else "by-turns"
         fault = {"PENSTOCK_FAULT": f"ledger.step.before:{kill_at}"} if kill_at else {}
-        self.checked("run", "run.toml", "--plain", "--run-id", run, "--set", f"run.steps={steps}", *self.settings, **fault)
-        report, audit = self._json("report", run), self._json("audit", run)
+        options = [part for setting in (f"run.steps={steps}", *settings) for part in ("--set", setting)]
+        self._checked("run", "run.toml", "--plain", "--run-id", run, *options, **fault)
+        report = json.loads((self._home / "runs" / run / "report.json").read_text(encoding="utf-8"))
+        audit = json.loads(self._checked("audit", run, "--json"))
         time_s, reward = report["time"], report["reward_trained"]
-        yield Figure(name=f"{name}steps", value=report["steps"], at_least=steps, at_most=steps)
+        yield Figure(name=f"{engine}, steps", value=report["steps"], at_least=steps, at_most=steps)
         yield Figure(name="start", value=time_s["start_s"], unit="s")
         yield Figure(name="training", value=time_s["train_s"], unit="s")
         yield Figure(name="samples", value=report["samples"] / time_s["train_s"], unit="/s")
@@ -102,20 +115,12 @@ class _Commands:
         violations = sum(len(check["violations"]) for check in audit["checks"])
         yield Figure(name="violations that the audit finds", value=violations, at_most=0)
 
-    def _json(self, *command: str) -> Any:
-        return json.loads(self.checked(*command, "--json"))
-
-    def checked(self, *command: str, **environment: str) -> str:
+    def _checked(self, *command: str, **environment: str) -> str:
         """Output of a command. Raises `RuntimeError` if it fails."""
         done = self._done(*command, **environment)
         if done.returncode:
             raise RuntimeError(f"penstock {command[0]} ended with {done.returncode}: {_last_line(done)}")
         return done.stdout
-
-    def fault(self, *command: str) -> str | None:
-        """Run a command; its last line if it fails."""
-        done = self._done(*command)
-        return _last_line(done) if done.returncode else None
 
     def _done(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         done = subprocess.run(

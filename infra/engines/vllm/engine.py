@@ -166,14 +166,16 @@ class VllmEngine:
         started = time.perf_counter()
         weights = check_tensors(tensors, self._shapes, version=version)
         try:
-            self._swap(version, weights)
+            paused_s = self._swap(version, weights)
             if self._cache_sleeps:
                 self._llm.engine_core.wake_up(["kv_cache"])
                 self._cache_sleeps = False
         except Exception as error:
             raise self._broken_by(f"while loading weights version {version}", error) from error
         self.version = version
-        self._counts.loaded(time.perf_counter() - started, in_flight=bool(self._rows))
+        elapsed_s = time.perf_counter() - started
+        # An engine in a process of its own generates until it is paused.
+        self._counts.loaded(elapsed_s, stall_s=(paused_s if self._own_process else elapsed_s) if self._rows else None)
 
     def sleep(self) -> None:
         """Free weights and KV cache (vLLM's level 2); the next weights are read from the log."""
@@ -207,8 +209,8 @@ class VllmEngine:
             del self._llm.model_executor
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _swap(self, version: int, tensors: Sequence[TensorBytes]) -> None:
-        """Load `tensors` as `version` by vLLM's own calls; nothing is generated between pause and resume.
+    def _swap(self, version: int, tensors: Sequence[TensorBytes]) -> float:
+        """Load `tensors` as `version` by vLLM's own calls; returns the seconds between pause and resume, when nothing is generated.
 
         After an error the weights may be half loaded, and vLLM is never resumed.
         """
@@ -227,10 +229,12 @@ class VllmEngine:
             while self._own_process and self._rows and not all(self._llm.collective_rpc("stage_version", args=(info,))):
                 time.sleep(STAGE_POLL_S)
             core = self._llm.engine_core.call_utility if self._own_process else self._call_core
+            started = time.perf_counter()
             core("pause_scheduler", "keep", not self._keep)
             self._llm.collective_rpc("load_version", args=(info,))
             self._llm.set_weight_version(str(version))
             core("resume_scheduler")
+            return time.perf_counter() - started
 
     def _call_core(self, method: str, *arguments: Any) -> Any:
         return getattr(self._llm.engine_core.engine_core, method)(*arguments)

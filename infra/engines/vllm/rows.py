@@ -135,15 +135,15 @@ class Counts:
     def log(self) -> None:
         """Called by vLLM periodically; has no effect."""
 
-    def loaded(self, load_s: float, *, in_flight: bool) -> None:
-        """Count a loaded version; `in_flight` if samples were running."""
+    def loaded(self, load_s: float, *, stall_s: float | None) -> None:
+        """Count a loaded version; `stall_s` is the time for which samples in flight waited, None without any."""
         self.loads += 1
         self.load_s += load_s
-        if in_flight:
+        if stall_s is not None:
             self.swaps += 1
-            self.swap_stall_s += load_s
-            self.swap_stall_last_s = load_s
-            self.swap_stall_max_s = max(self.swap_stall_max_s, load_s)
+            self.swap_stall_s += stall_s
+            self.swap_stall_last_s = stall_s
+            self.swap_stall_max_s = max(self.swap_stall_max_s, stall_s)
 
     def all(self) -> dict[str, float]:
         """Every counter by name."""
