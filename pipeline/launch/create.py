@@ -142,7 +142,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
 
 
 def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:
-    """Refuse a model that is no decoder with an output layer, by its `config.json`; workers would fail while they load it."""
+    """Refuse a model that is no decoder with an output layer, or is quantised, by its `config.json`: workers would fail to load it."""
     names = config.get("architectures") or ()
     decoder = any(str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
     if config.get("is_encoder_decoder") or (names and not decoder):
@@ -150,6 +150,9 @@ def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:
             f"model.path: the model in {directory} is {', '.join(map(str, names)) or 'an encoder and decoder'}, no causal language model; "
             "take one whose architectures in config.json end in ForCausalLM"
         )
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "") if isinstance(quantised, Mapping) else quantised
+        raise ConfigError(f"model.path: the model in {directory} is quantised ({method}), so that it cannot be trained; take the original")
 
 
 def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[str], None]) -> None:

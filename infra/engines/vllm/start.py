@@ -57,6 +57,7 @@ SET_BY_PENSTOCK = {
     "worker_extension_cls": _WEIGHTS,
     "disable_log_stats": "Penstock sets it: its metrics need them",
     "runner": "Penstock sets it: a rollout engine generates",
+    "quantization": "a version is loaded in the trainer's number format; whether all of it reaches a quantised engine is not checked",
     "data_parallel_size": _WORKERS,
     "data_parallel_rank": _WORKERS,
     "data_parallel_external_lb": _WORKERS,

@@ -23,6 +23,7 @@ from penstock.pipeline.launch.check.memory import (
     cached_rows,
     estimates,
     shape_in,
+    staging_share,
     time_shared,
 )
 
@@ -147,7 +148,9 @@ def _divided(config: Config, shape: Shape, gpus: int) -> Iterator[Config]:
         return
     evaluators = bool(config.eval_sources) and not config.evaluates_on_rollout_engine
     for engine in (1, 2, 4, 8) if config.engine.gpus_key else (1,):
-        vllm = {**config.rollout.vllm, "tensor_parallel_size": engine} if engine > 1 else config.rollout.vllm
+        vllm = dict(config.rollout.vllm)
+        if engine > 1 or "tensor_parallel_size" in vllm:
+            vllm["tensor_parallel_size"] = engine
         for trainer in range(1, gpus):
             workers, idle = divmod(gpus - trainer, engine)
             if not idle and workers > evaluators and shape.heads % engine == 0:
@@ -175,8 +178,9 @@ def _changes(config: Config, other: Config) -> dict[str, Any]:
     for section in ("trainer", "rollout"):
         before, after = getattr(config, section).model_dump(), getattr(other, section).model_dump()
         changed |= {f"{section}.{key}": value for key, value in after.items() if value != before[key]}
-    if vllm := changed.pop("rollout.vllm", None):
-        changed["rollout.vllm.tensor_parallel_size"] = vllm.get("tensor_parallel_size", 1)
+    for key, value in changed.pop("rollout.vllm", {}).items():
+        if value != config.rollout.vllm.get(key):
+            changed[f"rollout.vllm.{key}"] = value
     return changed
 
 
@@ -241,8 +245,17 @@ def proposed(config: Config, shape: Shape, memory: Sequence[int]) -> Config:
 
 
 def _filled(config: Config, shape: Shape, memory: int) -> Config:
-    """The configuration with as many concurrent samples as the cache of its engines holds."""
-    sizes = [with_values(config, "rollout", concurrency=rows) for rows in ROWS] if _cached(config) else []
+    """The configuration with as many concurrent samples as the cache of its engines holds.
+
+    The cache leaves room to stage new weights if 256 samples fit all the same.
+    """
+    if not _cached(config):
+        return config
+    share = staging_share(config, shape, memory)
+    staging = with_values(config, "rollout", vllm={**config.rollout.vllm, "gpu_memory_utilization": share})
+    if share > 0 and not config.colocated and cached_rows(staging, shape, memory) >= ROWS[1]:
+        config = staging
+    sizes = [with_values(config, "rollout", concurrency=rows) for rows in ROWS]
     return next((sized for sized in sizes if cached_rows(sized, shape, memory) >= sized.rollout.concurrency), config)
 
 

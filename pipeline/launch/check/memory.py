@@ -26,6 +26,8 @@ GATHERED_ELEMENTS = 1_050_000_000
 """Parameters that ZeRO-3 gathers at a time: `max_live_parameters` and `prefetch_bucket_size`."""
 UTILIZATION = 0.9
 """vLLM's default for `gpu_memory_utilization`."""
+STAGED_OF_FREE = 0.5
+"""Share of a GPU's free memory in which an engine stages a version while it generates (`infra/engines/vllm/transfer.py`)."""
 PREFILLED_TOKENS = 8_192
 """Tokens of vLLM's largest forward pass on a GPU."""
 BLOCK_TOKENS = 16
@@ -276,3 +278,10 @@ def cached_rows(config: Config, shape: Shape, memory: int) -> int:
     taken = Estimate(role="rollout", parts={**parts, "keys and values": 0}).gpu
     ranks = config.engine.gpus(config.rollout.vllm)
     return math.floor((share * memory - taken) * ranks / cache_row(config, shape))
+
+
+def staging_share(config: Config, shape: Shape, memory: int) -> float:
+    """Largest `gpu_memory_utilization`, in twentieths and at most the default, that leaves room to stage a version on each GPU."""
+    version = ITEM[config.trainer.dtype] * shape.parameters
+    free = version / STAGED_OF_FREE + CONTEXT + GRAPHS
+    return min(UTILIZATION, math.floor(20 * (1 - free / memory)) / 20)

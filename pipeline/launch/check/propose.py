@@ -288,9 +288,12 @@ def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str
     lines += [_line("kv_cache", "keep", "the cache stays valid under new weights; recompute: prefill all samples in flight again")]
     if fitting is not None:
         lines += [_line("concurrency", fitting.rollout.concurrency, "samples of maximum length that the cache holds, at most 512")]
-    sharded = {} if fitting is None else {name: value for name, value in fitting.rollout.vllm.items() if name == "tensor_parallel_size"}
-    lines += ["", "[rollout.vllm]", _line("gpu_memory_utilization", UTILIZATION, "share of the GPU's memory for weights and cache")]
-    return [*lines, *(_line(name, value, "GPUs of an engine") for name, value in sharded.items())]
+    vllm = {"gpu_memory_utilization": UTILIZATION, **({} if fitting is None else fitting.rollout.vllm)}
+    whys = {
+        "gpu_memory_utilization": "for weights and cache; new weights are staged in the rest",
+        "tensor_parallel_size": "GPUs of an engine",
+    }
+    return [*lines, "", "[rollout.vllm]", *(_line(name, value, whys[name]) for name, value in vllm.items())]
 
 
 def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:

@@ -172,6 +172,14 @@ def test_a_model_that_is_no_causal_language_model_is_refused_by_its_configuratio
     assert kind is None or f"is {kind}, no causal language model; take one whose architectures" in (problem or "")
 
 
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    file = project(tmp_path) / "model" / "config.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "awq", "bits": 4}}), encoding="utf-8"
+    )
+    assert "is quantised (awq), so that it cannot be trained" in (found(configured(tmp_path))[1] or "")
+
+
 def with_weights(folder: Path, shape: tuple[int, ...], *, there: int | None = None) -> None:
     """A weights file of which so many bytes are there after its header; all of them, as a hole, by default."""
     size = 4 * math.prod(shape)

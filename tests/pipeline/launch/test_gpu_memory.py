@@ -12,7 +12,7 @@ from penstock.pipeline.cli.app import OK, USAGE
 from penstock.pipeline.config.load import Config, ConfigError, load, with_values
 from penstock.pipeline.launch.check import propose
 from penstock.pipeline.launch.check.fit import PLANNED, exceeded, memory_line, planned
-from penstock.pipeline.launch.check.memory import Shape, cached_rows, estimates, shape_of
+from penstock.pipeline.launch.check.memory import UTILIZATION, Shape, cached_rows, shape_of
 from penstock.pipeline.launch.check.propose import Inputs, written
 from tests.support.sparse_model import sizes, sparse_model
 
@@ -53,9 +53,9 @@ TABLE = """
 7B   4 x 40: 2+2x1 torch lora checkpointing 16384 tokens 128 rows
 7B   8 x 40: 6+2x1 zero-3 checkpointing 8192 tokens 128 rows
 7B   1 x 80: 1+1x1 torch lora checkpointing 16384 tokens 512 rows
-7B   2 x 80: 1+1x1 torch lora checkpointing 16384 tokens 512 rows
-7B   4 x 80: 3+1x1 zero-2 checkpointing 16384 tokens 512 rows
-7B   8 x 80: 4+4x1 zero-2 checkpointing 16384 tokens 512 rows
+7B   2 x 80: 1+1x1 torch lora checkpointing 16384 tokens 256 rows
+7B   4 x 80: 3+1x1 zero-2 checkpointing 16384 tokens 256 rows
+7B   8 x 80: 4+4x1 zero-2 checkpointing 16384 tokens 256 rows
 14B  1 x 24: the trainer needs 37.2 GB of a GPU and may take 22.7 GB of its 25.8 GB
 14B  2 x 24: a rollout worker needs 37.9 GB of a GPU and may take 23.2 GB of its 25.8 GB
 14B  4 x 24: the trainer needs 35.9 GB of a GPU and may take 22.7 GB of its 25.8 GB
@@ -208,6 +208,14 @@ def test_the_advice_fits(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "trainer.lora_rank" not in dict(advised)
 
 
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("name", "gib", "share"), [("0.5B", 80, 0.9), ("7B", 80, 0.6), ("7B", 40, None), ("14B", 80, None)])
+def test_an_engine_leaves_room_to_stage_new_weights_if_256_samples_fit_all_the_same(name: str, gib: int, share: float | None) -> None:
+    rollout = proposal(name, gpus=8, gib=gib).rollout
+    assert rollout.vllm["gpu_memory_utilization"] == (share or UTILIZATION)
+    assert share is None or (rollout.concurrency >= 256 and (1 - share) * gib * GIB >= 2 * 2 * COUNTS[name] * 10**6)
+
+
 def test_a_gpu_whose_memory_is_unknown_is_not_compared(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(node, monkeypatch, "trainer.gradient_checkpointing=false")
     monkeypatch.delenv(MEMORY)
@@ -219,9 +227,10 @@ def test_what_shares_a_gpu_is_added_up(node: Path, monkeypatch: pytest.MonkeyPat
     lora = with_values(config, "rollout", workers=7)
     assert exceeded(lora, shape("7B"), [80 * GIB] * 8) is None
     unplaced = with_values(with_values(lora, "trainer", gpus=0), "rollout", gpus_per_worker=0, workers=1)
-    excess = exceeded(unplaced, shape("7B"), [80 * GIB] * 8)
-    assert excess is not None and "engines" in excess.parts
-    assert exceeded(unplaced, shape("7B"), [180 * GIB]) is None or estimates(unplaced, shape("7B"), gpu=True)[0].gpu > 18 * GIB
+    assert exceeded(unplaced, shape("7B"), [80 * GIB] * 8) is None  # vLLM takes 0.6 of the GPU
+    greedy = with_values(unplaced, "rollout", vllm={"gpu_memory_utilization": 0.9})
+    excess = exceeded(greedy, shape("7B"), [80 * GIB] * 8)
+    assert excess is not None and excess.parts["engines"] == int(0.9 * 80 * GIB)
 
 
 @pytest.mark.parametrize(("text", "memory"), [("80", 80), ("24.5", 24.5), ("80,80,80", 80)])
