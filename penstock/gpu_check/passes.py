@@ -1,5 +1,6 @@
 """The forward pass: which way each architecture takes and what it computes, attention on the line of distinct tokens, and the head."""
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -41,9 +42,11 @@ def forward(here: Machine) -> Iterator[Figure]:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.05)
-        for dtype in (torch.float32,) if kind == "lfm2" else (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16) if kind == "qwen2" else (torch.float32,):
             model.to(dtype)
+            started = time.perf_counter()
             chosen = choose_forward(model, share="auto", device=here.device)
+            chosen_s = time.perf_counter() - started
             with torch.no_grad():
                 gap = (chosen(model, batch, device=here.device)[0] - Forward()(model, batch, device=here.device)[0]).abs()
             trained = torch.from_numpy(batch.completion_mask).to(here.device)
@@ -52,6 +55,7 @@ def forward(here: Machine) -> Iterator[Figure]:
             yield Figure(name=name, value=value, unit="nats", at_most=1e-3 if exact else 0.02)
             if here.on_gpu:
                 yield Figure(name="compiled", value=chosen.compiled, at_least=kind != "lfm2")
+                yield Figure(name="compared within", value=chosen_s, unit="s")
     yield from _repeated(here)
 
 

@@ -5,6 +5,7 @@ over the vocabulary, and at most 64 MiB of them exist at a time, on a GPU 1 GiB:
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,8 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
         reasons.append(_gap(model, batch, shared, plain, device=device))
         if reasons[-1] is None:
             return shared
+        if fused:
+            logging.getLogger("penstock").warning("the compiled kernels of the trainer's forward pass are not used: %s", reasons[-1])
     model.set_attn_implementation("sdpa")
     if share == "on":
         kind = model.config.model_type

@@ -36,7 +36,7 @@ class RowIndices:
     """Index in the line of each column of the B rows, for attention that runs on rows."""
 
     whole: torch.Tensor
-    """[A, W] index of every column, for rows with at least as many own tokens as shared ones; padded with the row's last token."""
+    """[A, W] index of every column, for rows with at least as many own tokens as shared ones; padded with the row's tokens."""
     own: torch.Tensor
     """[N, C] indices of the own tokens of the other rows."""
     columns: torch.Tensor
@@ -128,7 +128,7 @@ def _row_indices(
     full = np.flatnonzero((own > 0) & (own >= shared))  # attention over a full causal row costs less than over its tail alone
     branches = np.flatnonzero((own > 0) & (own < shared))
     longest = int(own[branches].max(initial=0))
-    columns = np.minimum(shared[branches, None] + np.arange(longest), width - 1)
+    columns = (shared[branches, None] + np.arange(longest)) % width
     first_output = np.zeros(count, np.int64)  # index of the output of a row's column 0
     first_output[full] = np.arange(len(full)) * width
     first_output[branches] = len(full) * width + np.arange(len(branches)) * longest - shared[branches]
@@ -155,7 +155,7 @@ def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
             shared[row] = agree[nearest]
             indices[row, : shared[row]] = indices[nearest, : shared[row]]
         indices[row, shared[row] : size] = total + np.arange(size - shared[row])
-        indices[row, size:] = indices[row, size - 1]
+        indices[row, size:] = np.resize(indices[row, :size], width - size)  # one place for all pads would be summed one by one
         total += int(size - shared[row])
     return indices, shared
 
