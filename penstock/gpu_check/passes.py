@@ -3,15 +3,18 @@
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import causal_mask_function
 
 from penstock.gpu_check.figures import Figure, Machine
-from penstock.gpu_check.models import random_model, samples
+from penstock.gpu_check.models import samples
+from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.logprobs.forward import Forward, choose_forward, token_logprobs
 from penstock.infra.backends.logprobs.line_attention import block_mask, line_attention
 from penstock.infra.backends.logprobs.prefix_tree import PrefixTree, prefix_tree, tree_attention
@@ -19,30 +22,30 @@ from penstock.infra.backends.torch_backend import TorchBackend
 from penstock.pipeline.learner.micro_batches import pack
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "llama": {"tie_word_embeddings": False},
     "gemma3_text": {"sliding_window": 64, "query_pre_attn_scalar": 64},
+    "llama": {"tie_word_embeddings": False},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "lfm2": {"full_attn_idxs": [1]},
+    "qwen2": {},
 }
 """Model types, and what is special about each; `lfm2` carries state along the line, so that its rows cannot be shared."""
 
 
 def forward(here: Machine) -> Iterator[Figure]:
-    """Each architecture's chosen way against padded rows, then the same backward pass twice under `warn` and `strict`."""
+    """Each architecture's chosen way against padded rows; then one of them repeats a pass, and passes of other sizes."""
     batch = pack(samples(2, per_group=4, prompt=100, mean=60, longest=200, vocabulary=500))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as in a run
     for kind, more in ARCHITECTURES.items():
         torch.manual_seed(0)
-        torch.compiler.reset()  # each architecture compiles its own kernels
         config = transformers.AutoConfig.for_model(
             kind, vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, **more,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, **more,
         )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(here.device).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.05)
-        for dtype in (torch.float32, torch.bfloat16) if kind == "qwen2" else (torch.float32,):
+        for dtype in (torch.float32,) if kind == "lfm2" else (torch.float32, torch.bfloat16):
             model.to(dtype)
             started = time.perf_counter()
             chosen = choose_forward(model, share="auto", device=here.device)
@@ -54,14 +57,13 @@ def forward(here: Machine) -> Iterator[Figure]:
             value = float(gap[trained].max() if exact else gap[trained].mean())
             yield Figure(name=name, value=value, unit="nats", at_most=1e-3 if exact else 0.02)
             if here.on_gpu:
-                yield Figure(name="compiled", value=chosen.compiled, at_least=kind != "lfm2")
-                yield Figure(name="compared within", value=chosen_s, unit="s")
-    yield from _repeated(here)
+                yield Figure(name="compiled", value=chosen.compiled, at_least=not exact)
+                yield Figure(name="chosen within", value=chosen_s, unit="s")
+    model.save_pretrained(here.folder / kind)
+    yield from _repeated(here, here.folder / kind, batch)
 
 
-def _repeated(here: Machine) -> Iterator[Figure]:
-    path = random_model(here.folder, shape="0.5B" if here.on_gpu else "tiny", device=here.device)
-    batch = pack(samples(2, vocabulary=100_000) if here.on_gpu else samples(2, per_group=4, prompt=20, mean=10, longest=20, vocabulary=500))
+def _repeated(here: Machine, path: Path, batch: TokenBatch) -> Iterator[Figure]:
     for deterministic in ("warn", "strict"):
         backend = TorchBackend(model_path=str(path), lr=1e-6, device=here.device.type, dtype="bfloat16", deterministic=deterministic)
         gradients = []
@@ -71,12 +73,16 @@ def _repeated(here: Machine) -> Iterator[Figure]:
             for master in backend.masters:
                 master.grad = None
         different = sum(not torch.equal(*pair) for pair in zip(*gradients, strict=True))
-        yield Figure(
-            name=f"gradients that differ in a second pass, {deterministic}",
-            value=different,
-            at_most=0 if deterministic == "strict" else None,
-        )
-        backend.close()
+        limit = 0 if deterministic == "strict" else None
+        yield Figure(name=f"gradients that differ in a second pass, {deterministic}", value=different, at_most=limit)
+    if not here.on_gpu:
+        return
+    before = counters["stats"]["unique_graphs"]
+    for size in range(1, 21):
+        other = pack(samples(1 + size % 3, per_group=1 + size % 5, prompt=60 * size, mean=20 * size, longest=800, vocabulary=500))
+        backend.backward(other, lambda logprobs: (logprobs.sum(), {}))
+        backend.logprobs(other)
+    yield Figure(name="graphs compiled again for 20 other batches", value=counters["stats"]["unique_graphs"] - before, at_most=0)
 
 
 def attention(here: Machine) -> Iterator[Figure]:
@@ -101,7 +107,7 @@ def attention(here: Machine) -> Iterator[Figure]:
         allowed = (index[None] <= index[:, None]) & (index[:, None] < line.ends[None])
         inputs = tensors(1, len(line.ids))
         exact = _results(partial(_dense, allowed=allowed), [tensor.detach().float().requires_grad_() for tensor in inputs])
-        way = partial(_on_line, line) if here.on_gpu else partial(_dense, allowed=allowed)
+        way = _on_line(line) if here.on_gpu else partial(_dense, allowed=allowed)
         results = _results(way, inputs)
         gap = max(float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(results, exact, strict=True))
         yield Figure(name=f"{name}: error of output and gradients", value=gap, at_most=0.02)
@@ -113,16 +119,16 @@ def attention(here: Machine) -> Iterator[Figure]:
         )
         on_rows, on_line = (prefix_tree(batch, line=line).to(here.device) for line in (False, True))
         inputs = tensors(1, len(on_rows.ids))
-        rows_s = here.seconds(partial(_results, partial(_on_rows, on_rows, layer), inputs))
+        rows_s = _seconds_a_layer(here, partial(_on_rows, on_rows, layer), inputs)
         yield Figure(name=f"on rows, {len(on_rows.ids)} tokens", value=rows_s * 1e3, unit="ms")
         if not here.on_gpu:
             continue
         inputs = tensors(1, len(on_line.ids))
-        line_s = here.seconds(partial(_results, partial(_on_line, on_line), inputs))
+        line_s = _seconds_a_layer(here, _on_line(on_line), inputs)
         yield Figure(name="on the line", value=line_s * 1e3, unit="ms")
         yield Figure(name="faster by", value=rows_s / line_s, at_least=1.5)
         padded = tensors(*batch.input_ids.shape)
-        padded_s = here.seconds(partial(_results, _padded, padded))
+        padded_s = _seconds_a_layer(here, _padded, padded)
         yield Figure(name="padded rows", value=padded_s * 1e3, unit="ms")
         yield Figure(name="line to padded rows", value=line_s / padded_s, at_most=2.0)
 
@@ -138,6 +144,11 @@ def _results(way: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> li
     return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
 
 
+def _seconds_a_layer(here: Machine, way: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> float:
+    """Time of one of ten layers, so that launches overlap with kernels as in a model."""
+    return here.seconds(lambda: [_results(way, inputs) for _ in range(10)], repeats=3) / 10
+
+
 def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, allowed: torch.Tensor) -> torch.Tensor:
     return scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
 
@@ -150,10 +161,10 @@ def _on_rows(tree: PrefixTree, layer: torch.nn.Module, query: torch.Tensor, key:
     return tree_attention(layer, query, key, value, None, prefix_tree=tree)[0]
 
 
-def _on_line(tree: PrefixTree, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _on_line(tree: PrefixTree) -> Callable[..., torch.Tensor]:
     assert tree.ends is not None
     mask = block_mask(tree.ends, tree.positions, causal_mask_function)
-    return line_attention(query, key, value, mask, scaling=query.shape[-1] ** -0.5)
+    return lambda query, key, value: line_attention(query, key, value, mask, scaling=query.shape[-1] ** -0.5)
 
 
 def head(here: Machine) -> Iterator[Figure]:

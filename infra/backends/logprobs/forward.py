@@ -105,7 +105,9 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
     in_pieces = in_pieces and _gap(model, batch, Forward(in_pieces=True), plain, device=device) is None
     model.set_attn_implementation(TREE_ATTENTION)
     reasons = []
-    for fused in (True, False) if on_gpu else (False,):
+    # Without tf32, float32 products use no tensor cores: their kernels are slow, and slow to compile.
+    compilable = on_gpu and (model.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest")
+    for fused in (True, False) if compilable else (False,):
         shared = Forward(shared=True, in_pieces=in_pieces, compiled=fused)
         reasons.append(_gap(model, batch, shared, plain, device=device))
         if reasons[-1] is None:

@@ -49,10 +49,10 @@ def block_mask(ends: torch.Tensor, positions: torch.Tensor, rule: Callable[..., 
 
 def _of_blocks(partial: torch.Tensor, full: torch.Tensor, allowed: Callable[..., Any]) -> BlockMask:
     """Mask from [N, N] blocks of queries and keys: in `partial` blocks a pair attends if `allowed`, in `full` blocks every pair does."""
-    lists = []
-    for chosen in (partial, full):
+    lists, size = [], len(partial) * BLOCK
+    for chosen in (partial, full, partial.T, full.T):  # `BlockMask.from_kv_blocks` would take milliseconds for the transposed ones
         lists += [chosen.sum(1, dtype=torch.int32), chosen.int().argsort(dim=1, descending=True, stable=True).int()]
-    return BlockMask.from_kv_blocks(*(part[None, None] for part in lists), BLOCK_SIZE=BLOCK, mask_mod=allowed)
+    return BlockMask((size, size), *(part[None, None] for part in lists), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=allowed)
 
 
 @functools.cache

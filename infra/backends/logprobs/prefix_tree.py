@@ -88,7 +88,7 @@ def prefix_tree(batch: TokenBatch, *, line: bool = False) -> PrefixTree:
     """The tree of a micro-batch; rows without a common prefix follow each other without padding.
 
     A row branches off the earlier row with which it has the longest common prefix. Tokens after a row's last prediction are not computed.
-    With `line`, rows are in lexicographic order and pads fill the last block.
+    With `line`, rows are in lexicographic order and pads fill the last block, at least the second.
     """
     trained = batch.completion_mask
     lengths = np.where(trained.any(1), trained.shape[1] - trained[:, ::-1].argmax(1), 1)
@@ -101,7 +101,7 @@ def prefix_tree(batch: TokenBatch, *, line: bool = False) -> PrefixTree:
     total, first = int(own.sum()), np.cumsum(own) - own
     owner = np.repeat(np.arange(count), own)
     positions = np.arange(total) - np.repeat(first - shared, own)
-    pads = -total % BLOCK if line else 0
+    pads = max(-total % BLOCK, 2 * BLOCK - total) if line else 0  # sizes of 1 would be compiled apart
     ends = np.append(subtree_ends(first, shared, lengths), total + 1 + np.arange(pads)) if line else None
     arrays = {
         "ids": np.pad(ids[owner, positions], (0, pads)),

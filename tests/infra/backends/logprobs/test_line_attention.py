@@ -31,10 +31,11 @@ def pairs(mask: BlockMask) -> torch.Tensor:
             dense[row, blocks[0, 0, row, :count].long()] = True
         return dense.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
-    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    full, partial = listed(mask.full_kv_num_blocks, mask.full_kv_indices), listed(mask.kv_num_blocks, mask.kv_indices)
     assert torch.equal(full, listed(mask.full_q_num_blocks, mask.full_q_indices).T)
+    assert torch.equal(partial, listed(mask.q_num_blocks, mask.q_indices).T)
     assert not (full & ~allowed).any()
-    return full | allowed & listed(mask.kv_num_blocks, mask.kv_indices)
+    return full | allowed & partial
 
 
 def dense(query, key, value, *, block_mask, scale, enable_gqa):
