@@ -1,5 +1,8 @@
 """Several processes train as one does: plain torch and DeepSpeed's ZeRO stages, on unequal shares and with an empty one."""
 
+import os
+import re
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +100,46 @@ def test_a_rank_killed_in_a_step_ends_the_set_and_the_next_set_ends_in_the_same_
     assert results[0] == results[1]
     broken = [{result.check.name for result in audited(broker, f"{run_id}-{name}").results if result.violations} for name in "ab"]
     assert broken[0] == broken[1] == {"group-samples", "prompt-arithmetic"}  # nobody drew what these groups hold
+
+
+POINTS = (
+    "ledger.run-opened.after", "ledger.version.after", "rank.trained:2", "ledger.step.before", "checkpoint.some",
+    "ledger.checkpoint.before", "ledger.checkpoint.after", "chunk.sent:2", "recovery.repeated", "ledger.step.after:2",
+    "ledger.run-closed.before",
+)  # fmt: skip
+"""Points at which a set is killed in this order, each further in the run than the one before it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "own"), [(2, {"backend": "torch"}), (2, {"backend": "deepspeed", "zero_stage": 2}), (4, {"backend": "torch"})]
+)
+def test_a_set_that_is_killed_at_each_point_and_in_each_rank_ends_in_the_same_run(
+    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, size: int, own: dict[str, Any]
+) -> None:
+    log, results = KafkaLog(broker, client_id="tests"), []
+    config = config_for(tiny_model, tmp_path, trainer={"processes": size, "micro_batch_by": "computed", **own})
+    groups = [group_of(number, version=max(0, number // 2 - 1), tokens=6 if number % 2 else 2) for number in range(12)]
+    for run, points, ranks in ((f"{run_id}-a", (), ()), (f"{run_id}-b", POINTS, range(size))):
+        written(log, run, config, groups)
+        with Processes(broker, run, tmp_path) as trainer:
+            for point in points:
+                trainer.start("trainer", environment={VARIABLE: point})
+                assert trainer.ended("trainer", limit_s=400.0) != 0, point
+            for rank in ranks:
+                before = trainer.text("trainer").count("processes train: ")
+                trainer.start("trainer")
+                while trainer.text("trainer").count("processes train: ") == before:
+                    time.sleep(0.1)
+                line = trainer.text("trainer").rpartition("processes train: ")[2].splitlines()[0]
+                os.kill(int(re.findall(r"\d+", line)[rank]), signal.SIGKILL)
+                assert trainer.ended("trainer", limit_s=400.0) != 0
+            trainer.start("trainer")
+            assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
+        results.append(outcome_of(log, run))
+    log.close()
+    assert results[0]["status"] == "finished"
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow
