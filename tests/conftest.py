@@ -86,6 +86,16 @@ def broker(penstock_home: Path) -> str:
     return embedded.start(home=penstock_home).bootstrap
 
 
+@pytest.fixture
+def log(broker: str) -> Iterator[Any]:
+    """The session's broker as a log."""
+    from penstock.infra.kafka.log import KafkaLog
+
+    opened = KafkaLog(broker, client_id="test")
+    yield opened
+    opened.close()
+
+
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables, to be copied. Making one takes seconds: the testers of a run share it."""

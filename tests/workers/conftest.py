@@ -2,10 +2,12 @@
 
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from penstock.infra.kafka.log import KafkaLog
 from tests.support.recorded_run import JUDGE, RecordedRun
 from tests.support.worker_set import complete, config_of
 
@@ -61,3 +63,11 @@ def recorded(broker: str, tiny_model: Path, empty_database: Path, tmp_path_facto
     fates = report["groups"]
     assert fates["trained"] == 32 and fates["filtered"] and fates["failed"], fates
     return RecordedRun(run=run, bootstrap=broker, config=config, report=report, mlflow_uri=uri)
+
+
+@pytest.fixture(scope="session")
+def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
+    """The log of the recorded run."""
+    opened = KafkaLog(recorded.bootstrap, client_id="test")
+    yield opened
+    opened.close()

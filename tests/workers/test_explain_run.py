@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,6 @@ from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 from tests.support.recorded_run import RecordedRun
 
 Ask = Callable[[int], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
-    found = KafkaLog(recorded.bootstrap, client_id="test")
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

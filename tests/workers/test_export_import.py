@@ -1,6 +1,5 @@
 """A whole run through an export: SQL gives the report's rewards, an import on the broker gives the same report, digests and audit."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -26,13 +25,6 @@ from penstock.pipeline.learner.ledger_history import read_ledger_history, read_p
 from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.bare_clients import c_client
 from tests.support.recorded_run import RecordedRun
-
-
-@pytest.fixture
-def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
-    found = KafkaLog(recorded.bootstrap, client_id="test")
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

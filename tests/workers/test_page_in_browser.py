@@ -83,13 +83,6 @@ def page(watched: Watched, path: Path) -> Any:
     return watched.open(path)
 
 
-@pytest.fixture(scope="module")
-def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
-    found = KafkaLog(recorded.bootstrap, client_id="test")
-    yield found
-    found.close()
-
-
 def shown(page: Any) -> int:
     """How many groups the list has, once a filter has answered."""
     return int(page.get_attribute("#found", "data-shown"))

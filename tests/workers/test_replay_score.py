@@ -1,7 +1,6 @@
 """`penstock replay score` on a recorded run: what flips, what ends otherwise, what breaks, and a new run that can be trained from."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def frail(prompts, completions, **columns):
         time.sleep(60)
     return [sum(c.isdigit() for c in text) / 8 for text in completions]
 """
-
-
-@pytest.fixture(scope="module")
-def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
-    found = KafkaLog(recorded.bootstrap, client_id="test")
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,6 @@ from tests.support.log_helpers import make_topics, outgoing, settle, write
 
 
 @pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker, client_id="test")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def reader(log: KafkaLog) -> Iterator[BulkReader]:
     opened = BulkReader(log.connection)
     yield opened

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +22,6 @@ from penstock.topics.catalogue import TopicSpec
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
 
 pytestmark = pytest.mark.costly  # starts processes
-
-
-@pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -20,13 +20,6 @@ TOPIC, BROKER = ConfigResourceType.TOPIC, ConfigResourceType.BROKER
 
 
 @pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def admin(broker: str) -> Iterator[KafkaAdminClient]:
     """An admin client; the broker's own settings are as before afterwards."""
     client = KafkaAdminClient(**python_client(broker))

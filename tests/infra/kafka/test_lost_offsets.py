@@ -1,6 +1,5 @@
 """An offset that a partition does not hold is an error with both numbers, never a silent jump; nobody makes topics by asking for them."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
@@ -12,13 +11,6 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Member, Records, Tail
 from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
-
-
-@pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker)
-    yield opened
-    opened.close()
 
 
 def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, log: KafkaLog, run_id: str) -> None:

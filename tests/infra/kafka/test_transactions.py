@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from tests.support.children import child
 from tests.support.containers import contained, containers_work
 from tests.support.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
 from tests.support.paths import ROOT
-
-
-@pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -50,13 +50,6 @@ from tests.support.paths import ROOT
 STEPS = 3
 
 
-@pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    found = KafkaLog(broker, client_id="test")
-    yield found
-    found.close()
-
-
 def tell(log: KafkaLog, run: str, built: list[Outgoing], *, seed: int = 0) -> None:
     """Write records alone or in transactions, with aborted transactions and strangers' records between them."""
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ from tests.support.paths import ROOT
 
 DIR = ROOT / "tests" / "data" / "archive_format_1"
 DIGEST = "3a4a807613e72f8fa5f6db8d372397588b793ca691af562ba34ba6394ac6dbee"
-
-
-@pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker, client_id="test")
-    yield opened
-    opened.close()
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
