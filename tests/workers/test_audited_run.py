@@ -37,7 +37,7 @@ from tests.support.violations import (
 )
 from tests.support.worker_set import WorkerSet, config_of
 
-APART = 3
+APART = 6
 """Offsets of the ledger between two audits of the run under way."""
 ROLES = (("trainer", 0), ("rollout", 0), ("scorer", 0), ("feeder", 0), ("tracker", 0))
 

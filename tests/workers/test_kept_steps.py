@@ -21,7 +21,7 @@ from tests.support.listed_records import Listed
 from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, forget_offsets, records_of
 
 ROLES = (*PIPELINE, "tracker")
-STEPS, KEPT = 24, 3
+STEPS, KEPT = 14, 3
 
 
 @pytest.fixture(autouse=True)

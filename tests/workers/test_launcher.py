@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
     password = f"hush-{run_id}"
     monkeypatch.setenv("PENSTOCK_SECURITY", json.dumps({"security_protocol": "PLAINTEXT", "sasl_plain_password": password}))
     sections = {
-        "run": {"steps": 8, "seed": 7},
+        "run": {"steps": 5, "seed": 7},
         "rollout": {"workers": 1, "engine": "toy"},
         "kafka": {"bootstrap": broker, "partitions": 8},
     }
@@ -109,7 +109,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
         process.send_signal(signal.SIGINT)
         _, records = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
-        assert re.search(rf"^stopped after \d+ of 8 steps; continue: penstock run --resume {run}$", records, re.MULTILINE)
+        assert re.search(rf"^stopped after \d+ of 5 steps; continue: penstock run --resume {run}$", records, re.MULTILINE)
         assert end_in_time(*workers.values())
         assert watching.report()["status"] == "stopped"
     quick.touch()
