@@ -29,6 +29,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.costly  # scores in a child process
 def test_every_reading_command_takes_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(DIR / "old")
     assert json.loads(printed(capsys, "report", folder, "--json"))["steps"] == 4

@@ -8,6 +8,8 @@ from penstock.topics import groups
 from tests.support.a_run import RecordBuilder
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.costly  # trains a model
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -265,6 +265,7 @@ def gym() -> Callable[..., Any]:
     return open_dataset
 
 
+@pytest.mark.costly  # the package takes seconds to load
 def test_a_reasoning_gym_task_gives_the_same_row_each_time_and_takes_options(gym: Callable[..., Any]) -> None:
     first = gym("reasoning-gym:chain_sum?min_terms=2&max_terms=2", seed=3, size=20)
     again = gym("reasoning-gym:chain_sum?min_terms=2&max_terms=2", seed=3, size=20)
