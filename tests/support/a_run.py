@@ -10,12 +10,13 @@ import numpy as np
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_TOPIC
-from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.groups import ScoredSample
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.metrics import Measurement
 from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
+from tests.support.examples import group_of, prompt_of, sample_of
 
 RUN = "demo-1"
 CREATED_S = 1_700_000_000.0
@@ -86,42 +87,17 @@ class RecordBuilder:
     def group(self, rewards: Sequence[float | None], *, version: int, outcome: Any = "scored", tokens: int = 3) -> list[Outgoing]:
         """A prompt, its samples and its outcome; `tokens` for each sample."""
         number, self.next_group = self.next_group, self.next_group + 1
-        prompt = prompts.Prompt(
-            group=number,
-            slot=number,
-            min_version=version,
-            samples_per_prompt=len(rewards),
-            epoch=0,
-            row=number,
-            prompt="3 4",
-            messages=None,
-            token_ids=np.array([1, 2], np.int32),
-            columns="{}",
+        prompt = prompt_of(
+            number, min_version=version, samples_per_prompt=len(rewards), prompt="3 4", token_ids=np.array([1, 2], np.int32),
             created_ns=self._ns,
-        )
+        )  # fmt: skip
         samples = [self._rollout(number, sample, version=version, tokens=tokens) for sample in range(len(rewards))]
         scored = tuple(
             ScoredSample(rollout=rollout, completion="5", reward=reward, components=(reward,))
             for rollout, reward in zip(samples, rewards, strict=True)
         )
-        found = Group(
-            group=number,
-            outcome=outcome,
-            reason=None if outcome == "scored" else "because",
-            slot=number,
-            min_version=version,
-            samples_per_prompt=len(rewards),
-            epoch=0,
-            row=number,
-            prompt="3 4",
-            prompt_ids=np.array([1, 2], np.int32),
-            columns="{}",
-            reward_names=("exact_match",),
-            reward_weights=(1.0,),
-            samples=scored,
-            created_ns=self._ns,
-            scored_ns=self._ns,
-        )
+        reason = None if outcome == "scored" else "because"
+        found = group_of(prompt, scored, outcome=outcome, reason=reason, scored_ns=self._ns)
         key = str(number).encode()
         parts = groups.encode_parts(found, run=self.run, worker="scorer-0")
         return [
@@ -191,22 +167,7 @@ class RecordBuilder:
         return int(self.now_s * 1e9)
 
     def _rollout(self, group: int, sample: int, *, version: int, tokens: int) -> Rollout:
-        return Rollout(
-            group=group,
-            sample=sample,
-            token_ids=np.arange(tokens, dtype=np.int32),
-            behaviour_logprobs=np.zeros(tokens, np.float32),
-            loss_mask=np.ones(tokens, np.bool_),
-            span_versions=np.array([version], np.int32),
-            span_starts=np.array([0], np.int32),
-            finish="stop",
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            started_ns=self._ns,
-            ended_ns=self._ns,
-            worker="rollout-0",
-        )
+        return sample_of(group, sample, range(tokens), version=version, started_ns=self._ns, ended_ns=self._ns)
 
     def _out(self, topic: str, key: bytes | None, headers: Headers, value: bytes) -> Outgoing:
         return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(value), value=value)

@@ -12,6 +12,7 @@ from penstock.topics import dead_letters, groups, ledger, metrics, prompts, roll
 from penstock.topics.catalogue import is_run_id
 from penstock.topics.turns import calls, replies
 from penstock.topics.upkeep import state
+from tests.support.examples import group_of, manifest_of, prompt_of, sample_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 COUNT = st.integers(0, 2**63 - 1)
@@ -209,22 +210,11 @@ RECORDS = {
 
 
 def a_rollout(*, group=3, sample=1, tokens=20, finish="stop"):
-    return rollouts.Rollout(
-        group=group,
-        sample=sample,
-        token_ids=np.arange(tokens, dtype=np.int32),
-        behaviour_logprobs=-np.linspace(0.1, 1, tokens, dtype=np.float32),
-        loss_mask=np.ones(tokens, np.bool_),
-        span_versions=np.array([4, 5], np.int32),
-        span_starts=np.array([0, tokens // 2], np.int32),
-        finish=finish,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        started_ns=10,
-        ended_ns=20,
-        worker="rollout-0",
-    )
+    logprobs, spans = -np.linspace(0.1, 1, tokens, dtype=np.float32), np.array([[4, 5], [0, tokens // 2]], np.int32)
+    return sample_of(
+        group, sample, range(tokens), behaviour_logprobs=logprobs, span_versions=spans[0], span_starts=spans[1], finish=finish,
+        started_ns=10, ended_ns=20,
+    )  # fmt: skip
 
 
 def a_group(*, samples=3, tokens=20, group=3):
@@ -234,59 +224,23 @@ def a_group(*, samples=3, tokens=20, group=3):
         )
         for number in range(samples)
     ]
-    return groups.Group(
-        group=group,
-        outcome="scored" if samples else "failed",
-        reason=None if samples else "the reward function raised",
-        slot=2,
-        min_version=4,
-        samples_per_prompt=samples,
-        epoch=0,
-        row=7,
-        prompt="1 + 1 = ?",
-        prompt_ids=np.arange(5, dtype=np.int32),
-        columns='{"answer": "2"}',
-        reward_names=("exact", "short"),
-        reward_weights=(1.0, 0.5),
-        samples=tuple(scored),
-        created_ns=1,
-        scored_ns=2,
-    )
+    prompt = replace(a_prompt(group=group), samples_per_prompt=samples)
+    outcome = {} if samples else {"outcome": "failed", "reason": "the reward function raised"}
+    return group_of(prompt, scored, **outcome, reward_names=("exact", "short"), reward_weights=(1.0, 0.5))
 
 
 def a_prompt(*, group=3):
-    return prompts.Prompt(
-        group=group,
-        slot=2,
-        min_version=4,
-        samples_per_prompt=8,
-        epoch=0,
-        row=7,
-        prompt="1 + 1 = ?",
-        messages=None,
-        token_ids=np.arange(5, dtype=np.int32),
+    return prompt_of(
+        group, slot=2, min_version=4, samples_per_prompt=8, row=7, prompt="1 + 1 = ?", token_ids=np.arange(5, dtype=np.int32),
         columns='{"answer": "2"}',
-        created_ns=1,
-    )
+    )  # fmt: skip
 
 
 def a_manifest():
-    return weights.Manifest(
-        version=2,
-        step=4,
-        encoding="full",
-        base_version=None,
-        digest="ab",
-        nbytes=30,
-        names=("a", "b"),
-        dtypes=("float32", "bfloat16"),
-        shapes=((2, 3), (3,)),
-        chunk_partitions=(1, 1),
-        chunk_offsets=(5, 6),
-        chunk_sizes=(20, 10),
-        chunk_sha256=("c", "d"),
-        created_ns=1,
-    )
+    return manifest_of(
+        2, step=4, digest="ab", nbytes=30, names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), (3,)),
+        chunk_partitions=(1, 1), chunk_offsets=(5, 6), chunk_sizes=(20, 10), chunk_sha256=("c", "d"),
+    )  # fmt: skip
 
 
 def an_entry():

@@ -15,10 +15,10 @@ from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.create import create
 from penstock.topics import groups, ledger, prompts, weights
 from penstock.topics.groups import Group, ScoredSample
-from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Outgoing
+from tests.support import examples
 from tests.support.deaths import dying_at
+from tests.support.examples import prompt_of, sample_of
 from tests.support.worker_set import LogLocation, WorkerSet, config_of
 
 SAMPLES = 2
@@ -45,51 +45,22 @@ def group_of(number: int, *, version: int, outcome: str = "scored", tokens: int 
     drawn = np.random.default_rng(number)
     samples = []
     for sample in range(SAMPLES):
-        rollout = Rollout(
-            group=number,
-            sample=sample,
-            token_ids=drawn.integers(4, 90, tokens).astype(np.int32),
-            behaviour_logprobs=np.full(tokens, -4.5, np.float32),
-            loss_mask=np.ones(tokens, np.bool_),
-            span_versions=np.array([version], np.int32),
-            span_starts=np.array([0], np.int32),
-            finish="length",
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            started_ns=1,
-            ended_ns=2,
-            worker="rollout-0",
-        )
+        ids, logprobs = drawn.integers(4, 90, tokens), np.full(tokens, -4.5, np.float32)
+        rollout = sample_of(number, sample, ids, version=version, behaviour_logprobs=logprobs, finish="length")
         reward = 0.5 if outcome == "filtered" else float(sample + drawn.random())
         samples.append(ScoredSample(rollout=rollout, completion="?", reward=reward, components=(reward,)))
-    return Group(
-        group=number,
-        outcome=outcome,  # type: ignore[arg-type]
-        reason=None if outcome == "scored" else "zero variance",
-        slot=number,
-        min_version=0,
-        samples_per_prompt=SAMPLES,
-        epoch=0,
-        row=number,
-        prompt="1+2=",
-        prompt_ids=PROMPT,
-        columns="{}",
-        reward_names=("share",),
-        reward_weights=(1.0,),
-        samples=tuple(samples),
-        created_ns=1,
-        scored_ns=2,
-    )
+    prompt = prompt_of(number, samples_per_prompt=SAMPLES, prompt="1+2=", token_ids=PROMPT)
+    reason = None if outcome == "scored" else "zero variance"
+    return examples.group_of(prompt, samples, outcome=outcome, reason=reason, reward_names=("share",))
 
 
 def write_groups(log: Log, run: str, found: Sequence[Group], *, partitions: int) -> None:
     """What a feeder and a scorer would have written of these groups."""
     producer = log.producer()
     for group in found:
-        prompt = Prompt(
-            group=group.group, slot=group.slot, min_version=group.min_version, samples_per_prompt=SAMPLES, epoch=0, row=group.row,
-            prompt=group.prompt, messages=None, token_ids=PROMPT, columns="{}", created_ns=1,
+        prompt = prompt_of(
+            group.group, slot=group.slot, min_version=group.min_version, samples_per_prompt=SAMPLES, row=group.row, prompt=group.prompt,
+            token_ids=PROMPT,
         )  # fmt: skip
         value = prompts.encode(prompt)
         records = [("prompts", prompts.headers(prompt, run=run), value)]

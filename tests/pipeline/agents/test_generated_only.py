@@ -13,6 +13,7 @@ from penstock.pipeline.rewards.functions import resolve
 from penstock.pipeline.rewards.scoring import payload_of
 from penstock.topics import rollouts
 from penstock.topics.samples import GENERATED, Rollout, Turn, generated
+from tests.support.examples import sample_of
 
 PROMPT = [{"role": "user", "content": "go"}]
 SPY = """
@@ -36,11 +37,10 @@ def played(*parts: tuple[str, str]) -> Rollout:
         turns.append(Turn(start=start, end=len(ids), source="model" if mine else role))
         messages.append({"role": "assistant", "content": text, GENERATED: True} if mine else {"role": role, "content": text})
     mask = np.concatenate([np.full(turn.end - turn.start, turn.source == "model") for turn in turns])
-    return Rollout(
-        group=0, sample=0, token_ids=np.array(ids, np.int32), behaviour_logprobs=np.where(mask, -0.5, np.nan).astype(np.float32),
-        loss_mask=mask, span_versions=np.zeros(1, np.int32), span_starts=np.zeros(1, np.int32), finish="stop", temperature=1.0, top_p=1.0,
-        top_k=0, started_ns=0, ended_ns=0, worker="w", segments=((0, len(ids), 0),), turns=tuple(turns), messages=json.dumps(messages),
-    )  # fmt: skip
+    logprobs, segments = np.where(mask, -0.5, np.nan).astype(np.float32), ((0, len(ids), 0),)
+    return sample_of(
+        0, 0, ids, behaviour_logprobs=logprobs, loss_mask=mask, segments=segments, turns=tuple(turns), messages=json.dumps(messages)
+    )
 
 
 def text_of(sample: Rollout) -> str:

@@ -16,9 +16,10 @@ from penstock.pipeline.archive.relocation import GONE, Relocation, signed
 from penstock.pipeline.archive.rows import _each, to_table
 from penstock.topics import dead_letters, groups, ledger, rollouts, weights
 from penstock.topics.rollouts import Rollout
-from penstock.topics.weights import Chunk, Manifest
+from penstock.topics.weights import Chunk
 from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.examples import manifest_of, sample_of
 
 
 def drawn(number: int, rng: np.random.Generator) -> Rollout:
@@ -31,22 +32,12 @@ def drawn(number: int, rng: np.random.Generator) -> Rollout:
         mask = rng.random(tokens) < 0.5
     if rng.random() < 0.1 and tokens:
         logprobs[0], mask[0] = np.nan, False
-    return Rollout(
-        group=number // 4,
-        sample=number % 4,
-        token_ids=rng.integers(0, 150_000, tokens).astype(np.int32),
-        behaviour_logprobs=logprobs,
-        loss_mask=mask,
-        span_versions=rng.integers(0, 9, spans).astype(np.int32),
-        span_starts=starts,
-        finish=("stop", "length", "abort")[number % 3],
-        temperature=float(rng.random()),
-        top_p=1.0,
-        top_k=number % 2,
-        started_ns=number,
-        ended_ns=number + 7,
+    return sample_of(
+        number // 4, number % 4, rng.integers(0, 150_000, tokens), behaviour_logprobs=logprobs, loss_mask=mask,
+        span_versions=rng.integers(0, 9, spans).astype(np.int32), span_starts=starts, finish=("stop", "length", "abort")[number % 3],
+        temperature=float(rng.random()), top_k=number % 2, started_ns=number, ended_ns=number + 7,
         worker=("rollout-0", "rollout-11", "r")[int(rng.integers(0, 3))],
-    )
+    )  # fmt: skip
 
 
 def sample_record(sample: Rollout, offset: int) -> Record:
@@ -80,22 +71,7 @@ def foreign(record: Record) -> Record:
 
 def weight_records() -> Iterator[Record]:
     chunk = Chunk(version=2, index=0, data=bytes(range(256)))
-    manifest = Manifest(
-        version=2,
-        step=2,
-        encoding="full",
-        base_version=None,
-        digest="d" * 64,
-        nbytes=256,
-        names=("a", "b"),
-        dtypes=("float32", "bfloat16"),
-        shapes=((4, 8), ()),
-        chunk_partitions=(1,),
-        chunk_offsets=(0,),
-        chunk_sizes=(256,),
-        chunk_sha256=("e" * 64,),
-        created_ns=5,
-    )
+    manifest = manifest_of(2, names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((4, 8), ()))
     whole = {"topic": f"{RUN}.weights", "offset": 0, "timestamp_ms": 5, "key": b"2"}
     value = weights.encode(manifest)
     yield Record(partition=0, headers=weights.headers(manifest, run=RUN).encode(value), value=value, **whole)  # type: ignore[arg-type]

@@ -25,9 +25,9 @@ from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Planned
-from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import CONFIG, RUN, RecordBuilder
+from tests.support.examples import sample_of
 
 
 def quiet(_: str) -> None:
@@ -323,20 +323,16 @@ def a_plan() -> list[Group]:
     drawn = np.random.default_rng(3)
     plan = []
     for number, lengths in enumerate(LENGTHS):
-        samples = [sample_of(number, sample, tokens, reward=float(drawn.random())) for sample, tokens in enumerate(lengths)]
+        samples = [scored_sample(number, sample, tokens, reward=float(drawn.random())) for sample, tokens in enumerate(lengths)]
         built = groups.decode(RecordBuilder().group([0.0, 1.0], version=0)[-1].value)
         plan.append(replace(built, group=number, samples=tuple(samples)))
     return plan
 
 
-def sample_of(group: int, sample: int, tokens: int, *, reward: float) -> ScoredSample:
-    mask = np.ones(tokens, np.bool_)
-    mask[: tokens // 4] = False
-    rollout = Rollout(
-        group=group, sample=sample, token_ids=np.arange(tokens, dtype=np.int32), behaviour_logprobs=np.full(tokens, -1.0, np.float32),
-        loss_mask=mask, span_versions=np.array([0], np.int32), span_starts=np.array([0], np.int32),
-        finish="length" if tokens == 8 else "stop", temperature=1.0, top_p=1.0, top_k=0, started_ns=1, ended_ns=2, worker="r",
-    )  # fmt: skip
+def scored_sample(group: int, sample: int, tokens: int, *, reward: float) -> ScoredSample:
+    mask, logprobs = np.arange(tokens) >= tokens // 4, np.full(tokens, -1.0, np.float32)
+    finish = "length" if tokens == 8 else "stop"
+    rollout = sample_of(group, sample, range(tokens), behaviour_logprobs=logprobs, loss_mask=mask, finish=finish)
     return ScoredSample(rollout=rollout, completion="?", reward=reward, components=(reward,))
 
 

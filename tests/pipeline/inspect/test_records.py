@@ -20,9 +20,10 @@ from penstock.pipeline.inspect.records import browse, runs
 from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
-from penstock.topics.weights import Chunk, Manifest
+from penstock.topics.weights import Chunk
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RUN, RecordBuilder
+from tests.support.examples import manifest_of
 from tests.support.strategies import a_rollout
 
 PARTITIONS = 2
@@ -125,22 +126,7 @@ def test_a_record_of_each_topic_is_shown_with_headers_and_payload(log: Log, topi
 def test_weights_are_shown_without_their_bytes(log: Log) -> None:
     data = bytes(range(256)) * 64
     chunk = Chunk(version=3, index=0, data=data)
-    manifest = Manifest(
-        version=3,
-        step=3,
-        encoding="full",
-        base_version=None,
-        digest="d" * 64,
-        nbytes=len(data),
-        names=("w",),
-        dtypes=("float32",),
-        shapes=((64, 64),),
-        chunk_partitions=(1,),
-        chunk_offsets=(0,),
-        chunk_sizes=(len(data),),
-        chunk_sha256=("e" * 64,),
-        created_ns=1,
-    )
+    manifest = manifest_of(3, nbytes=len(data), shapes=((64, 64),), chunk_sizes=(len(data),))
     topic, producer = f"{RUN}.weights", log.producer()
     for partition, headers, value in (
         (1, weights.chunk_headers(chunk, run=RUN), weights.encode_chunk(chunk)),

@@ -28,6 +28,7 @@ from penstock.pipeline.launch.create import check_inputs, create
 from penstock.pipeline.runtime.weights.publish import Base, deletable
 from penstock.topics.weights import FIRST, Manifest
 from penstock.workers.trainer.weight_publisher import WeightPublisher
+from tests.support.examples import manifest_of
 from tests.support.light_model import light_model
 
 ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": n} for n in range(50)]
@@ -270,11 +271,11 @@ def test_adapters_are_counted_once_a_version_and_in_intervals_where_old_ones_are
 
 def manifest(version: int, *, nbytes: int, base: int | None) -> Manifest:
     """A version in one chunk: those after version 0 lie one behind the other in a partition."""
-    return Manifest(
-        version=version, step=version, encoding="full" if base is None else "delta", base_version=base, digest="", nbytes=nbytes,
-        names=(), dtypes=(), shapes=(), chunk_partitions=(2 if version else 1,), chunk_offsets=(max(0, version - 1),),
-        chunk_sizes=(nbytes,), chunk_sha256=("",), created_ns=0,
-    )  # fmt: skip
+    encoding, place = (
+        "full" if base is None else "delta",
+        {"chunk_partitions": (2 if version else 1,), "chunk_offsets": (max(0, version - 1),)},
+    )
+    return manifest_of(version, encoding=encoding, base_version=base, nbytes=nbytes, chunk_sizes=(nbytes,), **place)
 
 
 @pytest.mark.costly  # tries the reward in a child process

@@ -7,22 +7,17 @@ from hypothesis import strategies as st
 from penstock.infra.engines.base import Completion, Span
 from penstock.pipeline.replay.resample import compare, summary
 from penstock.topics.rollouts import Rollout
+from tests.support.examples import completion_of, sample_of
 
 
 def recorded(tokens: list[int], *, versions: list[int] | None = None, starts: list[int] | None = None) -> Rollout:
     spans = np.array([versions or [2], starts or [0]], np.int32)
-    return Rollout(
-        group=3, sample=1, token_ids=np.array(tokens, np.int32), behaviour_logprobs=np.full(len(tokens), -0.5, np.float32),
-        loss_mask=np.ones(len(tokens), bool), span_versions=spans[0], span_starts=spans[1],
-        finish="stop", temperature=1.0, top_p=1.0, top_k=0, started_ns=0, ended_ns=1, worker="rollout-0",
-    )  # fmt: skip
+    logprobs = np.full(len(tokens), -0.5, np.float32)
+    return sample_of(3, 1, tokens, behaviour_logprobs=logprobs, span_versions=spans[0], span_starts=spans[1])
 
 
 def drawn(tokens: list[int], *, logprob: float = -0.5) -> Completion:
-    return Completion(
-        group=3, sample=1, token_ids=np.array(tokens, np.int32), logprobs=np.full(len(tokens), logprob, np.float32),
-        finish="stop", spans=(Span(2, 0),), started_ns=0, ended_ns=1,
-    )  # fmt: skip
+    return completion_of(3, 1, tokens, logprob=logprob, spans=(Span(2, 0),))
 
 
 TOKENS = st.lists(st.integers(3, 6), min_size=1, max_size=12)

@@ -22,6 +22,7 @@ from penstock.topics.groups import version_min
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 from penstock.workers.rollout.group_tasks import GroupTask
+from tests.support.examples import prompt_of
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
 
@@ -31,10 +32,7 @@ def weights(version: int) -> list[TensorBytes]:
 
 
 def prompt(group: int, *, min_version: int, samples: int) -> Prompt:
-    return Prompt(
-        group=group, slot=group, min_version=min_version, samples_per_prompt=samples, epoch=0, row=0, prompt="", messages=None,
-        token_ids=np.array([1], np.int32), columns="{}", created_ns=0,
-    )  # fmt: skip
+    return prompt_of(group, min_version=min_version, samples_per_prompt=samples)
 
 
 @dataclass

@@ -1,33 +1,16 @@
 """A rollout worker's groups: the first K samples that end are a group's, and a commit passes only what is acknowledged."""
 
-import numpy as np
-
-from penstock.infra.engines.base import Completion, Span
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
-from penstock.topics.prompts import Prompt
 from penstock.topics.wire.record import Record
 from penstock.workers.rollout.group_tasks import GroupTask, GroupTasks
+from tests.support.examples import completion_of, prompt_of
 
 SAMPLES = 3
 
 
-def prompt_of(group: int) -> Prompt:
-    return Prompt(
-        group=group, slot=group, min_version=0, samples_per_prompt=SAMPLES, epoch=0, row=group, prompt="p", messages=None,
-        token_ids=np.array([1], np.int32), columns="{}", created_ns=1,
-    )  # fmt: skip
-
-
 def record_at(offset: int, *, partition: int = 0) -> Record:
     return Record(topic="t", partition=partition, offset=offset, timestamp_ms=0, key=None, headers=(), value=b"")
-
-
-def completion_of(group: int, sample: int) -> Completion:
-    return Completion(
-        group=group, sample=sample, token_ids=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish="stop",
-        spans=(Span(0, 0),), started_ns=1, ended_ns=2,
-    )  # fmt: skip
 
 
 class Sent:
@@ -47,7 +30,7 @@ class Sent:
 
 
 def begun(*, oversample: int = 0) -> GroupTask:
-    task = GroupTask(prompt_of(0), partition=0, offset=0)
+    task = GroupTask(prompt_of(0, samples_per_prompt=SAMPLES), partition=0, offset=0)
     task.start(task.to_generate(oversample=oversample))
     return task
 
@@ -75,7 +58,7 @@ def test_samples_that_others_published_take_the_place_of_the_highest_drawn_ones(
 
 
 def test_a_sample_that_is_in_the_log_is_not_asked_for_again() -> None:
-    task = GroupTask(prompt_of(0), partition=0, offset=0, published={1: 5})
+    task = GroupTask(prompt_of(0, samples_per_prompt=SAMPLES), partition=0, offset=0, published={1: 5})
     assert task.to_generate(oversample=0) == [0, 2]
     task.published |= {0: 6, 2: 7}
     assert task.to_generate(oversample=2) == []
@@ -86,7 +69,7 @@ def owned(*, offset: int = 0, groups: int = 3) -> GroupTasks:
     tasks = GroupTasks()
     tasks.assign(0, offset=offset, inherited_end=0, rollouts_end=0)
     for number in range(groups):
-        assert tasks.add(record_at(offset + number), prompt_of(number))
+        assert tasks.add(record_at(offset + number), prompt_of(number, samples_per_prompt=SAMPLES))
     return tasks
 
 
@@ -117,17 +100,17 @@ def test_samples_that_come_before_their_prompt_are_known_when_it_is_delivered() 
     tasks = owned(groups=0)
     note_all(tasks, 0, first=7)
     assert tasks.watermarks() == {0: (0, offset_metadata.encode(RolloutOffsetMetadata(7)))}
-    tasks.add(record_at(0), prompt_of(0))
+    tasks.add(record_at(0), prompt_of(0, samples_per_prompt=SAMPLES))
     assert tasks.waiting() == []
     assert tasks.watermarks()[0][0] == 1
 
 
 def test_a_prompt_that_repeats_a_group_is_a_duplicate_and_passed() -> None:
     tasks = owned(groups=1)
-    assert not tasks.add(record_at(1), prompt_of(0))
+    assert not tasks.add(record_at(1), prompt_of(0, samples_per_prompt=SAMPLES))
     note_all(tasks, 0, first=0)
     assert tasks.watermarks()[0][0] == 2
-    assert not tasks.add(record_at(2), prompt_of(0))
+    assert not tasks.add(record_at(2), prompt_of(0, samples_per_prompt=SAMPLES))
 
 
 def test_only_begun_groups_survive_a_rebalance_and_their_prompts_come_again() -> None:
@@ -137,7 +120,7 @@ def test_only_begun_groups_survive_a_rebalance_and_their_prompts_come_again() ->
     assert [task.group for task in tasks.groups_in_flight()] == [1]
     tasks.assign(0, offset=10, inherited_end=13, rollouts_end=0)
     assert tasks.watermarks()[0][0] == 10  # group 1 was not delivered again yet
-    assert [tasks.add(record_at(10 + number), prompt_of(number)) for number in range(3)] == [True, True, True]
+    assert [tasks.add(record_at(10 + number), prompt_of(number, samples_per_prompt=SAMPLES)) for number in range(3)] == [True, True, True]
     assert sorted(task.group for task in tasks.waiting()) == [0, 2]
     assert tasks.tasks[0].inherited
 

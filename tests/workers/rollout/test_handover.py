@@ -19,10 +19,10 @@ from penstock.pipeline.config.load import from_table
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import prompts, rollouts
 from penstock.topics.catalogue import topics_of
-from penstock.topics.prompts import Prompt
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.rollout.group_worker import GroupWorker
+from tests.support.examples import prompt_of
 from tests.support.published_weights import NoNews
 
 RUN = "handover"
@@ -70,10 +70,7 @@ class Site:
         """The next group, in a partition."""
         group, self.groups = self.groups, self.groups + 1
         ids = np.array([5, 6, 7 + group], dtype=np.int32)
-        prompt = Prompt(
-            group=group, slot=group, min_version=0, samples_per_prompt=SAMPLES, epoch=0, row=group,
-            prompt="p", messages=None, token_ids=ids, columns="{}", created_ns=1,
-        )  # fmt: skip
+        prompt = prompt_of(group, samples_per_prompt=SAMPLES, token_ids=ids)
         value = prompts.encode(prompt)
         headers = prompts.headers(prompt, run=RUN).encode(value)
         self.log.transactions("feeder").commit(

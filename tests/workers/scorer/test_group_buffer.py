@@ -3,32 +3,15 @@
 import json
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 from penstock.workers.scorer.group_buffer import ORPHAN_AFTER_S, PartitionGroups
+from tests.support.examples import prompt_of, sample_of
 
 SAMPLES = 2
-
-
-def prompt_of(group: int) -> Prompt:
-    return Prompt(
-        group=group, slot=group, min_version=0, samples_per_prompt=SAMPLES, epoch=0, row=group, prompt="p", messages=None,
-        token_ids=np.array([1], np.int32), columns="{}", created_ns=1,
-    )  # fmt: skip
-
-
-def sample_of(group: int, sample: int) -> Rollout:
-    return Rollout(
-        group=group, sample=sample, token_ids=np.array([1], np.int32), behaviour_logprobs=np.zeros(1, np.float32),
-        loss_mask=np.ones(1, np.bool_), span_versions=np.zeros(1, np.int32), span_starts=np.zeros(1, np.int32), finish="stop",
-        temperature=1.0, top_p=1.0, top_k=0, started_ns=1, ended_ns=2, worker="rollout-0",
-    )  # fmt: skip
 
 
 def record_at(offset: int) -> Record:
