@@ -155,7 +155,7 @@ def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
             shared[row] = agree[nearest]
             indices[row, : shared[row]] = indices[nearest, : shared[row]]
         indices[row, shared[row] : size] = total + np.arange(size - shared[row])
-        indices[row, size:] = np.resize(indices[row, :size], width - size)  # one place for all pads would be summed one by one
+        indices[row, size:] = np.resize(indices[row, :size], width - size)  # one index for all pads would be summed one by one
         total += int(size - shared[row])
     return indices, shared
 
