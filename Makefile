@@ -100,8 +100,8 @@ cpu:
 
 model: $(MODEL)/config.json
 
-# They compute and hardly wait: one process per core.
-unit: TESTERS = $(shell getconf _NPROCESSORS_ONLN)
+# They compute and hardly wait: one process more than cores.
+unit: TESTERS = $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 unit: install
 	$(PYTEST) -m unit $(SHARED) $(ARGS)
 

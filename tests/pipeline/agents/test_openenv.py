@@ -13,6 +13,8 @@ from penstock.pipeline.config.plugins import PluginError
 from tests.support.environments import Policy, play
 from tests.support.openenv_server import BROKEN, SESSIONS, SLOW, openenv_server, wire_server
 
+pytestmark = pytest.mark.costly  # starts processes, and waits
+
 
 @pytest.fixture(scope="module", params=["wire", pytest.param("openenv", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

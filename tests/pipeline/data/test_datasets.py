@@ -277,6 +277,7 @@ def test_a_reasoning_gym_task_gives_the_same_row_each_time_and_takes_options(gym
     assert json.loads(json.dumps(first[7].columns)) == first[7].columns
 
 
+@pytest.mark.costly  # the package takes seconds to load
 def test_another_split_of_a_reasoning_gym_task_has_other_rows(gym: Callable[..., Any]) -> None:
     options = "reasoning-gym:chain_sum?min_digits=4"
     train, test = gym(options, size=50), gym(options, size=50, split="test")

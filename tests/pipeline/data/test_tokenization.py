@@ -82,6 +82,7 @@ def test_what_only_a_chat_template_can_take_is_refused_without_one(tmp_path: Pat
         Renderer(model(tmp_path / "m"), **settings)
 
 
+@pytest.mark.costly  # imports transformers
 def test_plain_prompts_get_the_same_ids_with_and_without_transformers(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     light = Renderer(folder)

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
 from penstock.pipeline.algorithms.losses import batch_loss
 from penstock.pipeline.learner.micro_batches import (
     MicroBatch,
@@ -109,6 +108,8 @@ def test_completions_of_very_unequal_length_keep_the_budget_and_at_least_two_fif
 
 def computed(batch: MicroBatch) -> int:
     """Tokens of a micro-batch that pass through a model which computes common prefixes once."""
+    from penstock.infra.backends.logprobs.prefix_tree import prefix_tree  # imports transformers
+
     return len(prefix_tree(pack(batch)).ids)
 
 
@@ -128,6 +129,7 @@ def of_prompts(*, groups, per_group, prompt, mean, longest=1024):
     return rows
 
 
+@pytest.mark.costly  # imports transformers
 @pytest.mark.parametrize("seed", range(5))
 def test_the_size_of_a_micro_batch_by_computed_tokens_is_that_of_its_prefix_tree(seed):
     random = np.random.default_rng(seed)
@@ -139,6 +141,7 @@ def test_the_size_of_a_micro_batch_by_computed_tokens_is_that_of_its_prefix_tree
         assert computed((*batch, after[0])) > 0.95 * budget
 
 
+@pytest.mark.costly  # imports transformers
 def test_a_usual_step_computes_hardly_a_token_twice_and_fills_its_micro_batches():
     rows = of_prompts(groups=32, per_group=8, prompt=250, mean=300)
     distinct = computed(rows)

@@ -397,6 +397,7 @@ def test_a_closed_run_that_is_tracked_once_more_gets_nothing_twice(log: MemoryLo
     assert [history(key) for key in ("train/loss", "reward", "system/trainer/cpu_s")] == before
 
 
+@pytest.mark.costly  # imports MLflow
 def test_a_server_that_does_not_answer_costs_one_line_and_a_limited_time(
     log: MemoryLog, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
