@@ -2,10 +2,14 @@
 
     python -m benchmarks weights --rounds 5
     python -m benchmarks weights --rounds 5 --layers 4 --changed 0.05
+    python -m benchmarks weights --rounds 5 --transport ipc
 
 Random bfloat16 weights in the shapes of Qwen2.5-0.5B pass through an embedded broker. Each round measures a memory copy with a comparison,
 a full snapshot and a delta one after the other; figures are medians over the rounds. "published to applied" lasts from the bytes in the
 trainer to the same bytes in a reader of the same process, digest and hashes included. Status 1 if a ratio is beyond its limit.
+
+With `--transport`, versions go from a model on the CPU to a worker as a trainer publishes them: each row has the seconds for which the
+caller waited, until the log had the version, and until the worker could load it, and the longest time for which another thread stood still.
 """
 
 import argparse
@@ -15,16 +19,24 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from benchmarks.support.command import own_broker, parser_of, with_numbers
+from penstock.gpu_check.lane import Pauses
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.tensors.host_memory import HostBuffers
 from penstock.infra.tensors.stream import HASH, TensorBytes
+from penstock.infra.tensors.torch_copy import CopyStream
 from penstock.infra.tensors.weight_copy import WeightCopy
+from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
-from penstock.topics.catalogue import topics_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Manifest
+from tests.support.number_run import RUN as NUMBER_RUN
+from tests.support.published_weights import Publishing
 
 RUN, PARTITIONS, CHUNK_BYTES = "weights", 10, 8 << 20
 HIDDEN, KEYS, INNER, VOCABULARY = 896, 128, 4864, 151_936
@@ -117,14 +129,52 @@ def measure(log: KafkaLog, chosen: argparse.Namespace) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | {"whole_bytes": 2.0 * total}
 
 
+def print_publications(log: KafkaLog, chosen: argparse.Namespace) -> None:
+    """Publish versions of a model and print a row for each."""
+    rng = np.random.default_rng(0)
+    model = {
+        name: torch.from_numpy(rng.integers(0, 2**14, shape, dtype=np.int16)).view(torch.bfloat16)
+        for name, shape in shapes(chosen.layers).items()
+    }
+    copies = CopyStream(torch.device("cpu"), HostBuffers(shared=chosen.transport == "ipc"))
+    trainer, worker = Publishing(log, transport=chosen.transport, anchor_every=20), None
+    for version in range(chosen.rounds):
+        for parameter in model.values():
+            changed = rng.integers(0, parameter.numel(), int(parameter.numel() * chosen.changed))
+            parameter.view(torch.int16).view(-1)[torch.from_numpy(changed)] ^= 1
+        with Pauses() as pauses:
+            started = time.perf_counter()
+            trainer.writer.publish(Weights(lambda: copies.copy(model.items())), version=version, step=version)
+            stall_s = time.perf_counter() - started
+            trainer.writer.finish_publishing()
+            logged_s = time.perf_counter() - started
+            worker = worker or WeightPrefetch(log, trainer.writer.session.run, direct=chosen.transport == "ipc")
+            while worker.version < version:
+                worker.wait(0.05)
+            loadable_s = time.perf_counter() - started
+        manifest = trainer.writer.state.manifests[version]
+        size = f"version {version} {manifest.encoding:6}{manifest.nbytes / 1e6:9.1f} MB"
+        seconds = f"waited {stall_s:6.3f} s, in the log after {logged_s:6.2f} s, with the worker after {loadable_s:6.2f} s"
+        print(f"{size}  {seconds}, longest pause {1e3 * pauses.longest_s:6.1f} ms", flush=True)
+    if worker is not None:
+        worker.close()
+    trainer.writer._publisher.close()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure and print."""
     parser = parser_of(__name__, __doc__)
     with_numbers(parser, rounds=5, layers=24)
     parser.add_argument("--changed", type=float, default=0.01, help="share of the elements that differ")
+    parser.add_argument("--transport", choices=("kafka", "ipc"), help="publish as a trainer does, by this transport")
     chosen = parser.parse_args(arguments)
     with own_broker("weights") as (_, broker):
         log = KafkaLog(broker.bootstrap)
+        if chosen.transport is not None:
+            log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(NUMBER_RUN, partitions=1, weight_partitions=PARTITIONS)})
+            print_publications(log, chosen)
+            log.close()
+            return 0
         log.create_topics(topics_of(RUN, partitions=1, weight_partitions=PARTITIONS))
         figures = measure(log, chosen)
         log.close()
