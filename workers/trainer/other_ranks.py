@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.infra import faults
 from penstock.infra.backends.base import Backend, TokenBatch
 from penstock.infra.backends.ranks.lead_backend import run_command
-from penstock.infra.errors import ConfigError
+from penstock.infra.errors import BackendError, ConfigError
 from penstock.infra.log import Log
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.signals import ignore
@@ -134,8 +134,10 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
     """Be another rank of a run's trainer until rank 0 broadcasts the end. Raises `PenstockError`."""
     from penstock.infra.backends.ranks.process_set import ProcessSet
 
-    if os.environ.get(PARENT) == str(os.getppid()):
+    if (parent := os.environ.get(PARENT)) is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # rank 0 may be killed while this one computes
+        if str(os.getppid()) != parent:  # or has been, before this line
+            raise BackendError(f"rank 0 of the trainer, process {parent}, has ended")
     for number in (signal.SIGTERM, signal.SIGINT):
         ignore(number)  # rank 0 gets them as well, and broadcasts the end
     record = _registered(log, run, trust)

@@ -6,11 +6,13 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.infra.errors import BackendError
 from penstock.infra.faults import VARIABLE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
@@ -18,6 +20,8 @@ from penstock.pipeline.config.load import from_json, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.runtime.registration.run_registry import find, write
+from penstock.workers.trainer import other_ranks
+from penstock.workers.trainer.other_ranks import PARENT
 from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
@@ -172,6 +176,13 @@ def test_another_number_of_processes_than_were_started_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(AssertionError, match=r"trainer.processes: 1, but 2 processes were started"):
         train(MemoryLog(), run_id, config_for(tiny_model, tmp_path))
+
+
+def test_a_process_whose_rank_0_ended_before_it_could_watch_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PARENT, "1" if os.getppid() != 1 else "2")
+    monkeypatch.setattr(other_ranks.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))  # this process is to outlive its parent
+    with pytest.raises(BackendError, match=r"rank 0 of the trainer, process .*, has ended"):
+        other_ranks.follow(MemoryLog(), "run", model=None)
 
 
 def test_several_processes_need_a_broker(tiny_model: Path, tmp_path: Path, run_id: str) -> None:
