@@ -83,16 +83,16 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
     )
 
 
-def to_record(refusal: DeadLetter) -> Record:
+def to_record(dead_letter: DeadLetter) -> Record:
     """The refused record, unchanged."""
     return Record(
-        topic=refusal.topic,
-        partition=refusal.partition,
-        offset=refusal.offset,
-        timestamp_ms=refusal.timestamp_ms,
-        key=refusal.key,
-        headers=refusal.headers,
-        value=refusal.value,
+        topic=dead_letter.topic,
+        partition=dead_letter.partition,
+        offset=dead_letter.offset,
+        timestamp_ms=dead_letter.timestamp_ms,
+        key=dead_letter.key,
+        headers=dead_letter.headers,
+        value=dead_letter.value,
     )
 
 
@@ -113,10 +113,10 @@ def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worke
     )
 
 
-def skipped(refusal: DeadLetter) -> range | None:
+def skipped(dead_letter: DeadLetter) -> range | None:
     """The offsets that readers skip; None for a dead letter about one record."""
-    after = dict(refusal.headers).get(_NEXT) or b""
-    return range(refusal.offset, int(after)) if refusal.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
+    after = dict(dead_letter.headers).get(_NEXT) or b""
+    return range(dead_letter.offset, int(after)) if dead_letter.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
 
 
 def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, int], range]]:
@@ -124,26 +124,26 @@ def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, i
     skips = []
     for record in letters:
         try:
-            refusal = read(record, run=run)[1]
+            dead_letter = read(record, run=run)[1]
         except Unusable:
             continue
-        if (offsets := skipped(refusal)) is not None:
-            skips.append(((refusal.topic, refusal.partition), offsets))
+        if (offsets := skipped(dead_letter)) is not None:
+            skips.append(((dead_letter.topic, dead_letter.partition), offsets))
     return skips
 
 
-def claimed_group(refusal: DeadLetter) -> int | None:
+def claimed_group(dead_letter: DeadLetter) -> int | None:
     """The group that the refused record names in its header, else in its key; None if it names none."""
-    if refusal.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
+    if dead_letter.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
         return None  # keys of other topics are no group numbers
-    claim = (dict(refusal.headers).get("group") or refusal.key or b"").decode("ascii", "replace")
+    claim = (dict(dead_letter.headers).get("group") or dead_letter.key or b"").decode("ascii", "replace")
     return int(claim) if claim.isascii() and claim.isdigit() and len(claim) < 19 else None
 
 
-def encode(refusal: DeadLetter) -> bytes:
+def encode(dead_letter: DeadLetter) -> bytes:
     """The payload of a dead letter."""
-    headers = [{"name": name, "value": value} for name, value in refusal.headers]
-    return CODEC.encode({**as_row(refusal), "headers": headers})
+    headers = [{"name": name, "value": value} for name, value in dead_letter.headers]
+    return CODEC.encode({**as_row(dead_letter), "headers": headers})
 
 
 def decode(value: Payload) -> DeadLetter:
@@ -155,9 +155,9 @@ def decode(value: Payload) -> DeadLetter:
     return DeadLetter(**{**row, "key": _bytes(row["key"]), "headers": headers, "value": bytes(row["value"])})
 
 
-def headers(refusal: DeadLetter, *, run: str) -> Headers:
+def headers(dead_letter: DeadLetter, *, run: str) -> Headers:
     """The headers of a dead letter; `outcome` is the kind of its reason."""
-    return Headers(run=run, schema=SCHEMA, outcome=refusal.kind, worker=refusal.worker)
+    return Headers(run=run, schema=SCHEMA, outcome=dead_letter.kind, worker=dead_letter.worker)
 
 
 def check(record: Record, *, run: str) -> Headers:

@@ -26,7 +26,7 @@ from penstock.infra.errors import BackendError
 from penstock.infra.paths import new_directory
 from penstock.infra.tensors.adapted import Adapted, Adapter
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest
-from penstock.infra.tensors.torch_copy import copy_all, copy_into, fitting, seen_bytes
+from penstock.infra.tensors.torch_copy import copy_all, copy_into, dtype_name, fitting, seen_bytes
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
 
@@ -37,7 +37,7 @@ def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *,
     `save_pretrained` is not used because it imports DeepSpeed, which takes seconds.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
+    model.config.update({"architectures": [type(model).__name__], "dtype": dtype_name(model.dtype)})
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     save_torch_state_dict(revert_weight_conversion(model, weights), directory, max_shard_size="50GB")

@@ -6,6 +6,10 @@ from pathlib import Path
 
 DTYPES = ("float32", "bfloat16")
 SHARE = ("auto", "on", "off")
+PIECE_ELEMENTS = 2**23
+"""32 MiB of float32 logits in a piece; as much again is saved for the gradient, or is the intermediate of a sum."""
+PIECE_ELEMENTS_OF_GPU = 2**27
+"""For each piece a GPU reads the output layer three times and adds to its float32 gradient: small pieces take longer."""
 LR_SCHEDULES = ("constant", "linear", "cosine")
 
 

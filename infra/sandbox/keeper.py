@@ -33,8 +33,7 @@ def become(command: list[str], *, parent: int, file_gb: float, landlock: bool) -
     limit(resource.RLIMIT_FSIZE, int(min(file_gb, 1e6) * 1e9))
     if sys.platform == "linux":
         _confine(landlock=landlock)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not ends_with(parent):
         os._exit(1)
     try:
         os.execvp(command[0], command)
@@ -53,6 +52,13 @@ def limit(kind: int, most: int, *, for_good: bool = True) -> None:
 def prctl(option: int, value: int) -> None:
     """Call Linux's prctl on this process."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def ends_with(parent: int) -> bool:
+    """Let Linux kill this process when its parent ends; False if `parent` has ended already."""
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def scope_signals() -> bool:

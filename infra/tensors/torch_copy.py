@@ -39,7 +39,7 @@ class CopyStream:
         parameters = dict(named)
         if self._stream is None and not self._buffers.shared:
             return to_bytes(parameters.items())
-        tensors = self.take({name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in parameters.items()})
+        tensors = self.take({name: (dtype_name(tensor.dtype), tensor.shape) for name, tensor in parameters.items()})
         if self._stream is None:
             for tensor in tensors:
                 from_bytes(tensor).copy_(parameters[tensor.name])
@@ -118,7 +118,12 @@ def seen_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
 
 def _as_bytes(name: str, host: torch.Tensor) -> TensorBytes:
     raw = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
-    return TensorBytes(name=name, dtype=str(host.dtype).removeprefix("torch."), shape=tuple(host.shape), data=memoryview(raw).cast("B"))
+    return TensorBytes(name=name, dtype=dtype_name(host.dtype), shape=tuple(host.shape), data=memoryview(raw).cast("B"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in `TensorBytes`, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def from_bytes(tensor: TensorBytes) -> torch.Tensor:

@@ -14,7 +14,7 @@ from penstock.infra.backends.torch_backend import TorchBackend
 from penstock.infra.engines.transformers.engine import TransformersEngine
 from penstock.infra.tensors.host_memory import HostBuffers
 from penstock.infra.tensors.stream import TensorBytes, digest
-from penstock.infra.tensors.torch_copy import copy_all, over
+from penstock.infra.tensors.torch_copy import copy_all, from_bytes, seen_bytes
 
 ROUNDS = 5
 OF_PINNED = 0.7
@@ -51,7 +51,7 @@ def out(here: Machine) -> Iterator[Figure]:
     yield Figure(name="stall of the training thread", value=1e3 * max(stalls), unit="ms", at_most=here.limit(1e3 * STALL_S))
     yield Figure(name="longest pause of another thread", value=1e3 * pauses.longest_s, unit="ms", at_most=here.limit(1e3 * PAUSE_S))
     parameters = dict(backend.model.named_parameters())
-    differ = sum(not torch.equal(over(tensor.data, tensor.dtype, tensor.shape), parameters[tensor.name].cpu()) for tensor in held)
+    differ = sum(not torch.equal(from_bytes(tensor), parameters[tensor.name].cpu()) for tensor in held)
     yield Figure(name="tensors that differ", value=differ, at_most=0)
 
 
@@ -64,7 +64,7 @@ def in_(here: Machine) -> Iterator[Figure]:
     for parameter in parameters.values():
         parameter.normal_(generator=generator)
     buffers = HostBuffers(shared=True)
-    source = [_bytes_of(name, parameter) for name, parameter in parameters.items()]
+    source = [seen_bytes(name, parameter) for name, parameter in parameters.items()]
     tensors, expected = buffers.copy(source), digest(source)
     size = sum(tensor.nbytes for tensor in tensors)
     for parameter in parameters.values():
@@ -78,18 +78,13 @@ def in_(here: Machine) -> Iterator[Figure]:
     yield gigabytes_per_s(name="into transformers", value=size / seconds / 1e9, at_least=here.limit(OF_PINNED * rate))
     yield gigabytes_per_s(name="of one copy", value=rate)
     yield Figure(name="longest pause of another thread", value=1e3 * pauses.longest_s, unit="ms", at_most=here.limit(1e3 * PAUSE_S))
-    actual = digest([_bytes_of(name, parameter) for name, parameter in parameters.items()])
+    actual = digest([seen_bytes(name, parameter) for name, parameter in parameters.items()])
     yield Figure(name="digests that differ", value=actual != expected, at_most=0)
     fused = _fused(tensors, here.device)
     seconds = here.seconds(lambda: copy_all(fused), repeats=ROUNDS)
     yield gigabytes_per_s(name="into fused projections", value=size / seconds / 1e9, at_least=here.limit(OF_PINNED * rate))
-    differ = sum(not torch.equal(over(tensor.data, tensor.dtype, tensor.shape), part.cpu()) for part, tensor in fused)
+    differ = sum(not torch.equal(from_bytes(tensor), part.cpu()) for part, tensor in fused)
     yield Figure(name="tensors that differ", value=differ, at_most=0)
-
-
-def _bytes_of(name: str, parameter: torch.Tensor) -> TensorBytes:
-    data = memoryview(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return TensorBytes(name=name, dtype="bfloat16", shape=tuple(parameter.shape), data=data)
 
 
 def _fused(tensors: list[TensorBytes], device: torch.device) -> list[tuple[torch.Tensor, TensorBytes]]:

@@ -1,7 +1,7 @@
 """vLLM with new weights between decode steps: labels against the trainer's forward pass, stalls, and its sleep."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
@@ -90,16 +90,13 @@ def _updated(
     groups, tokens, every = (16, 160, 6) if here.on_gpu else (4, 60, 2)
     requests = _requests(groups, tokens, _vocabulary(here))
     engine.load_weights(0, versions[0])
-    for request in requests:
-        engine.submit(request)
-    completions: list[Completion] = []
-    steps = 0
-    started = time.perf_counter()
-    while not engine.idle:
-        completions += engine.step()
-        steps += 1
+
+    def update(steps: int) -> None:
         if steps % every == 0 and engine.version < SWAPS and not engine.idle:
             engine.load_weights(engine.version + 1, versions[(engine.version + 1) % WEIGHTS])
+
+    started = time.perf_counter()
+    completions = _generated(engine, requests, after_step=update)
     elapsed = time.perf_counter() - started
     stats, size = engine.stats(), sum(tensor.nbytes for tensor in versions[0]) / 1e9
     yield Figure(name="updates with samples in flight", value=stats["swaps"], at_least=SWAPS)
@@ -126,12 +123,21 @@ def _slept(
     engine.wake()
     engine.load_weights(SWAPS + 1, versions[(SWAPS + 1) % WEIGHTS])
     requests = _requests(2, 32, _vocabulary(here))
+    completions = _generated(engine, requests)
+    yield from _label_figures(np.concatenate(_errors(trainer, versions, requests, completions, first_only=False)), settings.dtype)
+
+
+def _generated(engine: Engine, requests: Sequence[GroupRequest], *, after_step: Callable[[int], None] = lambda _: None) -> list[Completion]:
+    """All completions of the requests; `after_step` gets the number of steps so far."""
     for request in requests:
         engine.submit(request)
     completions: list[Completion] = []
+    steps = 0
     while not engine.idle:
         completions += engine.step()
-    yield from _label_figures(np.concatenate(_errors(trainer, versions, requests, completions, first_only=False)), settings.dtype)
+        steps += 1
+        after_step(steps)
+    return completions
 
 
 def _label_figures(errors: npt.NDArray[np.float32], dtype: str) -> Iterator[Figure]:

@@ -7,7 +7,7 @@ back from the log.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenSequence:
     """One sample, or one segment of a trajectory, as it is trained: token ids, and logprob and mask of each completion token."""
 
@@ -60,7 +60,7 @@ class TokenSequence:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    @property
+    @cached_property
     def computed_ids(self) -> npt.NDArray[np.int32]:
         """The ids up to the one that predicts the last trained token, all that a model without padding computes."""
         trained = np.flatnonzero(self.loss_mask)

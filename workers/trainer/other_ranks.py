@@ -5,7 +5,6 @@ exits too, and its launcher restarts the set.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from penstock.infra.backends.ranks.lead_backend import run_command
 from penstock.infra.errors import BackendError, ConfigError
 from penstock.infra.log import Log
 from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.keeper import ends_with
 from penstock.infra.sandbox.signals import ignore
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.security import VARIABLE
@@ -85,7 +85,6 @@ class Follower:
         return pack([sequences[group][number] for group, number in rows])
 
 
-PR_SET_PDEATHSIG = 1
 END_LIMIT_S = 60.0
 """Time for the other ranks to exit after the end was broadcast."""
 PARENT = "PENSTOCK_RANK_OF"
@@ -134,10 +133,9 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
     """Be another rank of a run's trainer until rank 0 broadcasts the end. Raises `PenstockError`."""
     from penstock.infra.backends.ranks.process_set import ProcessSet
 
-    if (parent := os.environ.get(PARENT)) is not None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # rank 0 may be killed while this one computes
-        if str(os.getppid()) != parent:  # or has been, before this line
-            raise BackendError(f"rank 0 of the trainer, process {parent}, has ended")
+    parent = os.environ.get(PARENT)
+    if parent is not None and not ends_with(int(parent)):  # rank 0 may be killed while this one computes, or has been
+        raise BackendError(f"rank 0 of the trainer, process {parent}, has ended")
     for number in (signal.SIGTERM, signal.SIGINT):
         ignore(number)  # rank 0 gets them as well, and broadcasts the end
     record = _registered(log, run, trust)

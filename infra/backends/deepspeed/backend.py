@@ -25,7 +25,7 @@ from penstock.infra.backends.ranks.process_set import import_deepspeed, join_pro
 from penstock.infra.backends.torch_backend import LocalModel, checked_denominator, checked_norm, saving
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import copy_all, fitting, from_bytes
+from penstock.infra.tensors.torch_copy import copy_all, dtype_name, fitting, from_bytes
 
 OTHERS_WRITE = 0o022
 
@@ -257,7 +257,7 @@ class DeepSpeedBackend(LocalModel):
         if self.zero_stage < 3:
             return super().weights()
         parameters = dict(self.model.named_parameters())
-        described = {name: (str(weight.dtype).removeprefix("torch."), tuple(weight.ds_shape)) for name, weight in parameters.items()}
+        described = {name: (dtype_name(weight.dtype), tuple(weight.ds_shape)) for name, weight in parameters.items()}
         tensors = self.copies.take(described)
         for tensor in tensors:
             with self._whole(parameters[tensor.name]), torch.no_grad():
@@ -326,7 +326,7 @@ class DeepSpeedBackend(LocalModel):
         if self.offload == "parameters":
             offloaded["offload_param"] = host
         overlaps = self.device.type == "cuda" and self.zero_stage > 1 and self.world_size > 1  # a CPU has no second stream
-        buckets = {"overlap_comm": True, "reduce_bucket_size": 250_000_000} if overlaps else {"overlap_comm": False}  # of two buckets
+        buckets = {"overlap_comm": True, "reduce_bucket_size": options.OVERLAPPING_BUCKET} if overlaps else {"overlap_comm": False}
         ours = {
             "train_micro_batch_size_per_gpu": 1,  # counts calls, because the engine has no data loader
             "gradient_accumulation_steps": 1,

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 AUTO = "auto"
+OVERLAPPING_BUCKET = 250_000_000
+"""`reduce_bucket_size` with `overlap_comm`, which has two buckets."""
 
 _BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens set the sizes of a step and of a pass"
 _PRECISION = "set trainer.dtype; masters, moments and gradient sums are float32"

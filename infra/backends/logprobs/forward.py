@@ -18,12 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.logprobs.line_attention import compiled
 from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree, tree_expected, tree_inputs
+from penstock.infra.backends.settings import PIECE_ELEMENTS, PIECE_ELEMENTS_OF_GPU
 from penstock.infra.errors import BackendError
 
-PIECE_ELEMENTS = 2**23
-"""32 MiB of float32 logits in a piece; as much again is saved for the gradient, or is the intermediate of a sum."""
-PIECE_ELEMENTS_OF_GPU = 2**27
-"""For each piece a GPU reads the output layer three times and adds to its float32 gradient: small pieces take longer."""
 TRIAL_WIDTH, TRIAL_WIDTH_OF_GPU = 33, 400
 """Length of the longest row that `choose_forward` compares; on a GPU the line of its tokens has several blocks."""
 

@@ -22,6 +22,8 @@ OWNER = "PENSTOCK_ENGINE_OWNER"
 """Environment variable of an engine's processes: process id of the worker."""
 SCRATCH = "PENSTOCK_ENGINE_SCRATCH"
 """Environment variable of an engine's processes: directory of temporary files, which is removed with them."""
+STAGED_OF_FREE = 0.5
+"""Largest share of the device's free memory in which an engine's process stages a version while it generates."""
 
 _SHARED = Path("/dev/shm")
 

@@ -14,13 +14,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from penstock.infra.engines.vllm.process import BACKEND, end_with_owner
+from penstock.infra.engines.vllm.process import BACKEND, STAGED_OF_FREE, end_with_owner
 from penstock.infra.tensors.host_memory import Mappings, shared_table
 from penstock.infra.tensors.stream import TensorBytes, expected_nbytes
 from penstock.infra.tensors.torch_copy import Staged, from_bytes
-
-STAGED_OF_FREE = 0.5
-"""Largest share of the device's free memory in which a version is staged."""
 
 _registered: dict[int, Sequence[TensorBytes]] = {}
 """Transfer id -> tensors for an engine in this process, which reads them without a copy."""

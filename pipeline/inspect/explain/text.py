@@ -35,9 +35,10 @@ def as_page(life: Plain) -> str:
     return "\n".join(lines)
 
 
-def letter_line(refusal: Plain) -> str:
+def letter_line(dead_letter: Plain) -> str:
     """A dead letter as one line."""
-    return f"dead-letters/0/{refusal['offset']} of {refusal['of']} by {refusal['worker']}, {refusal['kind']}: {refusal['reason']}"
+    record = f"dead-letters/0/{dead_letter['offset']} of {dead_letter['of']} by {dead_letter['worker']}"
+    return f"{record}, {dead_letter['kind']}: {dead_letter['reason']}"
 
 
 def _section(name: str, lines: Iterable[str]) -> list[str]:

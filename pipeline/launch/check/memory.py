@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.backends.deepspeed.options import OVERLAPPING_BUCKET
+from penstock.infra.backends.settings import PIECE_ELEMENTS, PIECE_ELEMENTS_OF_GPU
+from penstock.infra.engines.vllm.process import STAGED_OF_FREE
 from penstock.pipeline.config.load import Config
 
 MIB = 2**20
@@ -18,16 +21,12 @@ LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB
 """Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
 CONTEXT, COMMUNICATION, GRAPHS = 720 * MIB, 900 * MIB, 500 * MIB
 """Memory of a GPU that CUDA takes in each process, NCCL in each of several trainer processes, and vLLM's CUDA graphs."""
-PIECE_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-"""Logits in a piece of `infra/backends/logprobs/forward.py`, by device."""
-BUCKET_ELEMENTS = {True: 250_000_000, False: 500_000_000}
+BUCKET_ELEMENTS = {True: OVERLAPPING_BUCKET, False: 500_000_000}
 """`reduce_bucket_size` of DeepSpeed with `overlap_comm`, which has two float32 buckets, and without. As many gradients wait for one."""
 GATHERED_ELEMENTS = 1_050_000_000
 """Parameters that ZeRO-3 gathers at a time: `max_live_parameters` and `prefetch_bucket_size`."""
 UTILIZATION = 0.9
 """vLLM's default for `gpu_memory_utilization`."""
-STAGED_OF_FREE = 0.5
-"""Share of a GPU's free memory in which an engine stages a version while it generates (`infra/engines/vllm/transfer.py`)."""
 PREFILLED_TOKENS = 8_192
 """Tokens of vLLM's largest forward pass on a GPU."""
 BLOCK_TOKENS = 16
@@ -238,7 +237,7 @@ def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int
     one_layer = gradients + (layer if trainer.gradient_checkpointing else 0)
     logits = tokens * shape.vocabulary
     whole = trainer.backend == "deepspeed" and trainer.zero_stage == 3
-    pieces = min(logits, PIECE_ELEMENTS["cuda" if gpu else "cpu"]) * (item + 8) + (2 * item * logits if whole else checkpoints)
+    pieces = min(logits, PIECE_ELEMENTS_OF_GPU if gpu else PIECE_ELEMENTS) * (item + 8) + (2 * item * logits if whole else checkpoints)
     head = shape.head * (4 + (item if item < 4 else 0)) if trains_head and not whole else 0
     return saved, one_layer, pieces + head + tokens * 8 * shape.hidden
 

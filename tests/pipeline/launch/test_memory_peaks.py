@@ -14,6 +14,7 @@ from penstock.pipeline.launch.check import propose
 from penstock.pipeline.launch.check.memory import (
     BUCKET_ELEMENTS,
     PIECE_ELEMENTS,
+    PIECE_ELEMENTS_OF_GPU,
     Estimate,
     Shape,
     estimates,
@@ -37,7 +38,7 @@ def shape(sizes_: dict[str, Any]) -> Shape:
 @pytest.mark.costly
 def test_logits_come_in_the_pieces_that_the_forward_pass_makes() -> None:
     forward = pytest.importorskip("penstock.infra.backends.logprobs.forward")
-    assert {"cpu": forward.PIECE_ELEMENTS, "cuda": forward.PIECE_ELEMENTS_OF_GPU} == PIECE_ELEMENTS
+    assert (forward.PIECE_ELEMENTS, forward.PIECE_ELEMENTS_OF_GPU) == (PIECE_ELEMENTS, PIECE_ELEMENTS_OF_GPU)
 
 
 @pytest.mark.slow

@@ -4,9 +4,9 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from penstock.infra.errors import BackendError
 from penstock.infra.faults import VARIABLE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.sandbox import keeper
 from penstock.pipeline.config.load import from_json, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.run_config import Config
@@ -81,27 +82,34 @@ def apart(found: dict[str, Any], alone: dict[str, Any]) -> str:
     return f"losses {losses:.1e}, norms {norms:.1e}, {tensors}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [{"backend": "torch"}, {"backend": "deepspeed", "zero_stage": 3}], ids=["torch", "ZeRO-3"])
-def test_a_rank_killed_in_a_step_ends_the_set_and_the_next_set_ends_in_the_same_run(
-    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, own: dict[str, Any]
-) -> None:
+def ends_in_the_same_run(broker: str, run_id: str, folder: Path, config: Config, *, disturb: Callable[[Processes], None]) -> None:
+    """Train one run undisturbed and another after `disturb`, and compare what they leave."""
     log, results = KafkaLog(broker, client_id="tests"), []
-    config = config_for(tiny_model, tmp_path, trainer={"processes": 2, **own})
     groups = [group_of(number, version=max(0, number // 2 - 1), tokens=6 if number % 2 else 2) for number in range(12)]
-    for run, fault in ((f"{run_id}-a", None), (f"{run_id}-b", "rank.trained:4")):
+    for run in (f"{run_id}-a", f"{run_id}-b"):
         written(log, run, config, groups)
-        with Processes(broker, run, tmp_path) as trainer:
-            if fault:
-                trainer.start("trainer", environment={VARIABLE: fault})
-                assert trainer.ended("trainer", limit_s=400.0) == 1
-                assert "rank 1 was killed by SIGKILL" in trainer.text("trainer")
+        with Processes(broker, run, folder) as trainer:
+            if run.endswith("-b"):
+                disturb(trainer)
             trainer.start("trainer")
             assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
         results.append(outcome_of(log, run))
     log.close()
     assert results[0]["status"] == "finished"
     assert results[0] == results[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{"backend": "torch"}, {"backend": "deepspeed", "zero_stage": 3}], ids=["torch", "ZeRO-3"])
+def test_a_rank_killed_in_a_step_ends_the_set_and_the_next_set_ends_in_the_same_run(
+    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    def disturb(trainer: Processes) -> None:
+        trainer.start("trainer", environment={VARIABLE: "rank.trained:4"})
+        assert trainer.ended("trainer", limit_s=400.0) == 1
+        assert "rank 1 was killed by SIGKILL" in trainer.text("trainer")
+
+    ends_in_the_same_run(broker, run_id, tmp_path, config_for(tiny_model, tmp_path, trainer={"processes": 2, **own}), disturb=disturb)
     broken = [{result.check.name for result in audited(broker, f"{run_id}-{name}").results if result.violations} for name in "ab"]
     assert broken[0] == broken[1] == {"group-samples", "prompt-arithmetic"}  # nobody drew what these groups hold
 
@@ -121,29 +129,21 @@ POINTS = (
 def test_a_set_that_is_killed_at_each_point_and_in_each_rank_ends_in_the_same_run(
     broker: str, tiny_model: Path, run_id: str, tmp_path: Path, size: int, own: dict[str, Any]
 ) -> None:
-    log, results = KafkaLog(broker, client_id="tests"), []
-    config = config_for(tiny_model, tmp_path, trainer={"processes": size, "micro_batch_by": "computed", **own})
-    groups = [group_of(number, version=max(0, number // 2 - 1), tokens=6 if number % 2 else 2) for number in range(12)]
-    for run, points, ranks in ((f"{run_id}-a", (), ()), (f"{run_id}-b", POINTS, range(size))):
-        written(log, run, config, groups)
-        with Processes(broker, run, tmp_path) as trainer:
-            for point in points:
-                trainer.start("trainer", environment={VARIABLE: point})
-                assert trainer.ended("trainer", limit_s=400.0) != 0, point
-            for rank in ranks:
-                before = trainer.text("trainer").count("processes train: ")
-                trainer.start("trainer")
-                while trainer.text("trainer").count("processes train: ") == before:
-                    time.sleep(0.1)
-                line = trainer.text("trainer").rpartition("processes train: ")[2].splitlines()[0]
-                os.kill(int(re.findall(r"\d+", line)[rank]), signal.SIGKILL)
-                assert trainer.ended("trainer", limit_s=400.0) != 0
+    def disturb(trainer: Processes) -> None:
+        for point in POINTS:
+            trainer.start("trainer", environment={VARIABLE: point})
+            assert trainer.ended("trainer", limit_s=400.0) != 0, point
+        for rank in range(size):
+            before = trainer.text("trainer").count("processes train: ")
             trainer.start("trainer")
-            assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
-        results.append(outcome_of(log, run))
-    log.close()
-    assert results[0]["status"] == "finished"
-    assert results[0] == results[1]
+            while trainer.text("trainer").count("processes train: ") == before:
+                time.sleep(0.1)
+            line = trainer.text("trainer").rpartition("processes train: ")[2].splitlines()[0]
+            os.kill(int(re.findall(r"\d+", line)[rank]), signal.SIGKILL)
+            assert trainer.ended("trainer", limit_s=400.0) != 0
+
+    config = config_for(tiny_model, tmp_path, trainer={"processes": size, "micro_batch_by": "computed", **own})
+    ends_in_the_same_run(broker, run_id, tmp_path, config, disturb=disturb)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_another_number_of_processes_than_were_started_is_refused(
 
 def test_a_process_whose_rank_0_ended_before_it_could_watch_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PARENT, "1" if os.getppid() != 1 else "2")
-    monkeypatch.setattr(other_ranks.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))  # this process is to outlive its parent
+    monkeypatch.setattr(keeper, "prctl", lambda *_: None)  # this process is to outlive its parent
     with pytest.raises(BackendError, match=r"rank 0 of the trainer, process .*, has ended"):
         other_ranks.follow(MemoryLog(), "run", model=None)
 
