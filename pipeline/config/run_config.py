@@ -250,7 +250,8 @@ class Config(Section):
         return preset(
             schedule.mode, prompts_per_step=schedule.prompts_per_step, samples_per_prompt=schedule.samples_per_prompt,
             steps_per_version=schedule.steps_per_version, max_lag=schedule.max_lag, order=schedule.order,
-            stale_in_hand=schedule.stale_in_hand, oversample=schedule.oversample, max_drops_per_step=schedule.max_drops_per_step,
+            stale_in_hand=schedule.stale_in_hand, oversample=schedule.oversample,
+            oversample_groups=schedule.oversample_groups, max_drops_per_step=schedule.max_drops_per_step,
         )  # fmt: skip
 
     def steps(self, rows: int) -> int:

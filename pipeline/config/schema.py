@@ -176,6 +176,9 @@ class ScheduleSection(Section):
         None, description="what to do with an unfinished group that can no longer be fresh; the mode's own if absent"
     )
     oversample: NonNegative = Field(0, description="r: K + r samples are started, and the group ends when K have ended")
+    oversample_groups: NonNegative = Field(
+        0, description="s: a round starts R + s groups, R = U·S, and ends when R are trained; only with order `arrival`"
+    )
     max_drops_per_step: Positive | None = Field(
         None, description="dropped groups between two steps that stop the run; 16 U·S, at least 64, if absent"
     )

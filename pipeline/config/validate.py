@@ -57,6 +57,16 @@ def _stale_in_hand(config: Config) -> str | None:
     return None
 
 
+def _oversample_groups(config: Config) -> str | None:
+    rules = config.rules
+    if rules.oversample_groups and (rules.order != "arrival" or rules.loads_at != "step"):
+        why = "order 'submission' waits for each group" if rules.order != "arrival" else "a straggler would hold up the next version"
+        return (
+            f"schedule.oversample_groups: {rules.oversample_groups} gains nothing, {why}; use mode 'bounded' or 'in_flight' with 'arrival'"
+        )
+    return None
+
+
 def _temperature(config: Config) -> str | None:
     least, engine = config.engine.min_temperature, config.rollout.engine
     own = [(f"data.sampling.{source}", sampling.temperature) for source, sampling in config.data.sampling.items()]
@@ -370,6 +380,7 @@ CHECKS: tuple[Check, ...] = (
     _max_lag,
     _swaps,
     _stale_in_hand,
+    _oversample_groups,
     _temperature,
     _support,
     _adapters,

@@ -41,6 +41,8 @@ class Schedule:
     (RollArt); continue: it continues, and its stale tokens are not trained."""
     oversample: int = 0
     """r: a group is started with K + r samples and closed when K of them have ended."""
+    oversample_groups: int = 0
+    """s: a round has R + s groups in flight, R = U·S, and ends when R are trained; the others become stale, or the next round's first."""
     max_drops_per_step: int = 128
 
     @property
@@ -72,6 +74,7 @@ def preset(
     order: Order | None = None,
     stale_in_hand: StaleInFlight | None = None,
     oversample: int = 0,
+    oversample_groups: int = 0,
     max_drops_per_step: int | None = None,
 ) -> Schedule:
     """A named mode with this run's sizes. None keeps the mode's value; `max_drops_per_step` is max(16 U·S, 64) by default."""
@@ -85,6 +88,7 @@ def preset(
         order=order or base.order,
         stale_in_hand=stale_in_hand or base.stale_in_hand,
         oversample=oversample,
+        oversample_groups=oversample_groups,
         max_drops_per_step=max_drops_per_step or max(16 * prompts_per_step * steps_per_version, 64),
     )
 
@@ -116,7 +120,8 @@ def too_far_off(ess: float | None, *, floor: float | None) -> bool:
 def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, steps: int, ahead: bool = True) -> int:
     """Number of groups that may be admitted: the backpressure.
 
-    `admitted - dropped <= U·S·(newest_version + 1 + max_lag)`, and at most what the run's steps need. `dropped` counts distinct groups.
+    `admitted - dropped <= U·S·(newest_version + 1 + max_lag) + s`, and at most s more than the run's steps need. `dropped` counts
+    distinct groups.
     Without `ahead` the limit is that of the newest version's round, as if `max_lag` were 0.
 
     Example:
@@ -124,7 +129,7 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
                         newest_version=2, dropped=5, steps=100)  # -> 17
     """
     window = schedule.round_groups * (newest_version + 1 + (schedule.max_lag if ahead else 0))
-    return min(window, steps * schedule.prompts_per_step) + dropped
+    return min(window, steps * schedule.prompts_per_step) + schedule.oversample_groups + dropped
 
 
 def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
@@ -144,9 +149,12 @@ def slot_of(*, admitted: int, dropped: int) -> int:
     return admitted - dropped
 
 
-def min_version(schedule: Schedule, *, slot: int) -> int:
-    """Oldest policy version under which a group for this slot may be generated: max(0, round(slot) - max_lag)."""
-    return max(0, slot // schedule.round_groups - schedule.max_lag)
+def min_version(schedule: Schedule, *, slot: int, newest_version: int) -> int:
+    """Oldest policy version under which a group for this slot may be generated: max(0, round(slot) - max_lag).
+
+    The s extra groups of a round have slots of the next one, whose version is not published: they start under the newest.
+    """
+    return max(0, min(slot // schedule.round_groups - schedule.max_lag, newest_version))
 
 
 def may_start(*, min_version: int, loaded_version: int) -> bool:

@@ -86,6 +86,31 @@ def test_a_group_is_closed_when_enough_of_its_samples_have_ended(run_id: str, ti
     assert report["dead_letters"]["total"] == 0
 
 
+@pytest.mark.parametrize(
+    ("max_lag", "stale_in_hand"),
+    [(0, "abort"), pytest.param(0, "finish", marks=pytest.mark.slow), pytest.param(1, "abort", marks=pytest.mark.slow)],
+)
+def test_of_r_plus_s_groups_the_first_r_are_trained_and_the_others_end_by_the_rules(
+    run_id: str, tiny_model: Path, tmp_path: Path, max_lag: int, stale_in_hand: str
+) -> None:
+    extra = {"mode": "bounded", "max_lag": max_lag, "stale_in_hand": stale_in_hand, "prompts_per_step": 2, "oversample_groups": 3}
+    report, samples, _ = run_of(MemoryLog(), run_id, config_in_flight(tiny_model, tmp_path, run={"steps": 10}, schedule=extra))
+    counts, told = dict(report["groups"]), report["redundancy"]
+    assert counts.pop("admitted") == sum(counts.values())
+    assert counts["trained"] == told["trained"] == 20 <= told["scored"]
+    assert counts["stale"] + counts["abandoned"] + counts["unused"] >= 3
+    assert counts["abandoned"] == told["unfinished"] == len({one.group for one in samples if one.finish == "abort"})
+    assert report["lag"]["max"] <= max_lag
+    assert told["length"]["trained"] == pytest.approx(report["length"]["trained"])
+    assert "trained samples have" in as_text(report)
+
+
+def test_extra_groups_are_refused_where_each_group_is_waited_for(tiny_model: Path, tmp_path: Path) -> None:
+    for schedule in ({"order": "submission"}, {"mode": "one_step_off", "order": "arrival"}):
+        with pytest.raises(ValueError, match=r"schedule\.oversample_groups: 2 gains nothing"):
+            config_in_flight(tiny_model, tmp_path, schedule=schedule | {"oversample_groups": 2})
+
+
 @pytest.mark.parametrize("mode", ["in_flight", "bounded"])
 def test_weights_between_decode_steps_need_an_engine_that_takes_them(tiny_model: Path, tmp_path: Path, mode: str) -> None:
     with pytest.raises(ValueError, match=r"rollout\.engine = 'vllm'"):

@@ -11,11 +11,13 @@ import pytest
 from benchmarks.support import duplicate_samples
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.exit_status import NO_RETRY
+from tests.support.in_flight import config_in_flight
 from tests.support.processes import Processes
 from tests.support.signals import signal_self
-from tests.support.worker_set import WorkerSet, complete, config_of
+from tests.support.worker_set import WorkerSet, audited, complete, config_of
 
 WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
 STOP_S = 7.5
@@ -93,6 +95,28 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert killed["groups"] == plain["groups"]
     assert drawn.needless == 0, drawn
+
+
+@pytest.mark.slow
+def test_with_extra_groups_every_group_ends_once_whatever_is_killed(broker, run_id, tiny_model, tmp_path: Path) -> None:
+    extra = {"mode": "bounded", "max_lag": 0, "prompts_per_step": 3, "oversample_groups": 2}
+    sizes = {"run": {"steps": 14, "seed": 7}, "scorer": {"workers": 2}, "schedule": extra, "sampling": {"max_new_tokens": 60}}
+    config = config_in_flight(tiny_model, tmp_path, **sizes)
+    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        waves = Waves(workers, seed=7)
+        for name in WORKERS:
+            waves.start(name)
+        for done, (what, names) in enumerate(WAVES, start=1):
+            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 3 * done)
+            waves.hit(what, names)
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
+        report = worker_set.report()
+    counts = dict(report["groups"])
+    assert counts.pop("admitted") == sum(counts.values())
+    assert counts["trained"] == 14 * 3
+    assert report["lag"]["max"] == 0
+    assert (result := audited(broker, run_id)).clean, as_text(result)
 
 
 def stop_in_the_third_transaction() -> None:

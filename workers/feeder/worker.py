@@ -310,13 +310,14 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
             reporter.doing(Activity.NO_ROOM, f"group {number} waits for a free {worker}" if any(owners) else f"waiting for a {worker}")
             return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
-        prompt = _prompt(session, data, renderer, choice, row, number=number, slot=slot)
+        oldest = rules.min_version(schedule, slot=slot, newest_version=state.ledger.newest_version)
+        prompt = _prompt(session, data, renderer, choice, row, number=number, slot=slot, min_version=oldest)
         with reporter.encoding:
             value = prompts.encode(prompt)
             headers = prompts.headers(prompt, run=session.run).encode(value)
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
         state.admit(number, partition, choice=choice)
-    everything = limit - state.dropped >= session.steps * schedule.prompts_per_step
+    everything = limit - state.dropped >= session.steps * schedule.prompts_per_step + schedule.oversample_groups
     if everything:
         reporter.doing(Activity.DONE, "all prompts of the run are out")
         return batch
@@ -336,13 +337,15 @@ def _owners(state: Admission, session: Session, pool: str | None) -> list[str | 
     return [owner if pools[0] == pool else None for owner, pools in zip(owners, session.config.pools_by_partition, strict=True)]
 
 
-def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int) -> Prompt:
+def _prompt(
+    session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int, min_version: int
+) -> Prompt:
     source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
     # Every turn of an episode renders the conversation: its driver needs the messages.
     messages = row.messages if session.config.environment.source is None else renderer.messages(row)
     return Prompt(
-        group=number, slot=slot, min_version=rules.min_version(session.schedule, slot=slot),
+        group=number, slot=slot, min_version=min_version,
         samples_per_prompt=session.schedule.samples_per_prompt, epoch=epoch, row=data.rows_before[source] + row.index, prompt=text,
         messages=None if messages is None else json.dumps(messages), token_ids=token_ids, columns=json.dumps(row.columns),
         created_ns=time.time_ns(), place=choice.position, again=choice.again,

@@ -191,7 +191,8 @@ class DropLimit:
 
     def passed(self, *, steps_done: int) -> Passed | None:
         """The end of the run; None while no more than the limit were dropped."""
-        limit = self.inbox.schedule.max_drops_per_step
+        # The s groups beyond a round's are admitted to be dropped.
+        limit = self.inbox.schedule.max_drops_per_step + self.inbox.schedule.oversample_groups
         dropped = self.inbox.selector.drops - max(self.at_last_step, self.tolerated)
         if dropped <= limit:
             return None

@@ -36,6 +36,8 @@ class Terms:
     """Planned optimizer steps."""
     oversample: int = 0
     """r: up to K + r samples of a group are started; the first K in the log count."""
+    oversample_groups: int = 0
+    """s: extra groups of a round, which start before the version of their slot is published."""
     turns_by_log: bool = False
     """True if turns travel through the topics `calls` and `replies`."""
 
@@ -53,8 +55,8 @@ class Terms:
         return max(0, slot // self.round_groups - self.max_lag)
 
     def needed_version(self, slot: int) -> int:
-        """The version that must be published before a prompt for this slot: from slot < U·S·(v + 1 + max_lag). Negative: none."""
-        return slot // self.round_groups - self.max_lag
+        """The version that must be published before a prompt for this slot: from slot < U·S·(v + 1 + max_lag) + s. Negative: none."""
+        return (slot - self.oversample_groups) // self.round_groups - self.max_lag
 
     def step_of(self, version: int) -> int:
         """Number of steps done when a version is published; the last version follows the last step."""
@@ -74,6 +76,7 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
             prompts_per_step=int(schedule["prompts_per_step"]),
             samples_per_prompt=int(schedule["samples_per_prompt"]),
             oversample=int(schedule.get("oversample", 0)),
+            oversample_groups=int(schedule.get("oversample_groups", 0)),
             steps_per_version=int(schedule["steps_per_version"]),
             max_lag=LAG_OF_MODE[schedule["mode"]] if max_lag is None else int(max_lag),
             order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.pipeline.inspect.run_status import config_of
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.runtime.reporting.reporter import OUTSIDE, TRAINER_WAITS, USES
@@ -191,6 +192,35 @@ def _ranks(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.
     ordered, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     del ordered
     return ((np.cumsum(counts) - (counts + 1) / 2)[inverse]).astype(np.float64)
+
+
+def redundancy(view: RunView) -> dict[str, Any] | None:
+    """Bias of R + s groups: who trains the groups that are scored first prefers short completions. None without extra groups.
+
+    `length` and `reward` are means over the samples of `scored` groups (filtered ones too) and of the `trained` ones. `unfinished`
+    groups were aborted; the mean of their tokens until then is a lower bound of their length.
+    """
+    extra = int(config_of(view).get("schedule", {}).get("oversample_groups") or 0)
+    if not extra:
+        return None
+    members = {
+        "scored": [group for group, facts in view.groups.items() if facts.outcome in ("scored", "filtered")],
+        "trained": [group for step in view.steps.values() for group in step.groups],
+        "unfinished": [group for group, facts in view.groups.items() if facts.outcome == "abandoned"],
+    }
+    rewards = {name: [view.groups[group] for group in groups if group in view.groups] for name, groups in members.items()}
+    return {
+        "extra_groups": extra,
+        **{name: len(groups) for name, groups in members.items()},
+        "length": {
+            name: weighted((tokens, 1.0) for group in groups for tokens in view.samples.get(group, {}).values())
+            for name, groups in members.items()
+        },
+        "reward": {
+            name: weighted((facts.reward_mean, facts.samples - facts.no_reward) for facts in rewards[name])
+            for name in ("scored", "trained")
+        },
+    }
 
 
 AT_LAG = "tokens_at_lag_"

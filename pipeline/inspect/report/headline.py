@@ -33,19 +33,21 @@ class Waste(NamedTuple):
 
 def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
     """The costly causes, most expensive first; `last` limits them to that many of the newest outcomes."""
-    by_fate: dict[str, list[GroupFacts]] = {}
+    by_status: dict[str, list[GroupFacts]] = {}
     longest = _longest_masked(view)
     for group in itertools.islice(reversed(view.groups), last):
         facts = view.groups[group]
         cut = facts.outcome == "filtered" and longest is not None and facts.tokens >= facts.samples * longest
-        by_fate.setdefault("stale" if group in view.stale else "truncated" if cut else facts.outcome, []).append(facts)
-    ended = sum(map(len, by_fate.values()))
+        by_status.setdefault("stale" if group in view.stale else "truncated" if cut else facts.outcome, []).append(facts)
+    ended = sum(map(len, by_status.values()))
     if ended < LEAST_GROUPS:
         return []
     causes = []
+    if config_of(view).get("schedule", {}).get("oversample_groups"):
+        by_status = {name: facts for name, facts in by_status.items() if name not in ("stale", "abandoned")}  # the extra groups
     for fate, (limit, text, advice) in CAUSES.items():
-        if (share := len(by_fate.get(fate, ())) / ended) >= limit:
-            cause, own_advice = _filtered(by_fate[fate], reward_scale(view)) if fate == "filtered" else ("", advice)
+        if (share := len(by_status.get(fate, ())) / ended) >= limit:
+            cause, own_advice = _filtered(by_status[fate], reward_scale(view)) if fate == "filtered" else ("", advice)
             causes.append(Waste(fate, share, f"{share:.0%} of the groups {text}{cause and ', '}{cause}", own_advice))
     return sorted(causes, key=lambda waste: -waste.share)
 

@@ -100,6 +100,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         **_lengths(view),
         "time_spent": {role: {**seconds, "shares": figures.shares(seconds)} for role, seconds in figures.by_role(view).items()},
         "rounds": figures.rounds(steps, per_version=steps_per_version(view)),
+        "redundancy": figures.redundancy(view),
         "length_order_correlation": figures.length_order_correlation(view),
         "bottleneck": slowest and slowest._asdict(),
         "filtered": _filtered(view),

@@ -131,6 +131,17 @@ def _groups(report: Report) -> list[str]:
     return [f"{groups['admitted']:,}: {', '.join(ends)}"]
 
 
+def _redundancy(report: Report) -> list[str]:
+    values = report.get("redundancy")
+    if not values or values["length"]["trained"] is None:
+        return []
+    length, reward = values["length"], values["reward"]
+    bias = f"trained samples have {length['trained']:.1f} tokens and reward {reward['trained']:.3f}"
+    bias += f", all scored ones {length['scored']:.1f} and {reward['scored']:.3f}"
+    aborted = values["unfinished"]
+    return [bias, *([f"{aborted:,} groups aborted after {length['unfinished']:.1f} tokens a sample"] if length["unfinished"] else [])]
+
+
 def _staleness(report: Report) -> list[str]:
     lag, size = report["lag"], "".join(figures(report["ess"], ("mean", "; effective sample size {:.2f}")))
     return [] if lag["mean"] is None else [f"mean {lag['mean']:.1f} versions, at most {lag['max']:.0f}{size}"]
@@ -187,6 +198,7 @@ SHORT = (
     Row("held out", _held_out),
     Row("samples", _samples),
     Row("groups", _groups),
+    Row("extra groups", _redundancy),
     Row("staleness", _staleness),
     Row("time", _time),
     Row("dead letters", _dead_letters, "yellow"),

@@ -127,7 +127,10 @@ def schedule_of(cluster: Cluster, *, mode: str, prompts_per_step: int) -> Schedu
 
 def with_sizes(preset: Schedule, own: Schedule) -> Schedule:
     """A mode's schedule with U, K, S and the oversampling of another one."""
-    sizes = {name: getattr(own, name) for name in ("prompts_per_step", "samples_per_prompt", "steps_per_version", "oversample")}
+    sizes = {
+        name: getattr(own, name)
+        for name in ("prompts_per_step", "samples_per_prompt", "steps_per_version", "oversample", "oversample_groups")
+    }
     return replace(preset, **sizes)
 
 

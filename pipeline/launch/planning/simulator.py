@@ -63,7 +63,7 @@ class _Run:
             if partition is None:
                 return
             slot = rules.slot_of(admitted=self.admitted, dropped=dropped)
-            prompt = AdmittedPrompt(self.admitted, rules.min_version(work.schedule, slot=slot))
+            prompt = AdmittedPrompt(self.admitted, rules.min_version(work.schedule, slot=slot, newest_version=self.newest))
             self.workers[partition].unfinished += 1
             self.admitted += 1
             self.workers[partition].assign(prompt)

@@ -251,23 +251,26 @@ def test_the_digest_is_recomputed_from_chunks_however_they_were_cut_and_dealt(
     u=st.integers(1, 9),
     s=st.integers(1, 5),
     max_lag=st.none() | st.integers(0, 4),
+    extra=st.integers(0, 6),
     slot=st.integers(0, 500),
     steps=st.integers(1, 60),
     done=st.integers(0, 60),
 )
 def test_the_rules_stated_anew_are_those_that_the_workers_apply(
-    mode: str, u: int, s: int, max_lag: int | None, slot: int, steps: int, done: int
+    mode: str, u: int, s: int, max_lag: int | None, extra: int, slot: int, steps: int, done: int
 ) -> None:
     said = {"mode": mode, "prompts_per_step": u, "samples_per_prompt": 2, "steps_per_version": s, "max_lag": max_lag, "order": "arrival"}
-    terms = terms_of({"schedule": said}, {"steps": steps})
-    chosen = preset(mode, prompts_per_step=u, samples_per_prompt=2, steps_per_version=s, max_lag=max_lag)
+    terms = terms_of({"schedule": said | {"oversample_groups": extra}}, {"steps": steps})
+    chosen = preset(mode, prompts_per_step=u, samples_per_prompt=2, steps_per_version=s, max_lag=max_lag, oversample_groups=extra)
     assert terms.max_lag == chosen.max_lag
-    assert terms.min_version(slot) == rules.min_version(chosen, slot=slot)
+    assert terms.min_version(slot) == rules.min_version(chosen, slot=slot, newest_version=10**6)
     assert terms.learner_version(done) == rules.version_after(done, steps_per_version=s)
     assert terms.step_of(rules.versions_of(steps, steps_per_version=s)) == steps
     for newest in range(5):
         limit = rules.admission_limit(chosen, newest_version=newest, dropped=0, steps=10**6)
         assert (slot < limit) == (terms.needed_version(slot) <= newest)
+        if slot < limit:
+            assert max(0, terms.needed_version(slot)) <= rules.min_version(chosen, slot=slot, newest_version=newest)
     if done <= steps:
         out = [step for step in range(done) if rules.publishes(step, steps=steps, steps_per_version=s)]
         assert terms.newest_version(done) == len(out)

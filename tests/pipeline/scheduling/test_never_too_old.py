@@ -64,7 +64,7 @@ class World:
         limit = rules.admission_limit(self.schedule, newest_version=self.newest, dropped=self.selector.drops, steps=self.steps)
         if self.admitted < limit:
             slot = rules.slot_of(admitted=self.admitted, dropped=self.selector.drops)
-            oldest = rules.min_version(self.schedule, slot=slot)
+            oldest = rules.min_version(self.schedule, slot=slot, newest_version=self.newest)
             made = prompt(self.admitted, min_version=oldest, samples=self.schedule.samples_per_prompt)
             self.queue.append(GroupTask(made, partition=0, offset=self.admitted))
             self.admitted += 1
@@ -164,13 +164,14 @@ class World:
     max_lag=st.integers(0, 3),
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
     oversample=st.integers(0, 2),
+    oversample_groups=st.integers(0, 5),
     workers=st.integers(1, 3),
     side_by_side=st.integers(1, 3),
     hurry=st.floats(0.1, 0.9),
     drop=st.floats(0, 0.4),
 )
 def test_whatever_the_timing_no_token_is_trained_beyond_max_lag_and_every_run_ends(
-    seed, mode, order, stale_in_hand, max_lag, sizes, oversample, workers, side_by_side, hurry, drop
+    seed, mode, order, stale_in_hand, max_lag, sizes, oversample, oversample_groups, workers, side_by_side, hurry, drop
 ):
     lagging = MODES[mode].loads_at == "step"
     schedule = preset(
@@ -182,6 +183,7 @@ def test_whatever_the_timing_no_token_is_trained_beyond_max_lag_and_every_run_en
         order=order,
         stale_in_hand=stale_in_hand if lagging else None,
         oversample=oversample,
+        oversample_groups=oversample_groups if lagging and order != "submission" else 0,
     )
     world = World(schedule, 6, [ToyEngine(capacity=side_by_side) for _ in range(workers)])
     rng = random.Random(seed)

@@ -90,7 +90,7 @@ def test_when_all_groups_of_a_step_are_filtered_their_replacements_train(order):
     for group in range(4):
         selector.add(candidate(group, "filtered"))
     assert rules.admission_limit(schedule, newest_version=0, dropped=selector.drops, steps=1) == 8
-    assert all(rules.min_version(schedule, slot=rules.slot_of(admitted=4 + i, dropped=4)) == 0 for i in range(4))
+    assert all(rules.min_version(schedule, slot=4 + i - 4, newest_version=0) == 0 for i in range(4))
     for group in range(4, 8):
         selector.add(candidate(group))
     assert [selector.take(learner_version=0).group for _ in range(4)] == [4, 5, 6, 7]
@@ -146,7 +146,7 @@ def test_in_a_random_world_every_run_ends_and_nothing_is_trained_too_old(
         action = random_source.choice(["feed", "draw", "score", "train"])
         if action == "feed" and admitted < rules.admission_limit(schedule, newest_version=newest, dropped=selector.drops, steps=steps):
             slot = rules.slot_of(admitted=admitted, dropped=selector.drops)
-            queue.append((admitted, rules.min_version(schedule, slot=slot)))
+            queue.append((admitted, rules.min_version(schedule, slot=slot, newest_version=newest)))
             admitted += 1
         elif action == "draw" and queue:
             worker = random_source.randrange(workers)

@@ -51,7 +51,9 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
         else:
             before = counted
         droppable += may_be_dropped
-        if min_version != (oldest := terms.min_version(slot)):
+        # An extra group starts under the newest version, if that of its slot is not published.
+        least, oldest = max(0, terms.needed_version(slot)), terms.min_version(slot)
+        if not least <= min_version <= oldest:
             yield violation(text=f"oldest version {min_version}, expected {oldest} for slot {slot}")
         if samples != terms.samples_per_prompt:
             yield violation(text=f"{samples} samples requested, the run has {terms.samples_per_prompt}")
@@ -61,7 +63,7 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
 def backpressure(facts: Facts) -> Iterator[Violation]:
     """No prompt is admitted before the version that admits its slot, and none beyond the slots of the run's steps."""
     terms, published = facts.terms, facts.published_ns()
-    needed_slots, comparable = terms.steps * terms.prompts_per_step, one_clock(facts)
+    needed_slots, comparable = terms.steps * terms.prompts_per_step + terms.oversample_groups, one_clock(facts)
     query = "SELECT group_id, slot, created_ns, partition, offset FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id"
     for group, slot, created_ns, *where in facts.rows(query):
         violation = partial(Violation, group=group, where=RecordId("prompts", *where))

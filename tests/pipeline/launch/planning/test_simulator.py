@@ -84,6 +84,16 @@ def test_what_is_trained_is_complete_fresh_and_within_the_time(
     assert outcome.trainer_wait_s + outcome.trainer_compute_s == pytest.approx(outcome.steps[-1].ended_s)
 
 
+def test_extra_groups_end_a_round_before_its_stragglers_and_train_shorter_completions() -> None:
+    bounded = preset("bounded", prompts_per_step=4, samples_per_prompt=4, steps_per_version=1, max_lag=0)
+    work = workload(schedule=bounded, lengths=lognormal(100, 1.2), concurrency=16, train_token_s=0.0, steps=40)
+    plain, extra = simulate(work), simulate(replace(work, schedule=replace(bounded, oversample_groups=2)))
+    assert extra.wall_s < 0.8 * plain.wall_s
+    assert extra.tokens < 0.9 * plain.tokens
+    assert 0 < extra.dropped["abandoned"] <= 2 * work.steps
+    assert plain.dropped["abandoned"] == 0
+
+
 def test_equal_workloads_give_equal_outcomes_and_every_schedule_draws_the_same_lengths() -> None:
     first, again = simulate(workload()), simulate(workload())
     assert first == again
