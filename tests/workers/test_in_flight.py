@@ -99,7 +99,7 @@ def test_of_r_plus_s_groups_the_first_r_are_trained_and_the_others_end_by_the_ru
     assert counts.pop("admitted") == sum(counts.values())
     assert counts["trained"] == told["trained"] == 20 <= told["scored"]
     assert counts["stale"] + counts["abandoned"] + counts["unused"] >= 3
-    assert counts["abandoned"] == told["unfinished"] == len({one.group for one in samples if one.finish == "abort"})
+    assert counts["abandoned"] == told["unfinished"] <= len({one.group for one in samples if one.finish == "abort"})
     assert report["lag"]["max"] <= max_lag
     assert told["length"]["trained"] == pytest.approx(report["length"]["trained"])
     assert "trained samples have" in as_text(report)
