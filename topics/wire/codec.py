@@ -42,8 +42,18 @@ class Codec:
             batch = self._open(value)
             return read_rows(self._columns, list(batch.schema), batch.columns, rows=len(batch))
         except _MALFORMED as error:
-            reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
-            raise Unusable(f"not a {self.name} payload: {reason}", kind="undecodable") from error
+            raise self._unusable(error) from error
+
+    def batch(self, value: Payload) -> pa.RecordBatch:
+        """The rows of a payload as a validated Arrow batch, with the columns of its writer. Any defect raises `Unusable`."""
+        try:
+            return self._open(value)
+        except _MALFORMED as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> Unusable:
+        reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
+        return Unusable(f"not a {self.name} payload: {reason}", kind="undecodable")
 
     def _open(self, value: Payload) -> pa.RecordBatch:
         messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(value)), 3))

@@ -1,0 +1,1 @@
+"""The index of a run: one row per group and per step, kept as files in the run's folder, so that lists and filters fetch no payloads."""

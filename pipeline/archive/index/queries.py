@@ -1,0 +1,250 @@
+"""Questions that lists and filters ask of an index, answered from memory with rows ready for JSON.
+
+`GroupList` is a snapshot of `RunIndex.groups()`; build a new one when the index has grown. `page` gives rows and the cursor of the next
+page, `histogram` counts, `curve` a thinned series of one column of the steps.
+
+Example:
+    rows = GroupList(index.groups(ended=ended), letters=index.letters)
+    first = rows.page(Filters(fates=("trained",), reward=(0.0, 0.2)), order="worst", limit=100)
+    second = rows.page(Filters(fates=("trained",), reward=(0.0, 0.2)), order="worst", limit=100, after=first["next"])
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+MOST_ROWS = 1_000
+EXCERPT = 400
+"""Characters of a prompt in a row; its end counts, as its begin is often a template."""
+BUCKETS = 64
+_TIMES = ("admitted", "scored")
+
+Range = tuple[float | None, float | None]
+"""Least and largest value; None for no limit. Rows without a value are outside of any range."""
+
+ORDERS: Mapping[str, tuple[str, bool]] = {
+    "newest": ("group", True),
+    "oldest": ("group", False),
+    "worst": ("reward_mean", False),
+    "best": ("reward_mean", True),
+    "spread": ("spread", True),
+    "longest": ("tokens", True),
+    "shortest": ("tokens", False),
+    "step": ("step", True),
+    "lag": ("lag", True),
+    "slowest": ("seconds", True),
+}
+"""Order -> its column, and True if the largest value is first. Rows without a value come last; equal ones by group, newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Conditions on groups, all of which hold; a field that is not set is no condition."""
+
+    fates: Sequence[str] = ()
+    group: Range | None = None
+    reward: Range | None = None
+    """Of the mean reward."""
+    spread: Range | None = None
+    """Of the largest minus the smallest reward."""
+    step: Range | None = None
+    version: Range | None = None
+    """Of the oldest policy version of a trained token."""
+    lag: Range | None = None
+    tokens: Range | None = None
+    truncated: bool | None = None
+    """True: at least one sample reached the token limit."""
+    dead_letter: bool | None = None
+    worker: str | None = None
+    """The scorer."""
+    source: str | None = None
+    row: int | None = None
+    """Row of the data."""
+    text: str | None = None
+    """Part of the prompt or of its columns, in any case."""
+
+
+@dataclass(slots=True)
+class GroupList:
+    """A snapshot of the groups of a run."""
+
+    table: pa.Table
+    letters: Mapping[int, str] = field(default_factory=dict)
+    _numbers: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    _orders: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+
+    def page(self, where: Filters = Filters(), *, order: str = "newest", after: str | None = None, limit: int = 100) -> dict[str, Any]:
+        """`rows`, `next` (the cursor of the next page, or None), `matching` and `groups` (their numbers).
+
+        Raises `ValueError` for an unknown order or a cursor that no page gave.
+        """
+        numbers, ranked = self.numbers("group"), self._ranked(order)
+        mask = self.matching(where)
+        ranked = ranked[mask[ranked]]
+        start = self._position(ranked, order, after) if after else 0
+        chosen = ranked[start : start + max(1, min(limit, MOST_ROWS))]
+        more = start + len(chosen) < len(ranked)
+        rows = self.rows(chosen)
+        return {
+            "rows": rows,
+            "next": f"{float(self.numbers(ORDERS[order][0])[chosen[-1]])!r}:{int(numbers[chosen[-1]])}" if more and len(chosen) else None,
+            "matching": len(ranked),
+            "groups": len(self.table),
+        }
+
+    def histogram(self, where: Filters = Filters(), *, of: str = "reward_mean", buckets: int = BUCKETS) -> dict[str, Any]:
+        """`counts` of equal intervals from `low` to `high`, and `without`: the groups that have no value."""
+        values = self.numbers(of)[self.matching(where)]
+        known = values[~np.isnan(values)]
+        low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+        counts, _ = np.histogram(known, buckets, (low, high if high > low else low + 1.0))
+        return {"low": low, "high": high, "counts": counts.tolist(), "without": len(values) - len(known)}
+
+    def counts(self, where: Filters = Filters()) -> dict[str, int]:
+        """Fate -> number of groups."""
+        counted = self.table["fate"].filter(pa.array(self.matching(where))).value_counts()
+        return {str(item["values"]): int(item["counts"].as_py()) for item in counted}
+
+    def neighbours(self, group: int) -> dict[str, int | None]:
+        """The admitted groups before and after a group, by number."""
+        numbers = self.numbers("group")
+        before, behind = numbers[numbers < group], numbers[numbers > group]
+        return {"before": int(before.max()) if len(before) else None, "after": int(behind.min()) if len(behind) else None}
+
+    def same_row(self, group: int, *, limit: int = 100) -> list[dict[str, Any]]:
+        """The groups of the same row of the data, by number: one for each epoch and retry."""
+        index = np.flatnonzero(self.numbers("group") == group)
+        if not len(index):
+            return []
+        same = np.flatnonzero(self.numbers("row") == self.numbers("row")[index[0]])
+        return self.rows(same[np.argsort(self.numbers("group")[same])][:limit])
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """[G] a numeric column, `spread` or `seconds` from admission to scoring; NaN for no value. Raises `ValueError` for any other."""
+        if name not in self._numbers:
+            if name == "spread":
+                self._numbers[name] = self.numbers("reward_max") - self.numbers("reward_min")
+            elif name == "seconds":
+                self._numbers[name] = (self.numbers("scored") - self.numbers("admitted")) / 1e9
+            else:
+                self._numbers[name] = _numbers(self.table, name)
+        return self._numbers[name]
+
+    def matching(self, where: Filters) -> NDArray[np.bool_]:
+        """[G] True for the groups for which all conditions hold."""
+        mask = np.ones(len(self.table), np.bool_)
+        columns = {"group": "group", "reward": "reward_mean", "spread": "spread", "step": "step", "lag": "lag", "tokens": "tokens"}
+        for condition, column in (*columns.items(), ("version", "policy_version_min")):
+            if (limits := getattr(where, condition)) is not None:
+                values, (low, high) = self.numbers(column), limits
+                mask &= (values >= (-np.inf if low is None else low)) & (values <= (np.inf if high is None else high))
+        if where.row is not None:
+            mask &= self.numbers("row") == where.row
+        if where.truncated is not None:
+            mask &= (self.numbers("truncated") > 0) == where.truncated
+        if where.dead_letter is not None:
+            mask &= np.isin(self.numbers("group"), list(self.letters)) == where.dead_letter
+        for column, texts in (("fate", where.fates), ("worker", where.worker), ("source", where.source)):
+            if texts:
+                accepted = pa.array([texts] if isinstance(texts, str) else list(texts), pa.string())
+                mask &= _bools(pc.is_in(self.table[column], accepted))
+        if where.text:
+            found = [_bools(pc.match_substring(self.table[column], where.text, ignore_case=True)) for column in ("prompt", "columns")]
+            mask &= found[0] | found[1]
+        return mask
+
+    def rows(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """Rows of the list for these indices of the table: numbers, and the end of the prompt."""
+        names = [name for name in self.table.column_names if name not in ("prompt_ids", "sha256", "outcome", *_TIMES)]
+        rows = self.table.select(names).take(pa.array(indices)).to_pylist()
+        times = {name: self.numbers(name)[indices].tolist() for name in _TIMES}
+        return [self._row(row, {name: values[number] for name, values in times.items()}) for number, row in enumerate(rows)]
+
+    def _row(self, row: dict[str, Any], times: Mapping[str, float]) -> dict[str, Any]:
+        prompt, columns = row.pop("prompt") or "", row.pop("columns")
+        answer = json.loads(columns).get("answer") if columns else None
+        return {
+            **row,
+            "rewards": [None if reward != reward else reward for reward in row["rewards"] or ()],  # noqa: PLR0124
+            "prompt": prompt[-EXCERPT:],
+            "prompt_length": len(prompt),
+            "answer": None if answer is None else str(answer)[:EXCERPT],
+            "dead_letter": self.letters.get(row["group"]),
+            **{f"{name}_ms": None if math.isnan(time_ns) else int(time_ns // 1e6) for name, time_ns in times.items()},
+        }
+
+    def _ranked(self, order: str) -> NDArray[np.int64]:
+        """All indices in an order."""
+        if order not in ORDERS:
+            raise ValueError(f"order {order!r}: expected one of {', '.join(ORDERS)}")
+        if order not in self._orders:
+            name, descending = ORDERS[order]
+            values = self.numbers(name)
+            newest = np.argsort(-self.numbers("group"), kind="stable")
+            # NaN is last in either direction.
+            self._orders[order] = newest[np.argsort(-values[newest] if descending else values[newest], kind="stable")]
+        return self._orders[order]
+
+    def _position(self, ranked: NDArray[np.int64], order: str, after: str) -> int:
+        """The position behind a cursor, which need not be among the rows any more."""
+        name, descending = ORDERS[order]
+        value_text, _, group_text = after.rpartition(":")
+        try:
+            value, group = float(value_text), int(group_text)
+        except ValueError:
+            raise ValueError(f"cursor {after[:60]!r}: expected the `next` of a page") from None
+        values, numbers = self.numbers(name)[ranked], self.numbers("group")[ranked]
+        if descending:
+            values, value = -values, -value
+        same, known = (np.isnan(values), True) if np.isnan(value) else (values == value, False)
+        before = ~np.isnan(values) if known else values < value
+        return int(np.count_nonzero(before | (same & (numbers >= group))))
+
+
+def curve(steps: pa.Table, name: str, *, points: int = 1200) -> dict[str, list[Any]]:
+    """`step`, `version`, `time_s` and `value` of a column of the steps; above 2 x `points` steps the first, smallest, largest and last
+    value of equal ranges. Raises `ValueError` for an unknown column."""
+    if name not in steps.column_names:
+        raise ValueError(f"the steps have no column {name!r}")
+    values = _numbers(steps, name)
+    kept = np.flatnonzero(~np.isnan(values))
+    if len(kept) > 2 * points:
+        ranges = np.array_split(kept, max(1, points // 4))
+        picked = {int(index) for part in ranges for index in (part[0], part[-1], part[values[part].argmin()], part[values[part].argmax()])}
+        kept = np.array(sorted(picked), np.int64)
+    x = {column: _numbers(steps, column)[kept] for column in ("step", "version", "committed")}
+    return {
+        "step": x["step"].astype(int).tolist(),
+        "version": x["version"].astype(int).tolist(),
+        "time_s": (x["committed"] / 1e9).tolist(),
+        "value": values[kept].tolist(),
+    }
+
+
+def measures(steps: pa.Table) -> list[str]:
+    """The columns of the steps that `curve` takes."""
+    return [column.name for column in steps.schema if pa.types.is_floating(column.type)]
+
+
+def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
+    if name not in table.column_names:
+        raise ValueError(f"there is no column {name!r}")
+    column = table[name]
+    if pa.types.is_timestamp(column.type):
+        column = pc.cast(column, pa.int64())
+    elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise ValueError(f"column {name!r} has no numbers")
+    parts = [np.from_dlpack(pc.fill_null(pc.cast(chunk, pa.float64(), safe=False), np.nan)) for chunk in column.chunks]
+    return np.concatenate([np.empty(0), *parts])
+
+
+def _bools(column: pa.ChunkedArray) -> NDArray[np.bool_]:
+    parts = [np.from_dlpack(pc.cast(pc.fill_null(chunk, False), pa.uint8())) for chunk in column.chunks]
+    return np.concatenate([np.empty(0, np.uint8), *parts]).astype(np.bool_)

@@ -1,0 +1,138 @@
+"""`RunIndex`: one row per group and per step of a run, brought up to date from its log.
+
+The tracker, which reads all groups, writes the index to the run's folder. Any other process maps these files, and folds the records after
+them in memory; it writes them itself if no tracker does."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.infra.log import Log, Partition
+from penstock.infra.paths import run_directory
+from penstock.pipeline.archive.index.group_rows import TOPICS, GroupRows, steps_table
+from penstock.pipeline.archive.index.segments import ROWS, Segments
+from penstock.pipeline.runtime.registration.run_registry import find
+from penstock.pipeline.runtime.topic_reader import RunReader
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+FOLDER = "index"
+"""Of the files, in the run's folder."""
+_POSITIONED = (".prompts", ".groups")
+ENDED = ("finished", "stopped", "failed")
+
+
+class RunIndex:
+    """The rows of one run. Feed it records in any order of topics with `add`, or let `catch_up` read them."""
+
+    def __init__(self, run: str, *, directory: Path | None = None, created_ns: int = 0, write: bool = False) -> None:
+        """Without a directory, rows are in memory only; with `write` this process appends to the files if no other one does."""
+        self.run = run
+        self._rows = GroupRows(run)
+        self._tables: dict[str, list[pa.Table]] = {"groups": [], "steps": []}
+        self._files: dict[str, Segments] = {}
+        self._positions: dict[Partition, int] = {}
+        if directory is not None:
+            self._open(directory, str(created_ns), write=write)
+
+    @property
+    def positions(self) -> dict[Partition, int]:
+        """Partition -> the first offset that is not folded; a partition that is not named is to be read from its start."""
+        return dict(self._positions)
+
+    def add(self, record: Record) -> None:
+        """Fold a record. Raises `Unusable`; rows stay as they were then."""
+        tp = record.topic, record.partition
+        if record.offset < self._positions.get(tp, 0):
+            return
+        self._positions[tp] = record.offset + 1
+        self._rows.add(record)
+        self._settle(ROWS)
+
+    def catch_up(self, log: Log) -> None:
+        """Fold the records up to the current ends of the topics. Raises `LogError`."""
+        reader = RunReader(log, self.run)
+        for topics in (TOPICS[:1], TOPICS[1:]):  # first the dead letters, which name records that must not be decoded
+            for record in reader.records(*topics, since=self._positions):
+                with contextlib.suppress(Unusable):  # its owner sends it to the dead-letter topic
+                    self.add(record)
+
+    def groups(self, *, ended: bool = False) -> pa.Table:
+        """`GROUPS`: a row per admitted group; with `ended` no group is open."""
+        rest = self._rows.rest(ended=ended or self._rows.closed)
+        return pa.concat_tables([*self._tables["groups"], rest]).replace_schema_metadata(None)
+
+    def steps(self) -> pa.Table:
+        """`STEPS` and their metrics: a row per committed step."""
+        tables = [*self._tables["steps"], steps_table(self._rows.steps)]
+        return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(None)
+
+    @property
+    def letters(self) -> Mapping[int, str]:
+        """Group -> kind of the first dead letter about it."""
+        return self._rows.letters
+
+    def close(self) -> None:
+        """Write what is final, and let go of the files."""
+        self._settle(1)
+        for files in self._files.values():
+            files.close()
+        self._files = {}
+
+    def _open(self, directory: Path, identity: str, *, write: bool) -> None:
+        states = {}
+        for name in self._tables:
+            with contextlib.suppress(OSError):  # no folder, or not readable: rows are in memory
+                files = Segments(directory / FOLDER / name, identity)
+                if write and files.lock():
+                    self._files[name] = files
+                self._tables[name], states[name] = files.tables, files.state
+        rows, groups, steps = self._rows, states.get("groups", {}), states.get("steps", {})
+        self._positions = {(f"{self.run}.{topic}", number): offset for topic, number, offset in groups.get("positions", ())}
+        rows.closed, rows.steps_from = groups.get("closed", False), steps.get("ledger", 0)
+        # The ledger is read from where the first of the two tables needs it.
+        ledger = self.run + ".ledger", 0
+        first = min((groups, steps), key=lambda state: state.get("ledger", 0))
+        rows.last_seq, self._positions[ledger] = first.get("seq", -1), first.get("ledger", 0)
+        for table in self._tables["groups"]:
+            for chunk in table["group"].chunks:
+                for number in np.from_dlpack(chunk).tolist():  # `to_numpy` would import pandas
+                    rows.done.add(number)
+
+    def _settle(self, least: int) -> None:
+        """Move final rows from memory to the files, or to tables, once there are so many."""
+        if self._rows.final() >= least:
+            self._append("groups", self._rows.take())
+        if len(self._rows.steps) >= least:
+            entries, self._rows.steps = self._rows.steps, []
+            self._append("steps", steps_table(entries))
+
+    def _append(self, name: str, table: pa.Table) -> None:
+        files = self._files.get(name)
+        if files is None:
+            self._tables[name].append(table)
+            return
+        low = self._rows.low() if name == "groups" else {}
+        at = self._positions | low
+        seq = self._rows.seq_before() if name == "groups" else self._rows.last_seq
+        state: dict[str, Any] = {"closed": self._rows.closed, "seq": seq}
+        state["ledger"] = at.get((f"{self.run}.ledger", 0), 0)
+        state["positions"] = [
+            [topic.removeprefix(f"{self.run}."), number, offset] for (topic, number), offset in at.items() if topic.endswith(_POSITIONED)
+        ]
+        files.append(table, state)
+        self._tables[name] = files.tables
+
+
+def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
+    """(the index of a run with all its records, True if the run has ended). Raises `LogError`, `RunNotFound`."""
+    record = find(log, run)
+    ended = record is not None and record.status in ENDED
+    directory = run_directory(run)
+    index = RunIndex(run, directory=directory if directory.is_dir() else None, created_ns=record.created_ns if record else 0, write=ended)
+    index.catch_up(log)
+    return index, ended

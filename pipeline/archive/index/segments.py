@@ -1,0 +1,151 @@
+"""Tables in files that are appended to: Arrow IPC, mapped into memory, each complete or absent.
+
+A file is named by the numbers of its first and last segment; its metadata say where the log is to be read on. So a kill loses nothing that
+is not read again. `MERGED` files of similar size become one.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from penstock.infra.checkpoints import sync
+
+FORMAT = 1
+ROWS = 256
+"""Least rows of a file, but of the last one."""
+MERGED = 16
+_NAME = re.compile(r"(\d{10})-(\d{10})\.arrow")
+_STATE = b"penstock.index"
+
+
+class _File(NamedTuple):
+    first: int
+    last: int
+    path: Path
+    table: pa.Table
+
+
+class Segments:
+    """The files of one table. Raises `OSError`."""
+
+    def __init__(self, directory: Path, identity: str) -> None:
+        """`identity` names what the table is made of: files of another one do not count."""
+        self.directory, self._identity = directory, identity
+        self._lock: int | None = None
+        self._files = self._read()
+
+    @property
+    def tables(self) -> list[pa.Table]:
+        """The rows of each file, in order."""
+        return [file.table for file in self._files]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the last file was written with; {} without a file."""
+        return _state(self._files[-1].table) if self._files else {}
+
+    def lock(self) -> bool:
+        """Become the only writer until `close`; False if another process is."""
+        if self._lock is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.directory / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return False
+            self._lock, self._files = lock, self._read()
+            self._clear()
+        return True
+
+    def append(self, table: pa.Table, state: Mapping[str, Any]) -> None:
+        """Write a file; `state` is read back after a restart. Only with the lock."""
+        first = self._files[-1].last + 1 if self._files else 0
+        self._files.append(self._write(first, first, table, state))
+        while len(self._files) >= MERGED and len({_level(file.table) for file in self._files[-MERGED:]}) == 1:
+            parts = self._files[-MERGED:]
+            merged = pa.concat_tables([part.table for part in parts], promote_options="default").combine_chunks()
+            self._files[-MERGED:] = [self._write(parts[0].first, parts[-1].last, merged, state)]
+            self._clear()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _write(self, first: int, last: int, table: pa.Table, state: Mapping[str, Any]) -> _File:
+        path = self.directory / f"{first:010d}-{last:010d}.arrow"
+        part = path.with_suffix(".part")
+        about = json.dumps({"format": FORMAT, "identity": self._identity, **state})
+        table = table.replace_schema_metadata({_STATE: about.encode()})
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+        sync(self.directory)
+        return _File(first, last, path, _mapped(path))
+
+    def _read(self) -> list[_File]:
+        """The files without those that a merge has replaced."""
+        while True:
+            names = [match for path in self.directory.glob("*.arrow") if (match := _NAME.fullmatch(path.name))]
+            numbers = sorted(((int(match[1]), int(match[2]), match[0]) for match in names), key=lambda name: (name[0], -name[1]))
+            try:
+                files: list[_File] = []
+                for first, last, name in numbers:
+                    if files and first <= files[-1].last:
+                        continue
+                    path = self.directory / name
+                    table = _mapped(path)
+                    if first != (files[-1].last + 1 if files else 0) or not self._is_ours(table):
+                        break
+                    files.append(_File(first, last, path, table))
+                return files
+            except FileNotFoundError:  # its writer has merged it meanwhile
+                continue
+
+    def _is_ours(self, table: pa.Table) -> bool:
+        state = _state(table)
+        return state.get("format") == FORMAT and state.get("identity") == self._identity
+
+    def _clear(self) -> None:
+        """Remove unfinished files, those that a merge has replaced, and those of another identity."""
+        names = {file.path.name for file in self._files}
+        for path in (*self.directory.glob("*.arrow"), *self.directory.glob("*.part")):
+            if path.name not in names:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _mapped(path: Path) -> pa.Table:
+    """A file's rows; they stay on disk until they are read."""
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except pa.ArrowInvalid:  # not one that this module wrote
+        return pa.table({})
+
+
+def _state(table: pa.Table) -> dict[str, Any]:
+    try:
+        state = json.loads((table.schema.metadata or {}).get(_STATE, b"{}"))
+    except ValueError:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _level(table: pa.Table) -> int:
+    """Number of merges that a file of that many rows has behind it."""
+    level, rows = 0, len(table)
+    while rows >= ROWS * MERGED:
+        level, rows = level + 1, rows // MERGED
+    return level
