@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve()
 BUDGETS = {
     r"draw|draws|drew|drawn|drawing|redraw|redrawn": 30,
-    r"fate|fates": 183,
+    r"fate|fates": 193,
     r"killer|killers": 11,
     r"rival|rivals": 0,
     r"letter|letters": 48,
@@ -41,7 +41,7 @@ BUDGETS = {
     r"place|places": 64,
     r"says|said|say": 43,
     r"asks|asked|ask": 50,
-    r"answer|answers|answered": 314,
+    r"answer|answers|answered": 319,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 11,
     r"stood|stands": 2,

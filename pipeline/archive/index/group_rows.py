@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from penstock.infra.log import Partition
 from penstock.pipeline.inspect.tables.timeline import schema
+from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.pipeline.scheduling.fates import SETTLED, fate_of
 from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics import dead_letters, groups, ledger, prompts
@@ -41,7 +42,6 @@ TOPICS = ("dead-letters", "ledger", "groups", "prompts")
 _PAYLOAD = ("epoch", "row", "prompt", "prompt_ids", "columns", "min_version", "samples_per_prompt", "admitted")
 """Columns that are the payload's, in prompts as in outcomes."""
 _WRITTEN = {"admitted": "created_ns"}
-_POISON = "killer"
 
 Row = dict[str, Any]
 """Column -> value; of payload columns an array of one element."""
@@ -67,7 +67,7 @@ class GroupRows:
     last_seq: int = -1
     closed: bool = False
     """True if the ledger has its last entry."""
-    letters: dict[int, str] = field(default_factory=dict)
+    dead_letters: dict[int, str] = field(default_factory=dict)
     """Group -> kind of the first dead letter about it."""
     steps: list[Entry] = field(default_factory=list)
     """Committed steps that were not taken."""
@@ -105,11 +105,11 @@ class GroupRows:
 
     def low(self) -> dict[Partition, int]:
         """Partition -> the first offset with something that was not taken; without partitions of which everything was."""
-        places = [row["at"] for row in self._pending.values()]
-        places += [("groups", part.partition, part.offset) for part in self._parts.held()]
-        places += [("ledger", 0, end.offset) for end in self._ends.values()]
+        offsets = [row["at"] for row in self._pending.values()]
+        offsets += [("groups", part.partition, part.offset) for part in self._parts.held()]
+        offsets += [("ledger", 0, end.offset) for end in self._ends.values()]
         lowest: dict[Partition, int] = {}
-        for topic, partition, offset in places:
+        for topic, partition, offset in offsets:
             tp = f"{self.run}.{topic}", partition
             lowest[tp] = min(offset, lowest.get(tp, offset))
         return lowest
@@ -121,12 +121,12 @@ class GroupRows:
     def _ending(self, group: int, row: Row, *, ended: bool) -> Row:
         end = self._ends.get(group)
         trained = end is not None and end.step is not None
-        fate = fate_of(row.get("outcome"), trained=trained, stale=end is not None and not trained, ended=ended)
+        status = fate_of(row.get("outcome"), trained=trained, stale=end is not None and not trained, ended=ended)
         if end is None or not trained:
-            return {"fate": fate}
+            return {"fate": status}
         oldest = row.get("policy_version_min")
         lag = None if oldest is None or end.version is None else end.version - oldest
-        return {"fate": fate, "step": end.step, "trained_version": end.version, "lag": lag}
+        return {"fate": status, "step": end.step, "trained_version": end.version, "lag": lag}
 
     def _settle(self, group: int) -> None:
         """Complete a row if it is final now."""
@@ -176,19 +176,19 @@ class GroupRows:
                 self._ends[group] = _End(entry.step if entry.kind == "step" else None, entry.version, record.offset, entry.seq)
                 self._settle(group)
 
-    def _add_letter(self, record: Record) -> None:
-        _, letter = dead_letters.read(record, run=self.run)
-        if (group := dead_letters.claimed_group(letter)) is not None:
-            self.letters.setdefault(group, letter.kind)
-        if letter.kind == _POISON:
-            self._poison.add((letter.topic, letter.partition, letter.offset))
+    def _add_dead_letter(self, record: Record) -> None:
+        _, refused = dead_letters.read(record, run=self.run)
+        if (group := dead_letters.claimed_group(refused)) is not None:
+            self.dead_letters.setdefault(group, refused.kind)
+        if refused.kind == POISON:
+            self._poison.add((refused.topic, refused.partition, refused.offset))
 
 
 _FOLDS = {
     "prompts": GroupRows._add_prompt,
     "groups": GroupRows._add_outcome,
     "ledger": GroupRows._add_entry,
-    "dead-letters": GroupRows._add_letter,
+    "dead-letters": GroupRows._add_dead_letter,
 }
 
 
@@ -257,14 +257,14 @@ def _outcome(parts: Sequence[pa.RecordBatch]) -> Row:
     first = parts[0]
     samples = [part.column("samples").flatten() for part in parts]
     rewards = [reward for part in samples for reward in part.field("reward").to_pylist()]
-    known = [reward for reward in rewards if reward is not None]
+    values = [reward for reward in rewards if reward is not None]
     source = json.loads(first.column("columns")[0].as_py() or "{}").get("data_source")
     return {
         **_payload(first, {}),
         "reason": first.column("reason")[0].as_py(),
         "scored": first.column("scored_ns")[0].as_py(),
-        "reward_min": min(known, default=None),
-        "reward_max": max(known, default=None),
+        "reward_min": min(values, default=None),
+        "reward_max": max(values, default=None),
         "rewards": rewards,
         "truncated": sum(part.field("finish").to_pylist().count("length") for part in samples),
         "source": None if source is None else str(source),

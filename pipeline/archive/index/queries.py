@@ -1,12 +1,12 @@
-"""Questions that lists and filters ask of an index, answered from memory with rows ready for JSON.
+"""Pages, histograms and curves of an index, computed in memory, as rows ready for JSON.
 
 `GroupList` is a snapshot of `RunIndex.groups()`; build a new one when the index has grown. `page` gives rows and the cursor of the next
 page, `histogram` counts, `curve` a thinned series of one column of the steps.
 
 Example:
-    rows = GroupList(index.groups(ended=ended), letters=index.letters)
-    first = rows.page(Filters(fates=("trained",), reward=(0.0, 0.2)), order="worst", limit=100)
-    second = rows.page(Filters(fates=("trained",), reward=(0.0, 0.2)), order="worst", limit=100, after=first["next"])
+    rows = GroupList(index.groups(ended=ended), dead_letters=index.dead_letters)
+    first = rows.page(Filters(statuses=("trained",), reward=(0.0, 0.2)), order="worst", limit=100)
+    second = rows.page(Filters(statuses=("trained",), reward=(0.0, 0.2)), order="worst", limit=100, after=first["next"])
 """
 
 import json
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 MOST_ROWS = 1_000
 EXCERPT = 400
-"""Characters of a prompt in a row; its end counts, as its begin is often a template."""
+"""Characters of a prompt in a row; its end counts, as it often starts with a template."""
 BUCKETS = 64
 _TIMES = ("admitted", "scored")
 
@@ -48,7 +48,7 @@ ORDERS: Mapping[str, tuple[str, bool]] = {
 class Filters:
     """Conditions on groups, all of which hold; a field that is not set is no condition."""
 
-    fates: Sequence[str] = ()
+    statuses: Sequence[str] = ()
     group: Range | None = None
     reward: Range | None = None
     """Of the mean reward."""
@@ -76,7 +76,7 @@ class GroupList:
     """A snapshot of the groups of a run."""
 
     table: pa.Table
-    letters: Mapping[int, str] = field(default_factory=dict)
+    dead_letters: Mapping[int, str] = field(default_factory=dict)
     _numbers: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     _orders: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
@@ -89,12 +89,12 @@ class GroupList:
         mask = self.matching(where)
         ranked = ranked[mask[ranked]]
         start = self._position(ranked, order, after) if after else 0
-        chosen = ranked[start : start + max(1, min(limit, MOST_ROWS))]
-        more = start + len(chosen) < len(ranked)
-        rows = self.rows(chosen)
+        shown = ranked[start : start + max(1, min(limit, MOST_ROWS))]
+        more = start + len(shown) < len(ranked)
+        rows = self.rows(shown)
         return {
             "rows": rows,
-            "next": f"{float(self.numbers(ORDERS[order][0])[chosen[-1]])!r}:{int(numbers[chosen[-1]])}" if more and len(chosen) else None,
+            "next": f"{float(self.numbers(ORDERS[order][0])[shown[-1]])!r}:{int(numbers[shown[-1]])}" if more and len(shown) else None,
             "matching": len(ranked),
             "groups": len(self.table),
         }
@@ -102,13 +102,13 @@ class GroupList:
     def histogram(self, where: Filters = Filters(), *, of: str = "reward_mean", buckets: int = BUCKETS) -> dict[str, Any]:
         """`counts` of equal intervals from `low` to `high`, and `without`: the groups that have no value."""
         values = self.numbers(of)[self.matching(where)]
-        known = values[~np.isnan(values)]
-        low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
-        counts, _ = np.histogram(known, buckets, (low, high if high > low else low + 1.0))
-        return {"low": low, "high": high, "counts": counts.tolist(), "without": len(values) - len(known)}
+        numbers = values[~np.isnan(values)]
+        low, high = (float(numbers.min()), float(numbers.max())) if len(numbers) else (0.0, 0.0)
+        counts, _ = np.histogram(numbers, buckets, (low, high if high > low else low + 1.0))
+        return {"low": low, "high": high, "counts": counts.tolist(), "without": len(values) - len(numbers)}
 
     def counts(self, where: Filters = Filters()) -> dict[str, int]:
-        """Fate -> number of groups."""
+        """Status -> number of groups."""
         counted = self.table["fate"].filter(pa.array(self.matching(where))).value_counts()
         return {str(item["values"]): int(item["counts"].as_py()) for item in counted}
 
@@ -150,14 +150,14 @@ class GroupList:
         if where.truncated is not None:
             mask &= (self.numbers("truncated") > 0) == where.truncated
         if where.dead_letter is not None:
-            mask &= np.isin(self.numbers("group"), list(self.letters)) == where.dead_letter
-        for column, texts in (("fate", where.fates), ("worker", where.worker), ("source", where.source)):
+            mask &= np.isin(self.numbers("group"), list(self.dead_letters)) == where.dead_letter
+        for column, texts in (("fate", where.statuses), ("worker", where.worker), ("source", where.source)):
             if texts:
                 accepted = pa.array([texts] if isinstance(texts, str) else list(texts), pa.string())
                 mask &= _bools(pc.is_in(self.table[column], accepted))
         if where.text:
-            found = [_bools(pc.match_substring(self.table[column], where.text, ignore_case=True)) for column in ("prompt", "columns")]
-            mask &= found[0] | found[1]
+            matches = [_bools(pc.match_substring(self.table[column], where.text, ignore_case=True)) for column in ("prompt", "columns")]
+            mask &= matches[0] | matches[1]
         return mask
 
     def rows(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ class GroupList:
             "prompt": prompt[-EXCERPT:],
             "prompt_length": len(prompt),
             "answer": None if answer is None else str(answer)[:EXCERPT],
-            "dead_letter": self.letters.get(row["group"]),
+            "dead_letter": self.dead_letters.get(row["group"]),
             **{f"{name}_ms": None if math.isnan(time_ns) else int(time_ns // 1e6) for name, time_ns in times.items()},
         }
 
@@ -203,8 +203,8 @@ class GroupList:
         values, numbers = self.numbers(name)[ranked], self.numbers("group")[ranked]
         if descending:
             values, value = -values, -value
-        same, known = (np.isnan(values), True) if np.isnan(value) else (values == value, False)
-        before = ~np.isnan(values) if known else values < value
+        missing = np.isnan(values)
+        same, before = (missing, ~missing) if np.isnan(value) else (values == value, values < value)
         return int(np.count_nonzero(before | (same & (numbers >= group))))
 
 
@@ -214,17 +214,17 @@ def curve(steps: pa.Table, name: str, *, points: int = 1200) -> dict[str, list[A
     if name not in steps.column_names:
         raise ValueError(f"the steps have no column {name!r}")
     values = _numbers(steps, name)
-    kept = np.flatnonzero(~np.isnan(values))
-    if len(kept) > 2 * points:
-        ranges = np.array_split(kept, max(1, points // 4))
-        picked = {int(index) for part in ranges for index in (part[0], part[-1], part[values[part].argmin()], part[values[part].argmax()])}
-        kept = np.array(sorted(picked), np.int64)
-    x = {column: _numbers(steps, column)[kept] for column in ("step", "version", "committed")}
+    indices = np.flatnonzero(~np.isnan(values))
+    if len(indices) > 2 * points:
+        ranges = np.array_split(indices, max(1, points // 4))
+        thinned = {int(index) for part in ranges for index in (part[0], part[-1], part[values[part].argmin()], part[values[part].argmax()])}
+        indices = np.array(sorted(thinned), np.int64)
+    x = {column: _numbers(steps, column)[indices] for column in ("step", "version", "committed")}
     return {
         "step": x["step"].astype(int).tolist(),
         "version": x["version"].astype(int).tolist(),
         "time_s": (x["committed"] / 1e9).tolist(),
-        "value": values[kept].tolist(),
+        "value": values[indices].tolist(),
     }
 
 

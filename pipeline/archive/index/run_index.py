@@ -72,9 +72,9 @@ class RunIndex:
         return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(None)
 
     @property
-    def letters(self) -> Mapping[int, str]:
+    def dead_letters(self) -> Mapping[int, str]:
         """Group -> kind of the first dead letter about it."""
-        return self._rows.letters
+        return self._rows.dead_letters
 
     def close(self) -> None:
         """Write what is final, and let go of the files."""
@@ -129,7 +129,7 @@ class RunIndex:
 
 
 def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
-    """(the index of a run with all its records, True if the run has ended). Raises `LogError`, `RunNotFound`."""
+    """(the index of a run with all its records, True if the run has ended). Raises `LogError`."""
     record = find(log, run)
     ended = record is not None and record.status in ENDED
     directory = run_directory(run)

@@ -1,10 +1,11 @@
 """Tables in files that are appended to: Arrow IPC, mapped into memory, each complete or absent.
 
-A file is named by the numbers of its first and last segment; its metadata say where the log is to be read on. So a kill loses nothing that
+A file is named by the numbers of its first and last segment; its metadata have the offsets to continue from. So a kill loses nothing that
 is not read again. `MERGED` files of similar size become one.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -111,8 +112,9 @@ class Segments:
                         break
                     files.append(_File(first, last, path, table))
                 return files
-            except FileNotFoundError:  # its writer has merged it meanwhile
-                continue
+            except OSError as error:
+                if error.errno != errno.ENOENT:  # otherwise its writer has merged it meanwhile
+                    raise
 
     def _is_ours(self, table: pa.Table) -> bool:
         state = _state(table)
