@@ -61,16 +61,13 @@ class LocalModel:
         self.model.eval()
         s = self.settings
         self.adapters = Adapters(self.model, rank=s.lora_rank, alpha=s.alpha, seed=s.seed) if s.lora_rank else None
-        share = self.settings.share_prompts
-        self.forward = choose_forward(self.model, share=share, device=self.device, in_pieces=self.head_is_whole)
-        self.shares_prompts = self.forward.shared
-        if self.settings.compile:
-            for module in self.model.modules():
-                if type(module).__name__.endswith(("Norm", "MLP")):
-                    module.compile(dynamic=True)
-        if self.settings.gradient_checkpointing:
+        if s.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
+        self.forward = choose_forward(
+            self.model, share=s.share_prompts, device=self.device, in_pieces=self.head_is_whole, compile_layers=s.compile
+        )
+        self.shares_prompts = self.forward.shared
         self.module: Any = self.model
         reference = self.settings.reference_path
         own_reference = self.settings.reference and (self.adapters is None or reference is not None)
@@ -180,7 +177,6 @@ class LocalModel:
             "threads": self.settings.threads,
             "deterministic": self.settings.deterministic,
             **({"tf32": "on"} if self.settings.tf32 else {}),
-            **({"compile": "normalisations, MLPs"} if self.settings.compile else {}),
             **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}, merged exactly"} if self.adapters else {}),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }

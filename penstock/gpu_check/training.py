@@ -62,7 +62,7 @@ def step(here: Machine) -> Iterator[Figure]:
         if here.on_gpu:
             yield Figure(name="peak memory", value=torch.cuda.max_memory_allocated(here.device) / 1e9, unit="GB")
         gap = apart(steps, expected.setdefault(checkpointing, steps))
-        yield Figure(name="losses and norms apart from torch's", value=gap, at_most=1e-2 if "compile" in own else 1e-3)
+        yield Figure(name="losses and norms apart from torch's", value=gap, at_most=1e-2 if "compile" in own else 2e-3)
         backend.close()
         del backend
         if here.on_gpu:

@@ -320,7 +320,9 @@ class TrainerSection(Section):
         "model, if it computes common prefixes once, and processes get micro-batches of equal size",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
-    compile: bool = Field(False, description="compile normalisations and MLPs with torch.compile: fewer kernels, other last bits")
+    compile: bool = Field(
+        False, description="compile the model's layers with torch.compile: fewer kernels, other last bits; on a GPU true if absent"
+    )
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto", description="compute common prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"
     )

@@ -5,6 +5,7 @@ over the vocabulary, and at most 64 MiB of them exist at a time, on a GPU 1 GiB:
 """
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.logprobs.line_attention import compiled
@@ -35,6 +37,8 @@ class Forward:
     """True to compute logits from hidden states, a piece at a time; False to take all logits from the model."""
     compiled: bool = False
     """True for kernels that torch.compile makes: attention on the line of distinct tokens, and softmax over the vocabulary in one pass."""
+    layers_compiled: bool = False
+    """True if torch.compile also made the model's layers."""
 
     def __call__(
         self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False
@@ -84,18 +88,19 @@ class Forward:
 
     def __str__(self) -> str:
         rows = f"{'shared' if self.shared else 'padded'} rows{', compiled' if self.compiled else ''}"
-        return f"{rows}, logits {'in pieces' if self.in_pieces else 'whole'}"
+        return f"{rows}{', layers compiled' if self.layers_compiled else ''}, logits {'in pieces' if self.in_pieces else 'whole'}"
 
 
-def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: bool = True) -> Forward:
-    """The fastest way whose logprobs equal the plain forward's; sets the attention implementation of the model accordingly.
+def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: bool = True, compile_layers: bool = False) -> Forward:
+    """The fastest way whose logprobs equal the plain forward's; sets the model's attention implementation, and whether layers are compiled.
 
     `share` is `trainer.share_prompts`: `auto` shares prefixes if the logprobs stay equal, `on` raises `BackendError` if they do not, and
-    `off` is the plain forward.
+    `off` is the plain forward. `compile_layers` is `trainer.compile`.
     """
     plain = Forward()
     if share == "off":
-        return plain
+        _set_compiled(model, compile_layers)
+        return Forward(layers_compiled=compile_layers)
     config, on_gpu = model.config.get_text_config(), device.type == "cuda"
     longest = getattr(config, "max_position_embeddings", None) or TRIAL_WIDTH_OF_GPU
     batch = _trial_batch(config.vocab_size, width=min(TRIAL_WIDTH_OF_GPU, longest) if on_gpu else TRIAL_WIDTH)
@@ -104,13 +109,14 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
     reasons = []
     # Without tf32, float32 products use no tensor cores: their kernels are slow, and slow to compile.
     compilable = on_gpu and (model.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest")
-    for fused in (True, False) if compilable else (False,):
-        shared = Forward(shared=True, in_pieces=in_pieces, compiled=fused)
+    for fused, layers in itertools.product((True, False) if compilable else (False,), (True, False) if compile_layers else (False,)):
+        shared = Forward(shared=True, in_pieces=in_pieces, compiled=fused, layers_compiled=layers)
+        _set_compiled(model, layers)
         reasons.append(_gap(model, batch, shared, plain, device=device))
         if reasons[-1] is None:
             return shared
-        if fused:
-            logging.getLogger("penstock").warning("the compiled kernels of the trainer's forward pass are not used: %s", reasons[-1])
+        if fused or layers:
+            logging.getLogger("penstock").warning("the trainer does not compute %s: %s", shared, reasons[-1])
     model.set_attn_implementation("sdpa")
     if share == "on":
         kind = model.config.model_type
@@ -120,6 +126,16 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
     return Forward(in_pieces=in_pieces)
 
 
+def _set_compiled(model: torch.nn.Module, compiled: bool) -> None:
+    """Run the model's layers as torch.compile makes them, for sizes of all kinds, or as they are written."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            if compiled:
+                module.compile(dynamic=True)
+            else:
+                vars(module)["_compiled_call_impl"] = None  # torch has no other way back
+
+
 def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, device: torch.device) -> str | None:
     """Reason why `tried` cannot replace `plain`, or None if their logprobs agree up to rounding; compiled kernels also run backward."""
     trained = torch.from_numpy(batch.completion_mask).to(device)
@@ -127,8 +143,9 @@ def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, devic
     results = []
     try:
         with torch.set_grad_enabled(bool(weights)):
-            for forward in (tried, plain):
-                logprobs = forward(model, batch, device=device)[0][trained]
+            for forward, stance in ((tried, "default"), (plain, "force_eager")):
+                with torch.compiler.set_stance(stance):
+                    logprobs = forward(model, batch, device=device)[0][trained]
                 results.append([logprobs.detach(), *(torch.autograd.grad(logprobs.sum(), weights) if weights else ())])
         if tried.compiled:
             with torch.no_grad():  # passes without gradient have kernels of their own

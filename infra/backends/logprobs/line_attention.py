@@ -50,7 +50,8 @@ def block_mask(ends: torch.Tensor, positions: torch.Tensor, rule: Callable[..., 
 def _of_blocks(partial: torch.Tensor, full: torch.Tensor, allowed: Callable[..., Any]) -> BlockMask:
     """Mask from [N, N] blocks of queries and keys: in `partial` blocks a pair attends if `allowed`, in `full` blocks every pair does."""
     lists, size = [], len(partial) * BLOCK
-    for chosen in (partial, full, partial.T, full.T):  # `BlockMask.from_kv_blocks` would take milliseconds for the transposed ones
+    # `BlockMask.from_kv_blocks` would take milliseconds for the transposed ones. The kernels read the lists as contiguous rows.
+    for chosen in (partial, full, partial.T.contiguous(), full.T.contiguous()):
         lists += [chosen.sum(1, dtype=torch.int32), chosen.int().argsort(dim=1, descending=True, stable=True).int()]
     return BlockMask((size, size), *(part[None, None] for part in lists), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=allowed)
 
@@ -63,5 +64,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def line_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, *, scaling: float | None) -> torch.Tensor:
     """[1, T, heads, dim] from queries [1, heads, T, dim] and keys and values [1, groups, T, dim]."""
-    attended: torch.Tensor = compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    attend = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+    attended: torch.Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2)

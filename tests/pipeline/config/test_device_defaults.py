@@ -53,6 +53,7 @@ def test_what_a_person_chose_stands_and_so_does_a_device_of_its_own(file: Path) 
 def test_a_key_holds_for_its_engine_or_backend_alone() -> None:
     filled = with_device_defaults({"rollout": {"engine": "transformers"}}, gpus=1)
     assert "engine_process" not in filled["rollout"] and "zero_stage" not in filled["trainer"]
+    assert "compile" not in with_device_defaults({"trainer": {"zero_stage": 3}}, gpus=1)["trainer"]
 
 
 def test_where_a_device_is_shared_there_is_one_rollout_worker_which_evaluates_too(file: Path) -> None:

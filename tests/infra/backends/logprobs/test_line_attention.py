@@ -31,6 +31,8 @@ def pairs(mask: BlockMask) -> torch.Tensor:
             dense[row, blocks[0, 0, row, :count].long()] = True
         return dense.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
+    kernels_read = (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices)
+    assert all(indices.is_contiguous() for indices in kernels_read)
     full, partial = listed(mask.full_kv_num_blocks, mask.full_kv_indices), listed(mask.kv_num_blocks, mask.kv_indices)
     assert torch.equal(full, listed(mask.full_q_num_blocks, mask.full_q_indices).T)
     assert torch.equal(partial, listed(mask.q_num_blocks, mask.q_indices).T)
