@@ -76,6 +76,8 @@ TRAIN: Mapping[str, str] = {
     "rejected_fraction": "share of tokens in sequences that `algorithm.reject_kl` leaves out",
     "kl_reference": "KL(current || reference) by k3, in nats, with `algorithm.kl_coef`",
     "kl_reference_k1": 'KL(behaviour || reference) by k1, in nats, with `algorithm.kl_in = "reward"`',
+    "value_error": "mean squared difference of value and advantage, with `algorithm.value_lr`",
+    "value_target": "mean squared advantage, which a value of 0 would have as its error",
     "entropy": "mean entropy of the sampling distributions, in nats; a fall towards 0 means that the policy no longer explores",
     "lag_STAT": "learner's version minus the group's oldest version, over groups; `max_lag` bounds it",
     "lag_steps_STAT": "the same in optimizer steps",

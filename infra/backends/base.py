@@ -54,7 +54,7 @@ class TokenBatch:
 
 LossFunction = Callable[..., tuple[Any, dict[str, float]]]
 """Logprobs, a float32 tensor [B, L-1] (0 on untrained tokens) -> (un-normalised scalar loss sum, statistics). With `entropy_bonus` a
-backend passes the entropies, [B, L-1] with gradient, as second argument."""
+backend passes `entropies`, with `value_lr` the `values` of its value head; both are [B, L-1] with gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,5 +160,7 @@ class BackendKind:
     check: Callable[[Mapping[str, Any]], str | None] = _accept
     """Takes the config section `trainer`; returns one line about contradicting values, else None."""
     packages: tuple[Package, ...] = ()
+    value_head: bool = False
+    """True if its backends can train a value head."""
     sleeps: bool = False
     """True if its backends are `Sleepable`: while asleep, between two steps, their state is in host memory and can be read and saved."""

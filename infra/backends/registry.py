@@ -51,6 +51,7 @@ BACKENDS: Mapping[str, BackendKind] = {
         check=_torch_fits,
         packages=(Package(module="torch", name="torch", purpose="rollout and training", extra="trainer"),),
         sleeps=True,
+        value_head=True,
     ),
     "deepspeed": BackendKind(
         open=_deepspeed,

@@ -80,6 +80,8 @@ class BackendSettings:
     """Report `entropy_sum` with every backward pass."""
     entropy_bonus: bool = False
     """Pass the entropies to the loss, with their gradient."""
+    value_lr: float | None = None
+    """Learning rate of a value head on the hidden states, whose values are passed to the loss; no head if absent."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of the device; from `PEAK_TFLOPS` by its name if absent."""
     share_weights: bool = False

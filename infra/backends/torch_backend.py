@@ -19,17 +19,15 @@ import transformers
 from penstock.infra.backends.arithmetic import choose_device, fix_arithmetic, return_freed_memory
 from penstock.infra.backends.base import LossFunction, StepResult, TokenBatch
 from penstock.infra.backends.hardware import FlopCount, peak_flops, this_cpu
-from penstock.infra.backends.logprobs.forward import choose_forward
-from penstock.infra.backends.model import FOLDER, Adapters, FrozenPolicy, host_floats, open_model, save_model
+from penstock.infra.backends.logprobs.forward import Passed, choose_forward
+from penstock.infra.backends.model import FOLDER, Adapters, FrozenPolicy, host_floats, open_model, save_model, saved_on_host
 from penstock.infra.backends.settings import BackendSettings
+from penstock.infra.backends.value_head import ValueHead
 from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.host_memory import HostBuffers
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import CopyStream, copy_into, from_bytes
-
-Outputs = tuple[torch.Tensor, torch.Tensor | None]
-"""[B, L-1] logprobs with gradient, and [B, L-1] entropies if they are computed."""
 
 
 @contextlib.contextmanager
@@ -68,6 +66,7 @@ class LocalModel:
             self.model, share=s.share_prompts, device=self.device, in_pieces=self.head_is_whole, compile_layers=s.compile
         )
         self.shares_prompts = self.forward.shared
+        self.value = ValueHead.of(self.model, s, device=self.device, in_pieces=self.forward.in_pieces)
         self.module: Any = self.model
         reference = self.settings.reference_path
         own_reference = self.settings.reference and (self.adapters is None or reference is not None)
@@ -91,20 +90,22 @@ class LocalModel:
         s = self.settings
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
-    def run_forward(self, batch: TokenBatch) -> tuple[Outputs, dict[str, float]]:
-        """([B, L-1] logprobs with gradient, statistics of the pass)."""
+    def run_forward(self, batch: TokenBatch) -> tuple[Passed, dict[str, float]]:
+        """(result with gradient, statistics of the pass)."""
         offload = self.settings.offload_activations
         with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
-            logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
-        counts = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
-        self.flops += self.flop_count.of(batch.attention_mask.sum(1).tolist(), computed=computed)
-        return (logprobs, entropies), counts | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
+            passed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy, value=self.value)
+        counts = {"tokens": float(batch.tokens), "computed_tokens": float(passed.computed)}
+        self.flops += self.flop_count.of(batch.attention_mask.sum(1).tolist(), computed=passed.computed)
+        return passed, counts | ({} if passed.entropies is None else {"entropy_sum": float(passed.entropies.detach().sum())})
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        outputs, counts = self.run_forward(batch)
+        passed, counts = self.run_forward(batch)
+        inputs = {"entropies": passed.entropies} if self.settings.entropy_bonus else {}
+        inputs |= {} if passed.values is None else {"values": passed.values}
         loss: torch.Tensor
-        loss, stats = loss_fn(*outputs) if self.settings.entropy_bonus else loss_fn(outputs[0])
+        loss, stats = loss_fn(passed.logprobs, **inputs)
         self.run_backward(loss)
         self.has_gradient = True
         return {"loss_sum": float(loss.detach()), **counts, **stats}
@@ -208,24 +209,6 @@ class LocalModel:
 
     def close(self) -> None:
         self.module = self.model = self.reference = self.snapshot = None
-
-
-def saved_on_host(model: Any, *, device: torch.device) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context for the forward pass; with gradient checkpointing only the inputs of layers are moved.
-
-    Weights are not moved, except those that ZeRO-3 gathers for a pass.
-    """
-    host = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def pack(tensor: torch.Tensor) -> Any:
-        return tensor if tensor.untyped_storage().data_ptr() in weights else host.pack_hook(tensor)
-
-    def unpack(packed: Any) -> torch.Tensor:
-        tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def update_norm(optimizer: torch.optim.Optimizer) -> float:
@@ -337,6 +320,8 @@ class TorchBackend(LocalModel):
             group["lr"] = rate
         self.copies.wait()
         self.optimizer.step()
+        if self.value is not None:
+            self.value.step(denominator=denominator, ranks=self.ranks)
         measures = {"update_norm": update_norm(self.optimizer), **self.peak_memory(), **self.taken_flops()}
         self.optimizer.zero_grad(set_to_none=True)
         self._publish_masters()
@@ -359,6 +344,7 @@ class TorchBackend(LocalModel):
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
             "random": self.random_state(),
+            **({} if self.value is None else {"value_head": self.value.state()}),
         }
         with saving(target), (target / STATE_FILE).open("wb") as file:
             torch.save(state, file)
@@ -381,6 +367,8 @@ class TorchBackend(LocalModel):
             group.update(settings)  # keep the settings of the current run
         self.optimizer.zero_grad(set_to_none=True)
         self.set_random_state(state["random"])
+        if self.value is not None and "value_head" in state:
+            self.value.load(state["value_head"])
         self._publish_masters()
         self.steps, self.has_gradient = state["steps"], False
 
@@ -412,6 +400,7 @@ class TorchBackend(LocalModel):
             yield from model.parameters()
             yield from model.buffers()
         yield from self.masters
+        yield from self.value.tensors() if self.value is not None else ()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

@@ -90,12 +90,18 @@ def pass_at_k_advantages(rewards: Rewards, *, k: int = 4) -> Advantages:
     return np.where(values > 0, failed / std, (failed - failed_with_a_failure) / std).astype(np.float32)
 
 
+def plain_rewards(rewards: Rewards) -> Advantages:
+    """REINFORCE: the reward itself, for a value head that subtracts a baseline: R - v (PipelineRL, arXiv 2509.19128)."""
+    return _checked(rewards).astype(np.float32)
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": group_advantages,
     "dr_grpo": dr_grpo_advantages,
     "rloo": leave_one_out_advantages,
     "max_rl": max_rl_advantages,
     "pass_at_k": pass_at_k_advantages,
+    "reward": plain_rewards,
 }
 
 

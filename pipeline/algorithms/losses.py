@@ -260,6 +260,7 @@ def batch_loss(
     entropy_coef: float = 0.0,
     entropy_floor: float | None = None,
     entropies: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Stats]:
     """The un-normalised loss of one micro-batch and its statistics, both to be summed over the step.
 
@@ -268,7 +269,8 @@ def batch_loss(
     one of `CORRECTIONS` or "none": it multiplies each token's loss by the bounded ratio proximal / behaviour, which with a separate
     proximal policy is decoupled PPO (arXiv 2505.24298). `reject_kl` drops sequences with a mean k3 of KL(behaviour || proximal) above it.
     `kl_coef` adds k3 to `reference` [B, L-1], without the correction; with `kl_weighted` it is weighted by current / behaviour.
-    `entropy_coef` rewards `entropies` [B, L-1] of the sampling distributions up to `entropy_floor` nats.
+    `entropy_coef` rewards `entropies` [B, L-1] of the sampling distributions up to `entropy_floor` nats. `values` [B, L-1] of a value head
+    are subtracted from the advantages, to which the head is fitted; the loss sum is the policy's alone.
     The trainer divides by the step's count, masked tokens included. `summarise` turns the summed statistics into means.
     """
 
@@ -280,7 +282,8 @@ def batch_loss(
     mask, behaviour, advantages = tensor(batch.completion_mask), tensor(batch.behaviour_logprobs), tensor(batch.advantages)
     near = logprobs.detach() if proximal is None else tensor(proximal)
     bounds = {"clip_low": clip_low, "clip_high": clip_high} | ({} if clip_dual is None else {"clip_dual": clip_dual})
-    loss, sums = SURROGATES[surrogate](logprobs, near, advantages, mask, **bounds)
+    baselined = advantages if values is None else _per_token(advantages) - values.detach()
+    loss, sums = SURROGATES[surrogate](logprobs, near, baselined, mask, **bounds)
     if correction != "none":
         importance, corrected = correction_weights(near, behaviour, mask, correction=correction, low=correction_low, high=correction_high)
         loss = loss * importance
@@ -300,6 +303,10 @@ def batch_loss(
         sums["kl_reference_sum"] = to_reference.detach().sum()
     if entropy_coef:
         loss = loss - entropy_coef * entropy_bonus(entropies, mask, floor=entropy_floor)
+    if values is not None:
+        errors = torch.where(mask, values - _per_token(advantages), 0.0).square()
+        loss = loss + 0.5 * (errors - errors.detach())  # the gradient of the regression, and no value
+        sums |= {"value_error_sum": errors.detach().sum(), "value_target_sum": (_per_token(advantages).square() * mask).sum()}
     sums |= _importance_sums(logprobs, behaviour, mask)
     numbers = torch.stack([value.to(torch.float64) for value in sums.values()]).tolist()
     return (loss * weights).sum(dtype=torch.float32), dict(zip(sums, numbers, strict=True))

@@ -203,6 +203,11 @@ class AlgorithmSection(Section):
     advantage: Annotated[Annotated[str, one_of(ADVANTAGES, or_function=True, options=True)] | None, SOURCE] = Field(
         None, description=f"{', '.join(ADVANTAGES)}, or a function; the loss's own if absent"
     )
+    value_lr: FinitePositive | None = Field(
+        None,
+        description="learning rate of a value head on the policy's hidden states; its value of each token is subtracted from the advantage "
+        "(arXiv 2509.19128); no head if absent",
+    )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = Field(
         None, description="how token losses become one number (`constant`: sum by `max_new_tokens`); the loss's own if absent"
     )

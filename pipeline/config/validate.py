@@ -154,6 +154,20 @@ def _own_loss(config: Config) -> str | None:
     return None
 
 
+def _value_head(config: Config) -> str | None:
+    algorithm, backend = config.algorithm, config.trainer.backend
+    if algorithm.value_lr is None:
+        return None
+    if not BACKENDS[backend].value_head:
+        able = " or ".join(repr(name) for name, kind in BACKENDS.items() if kind.value_head)
+        return f"algorithm.value_lr: {backend!r} trains no value head; set trainer.backend = {able}"
+    if config.trainer.share_prompts == "off":
+        return "algorithm.value_lr: trainer.share_prompts = 'off' takes logits, not hidden states, from the model; use 'auto'"
+    if ":" in algorithm.loss:
+        return "algorithm.value_lr: makes an advantage per token, which an own loss does not take; use one of the built-in losses"
+    return None
+
+
 def _combine(config: Config) -> str | None:
     algorithm = config.algorithm
     if algorithm.combine == "advantages" and algorithm.truncated == "penalise":
@@ -182,7 +196,8 @@ def _terms(config: Config) -> str | None:
 
 
 def _samples(config: Config) -> str | None:
-    if config.schedule.samples_per_prompt == 1 and ":" not in (config.algorithm.advantage or ""):
+    advantage = config.algorithm.advantage or ""
+    if config.schedule.samples_per_prompt == 1 and ":" not in advantage and advantage != "reward":
         return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or an algorithm.advantage of your own"
     return None
 
@@ -389,6 +404,7 @@ CHECKS: tuple[Check, ...] = (
     _correction_bounds,
     _clip_dual,
     _own_loss,
+    _value_head,
     _combine,
     _terms,
     _sources,

@@ -127,8 +127,8 @@ class Objective:
         if self.kl_coef:
             inputs["reference"] = backend.reference_logprobs(batch)
 
-        def loss(logprobs: Any, entropies: Any = None) -> tuple[Any, dict[str, float]]:
-            return self.batch_loss(logprobs, batch, **inputs, **({} if entropies is None else {"entropies": entropies}))
+        def loss(logprobs: Any, **computed: Any) -> tuple[Any, dict[str, float]]:
+            return self.batch_loss(logprobs, batch, **inputs, **computed)
 
         return backend.backward(batch, loss, denominator=denominator)
 

@@ -116,7 +116,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             share_prompts=chosen.share_prompts, lora_rank=chosen.lora_rank, lora_alpha=chosen.lora_alpha,
             reference=config.algorithm.kl_coef > 0, reference_path=config.algorithm.reference, snapshot=config.proximal == "snapshot",
             entropy=True, entropy_bonus=config.algorithm.entropy_coef > 0, peak_tflops=chosen.peak_tflops,
-            share_weights=config.weights.transport == "ipc", **own,
+            value_lr=config.algorithm.value_lr, share_weights=config.weights.transport == "ipc", **own,
         )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def backward_peak(
                 if parameter.requires_grad:
                     _sums_gradients(parameter)
             before = allocations.peak = allocations.now
-            logprobs, _, computed = forward.Forward(shared=True, in_pieces=in_pieces)(model, rows, device=torch.device("cpu"))
+            logprobs, *_, computed = forward.Forward(shared=True, in_pieces=in_pieces)(model, rows, device=torch.device("cpu"))
             logprobs.sum().backward()
         finally:
             forward._pieces, torch.nn.Module._apply = originals  # type: ignore[method-assign]

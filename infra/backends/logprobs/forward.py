@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,21 @@ from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.logprobs.line_attention import compiled
 from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree, tree_expected, tree_inputs
 from penstock.infra.backends.settings import PIECE_ELEMENTS, PIECE_ELEMENTS_OF_GPU
+from penstock.infra.backends.value_head import ValueHead
 from penstock.infra.errors import BackendError
 
 TRIAL_WIDTH, TRIAL_WIDTH_OF_GPU = 33, 400
 """Length of the longest row that `choose_forward` compares; on a GPU the line of its tokens has several blocks."""
+
+
+class Passed(NamedTuple):
+    """Result of a forward pass; tensors are [B, L-1] in float32, 0 on untrained tokens."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None
+    values: torch.Tensor | None
+    computed: int
+    """Number of tokens that passed through the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +52,11 @@ class Forward:
     """True if torch.compile also made the model's layers."""
 
     def __call__(
-        self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """([B, L-1] float32 logprobs, 0 on untrained tokens; [B, L-1] entropies or None; number of computed tokens).
-
-        `module` is the model, or a DeepSpeed engine that wraps it.
-        """
+        self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False, value: ValueHead | None = None
+    ) -> Passed:
+        """Pass a micro-batch through `module`: the model, or a DeepSpeed engine that wraps it. `value` needs `in_pieces`."""
         if not self.shared:
-            return self._padded(module, batch, device=device, entropy=entropy)
+            return self._padded(module, batch, device=device, entropy=entropy, value=value)
         tree = prefix_tree(batch, line=self.compiled).to(device)
         with tree_expected(tree):
             states, head = self._run(module, **tree_inputs(tree), logits_to_keep=tree.predict)
@@ -56,11 +64,10 @@ class Forward:
             states[0], head=head, temperatures=tree.temperatures, row=tree.row, target=tree.target, entropy=entropy,
             support=_support_at(tree.slot, batch), fused=self.compiled,
         )  # fmt: skip
-        return _scatter(logprobs, tree.slot, batch), None if entropies is None else _scatter(entropies, tree.slot, batch), len(tree.ids)
+        values = None if value is None else value(states[0])[tree.row]
+        return _passed(logprobs, entropies, values, slot=tree.slot, batch=batch, computed=len(tree.ids))
 
-    def _padded(
-        self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    def _padded(self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool, value: ValueHead | None) -> Passed:
         """Compute padded rows without an attention mask: causal attention ignores padding on the right, and its fast path has no mask."""
         input_ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
         columns = torch.from_numpy(batch.logit_columns()).to(device)
@@ -70,12 +77,13 @@ class Forward:
         trained = torch.from_numpy(batch.completion_mask).to(device)[:, columns].flatten()
         row = trained.nonzero()[:, 0] if trained.any() else torch.zeros(1, dtype=torch.int64, device=device)
         slot = row // width * (input_ids.shape[1] - 1) + columns[row % width]
+        states = states.reshape(rows * width, -1)
         logprobs, entropies = token_logprobs(
-            states.reshape(rows * width, -1), head=head, temperatures=temperatures, row=row,
+            states, head=head, temperatures=temperatures, row=row,
             target=input_ids[:, 1:][:, columns].flatten()[row], entropy=entropy, support=_support_at(slot, batch),
         )  # fmt: skip
-        scattered = None if entropies is None else _scatter(entropies, slot, batch)
-        return _scatter(logprobs, slot, batch), scattered, rows * (input_ids.shape[1] - 1)
+        values = None if value is None else value(states)[row]
+        return _passed(logprobs, entropies, values, slot=slot, batch=batch, computed=rows * (input_ids.shape[1] - 1))
 
     def _run(self, module: Any, **inputs: Any) -> tuple[torch.Tensor, Any]:
         """Hidden states and the output layer's weight and bias, or logits and None."""
@@ -193,6 +201,12 @@ def _scatter(values: torch.Tensor, slot: torch.Tensor, batch: TokenBatch) -> tor
     shape = batch.completion_mask.shape
     flat = torch.zeros(shape[0] * shape[1], dtype=values.dtype, device=values.device).index_copy(0, slot, values)
     return torch.where(torch.from_numpy(batch.completion_mask).to(values.device), flat.view(shape), 0.0)
+
+
+def _passed(logprobs: torch.Tensor, *others: torch.Tensor | None, slot: torch.Tensor, batch: TokenBatch, computed: int) -> Passed:
+    """Logprobs, entropies and values [M] at the flat indices `slot` of [B, L-1], spread over it."""
+    entropies, values = (None if other is None else _scatter(other, slot, batch) for other in others)
+    return Passed(_scatter(logprobs, slot, batch), entropies, values, computed)
 
 
 @contextlib.contextmanager

@@ -338,6 +338,8 @@ def left_out(config: Config) -> list[str]:
         lines.append(
             f"sequences with a mean KL above reject_kl {algorithm.reject_kl:g} have no gradient; which ones needs the learner's logprobs"
         )
+    if algorithm.value_lr is not None:
+        lines.append("advantages are before the value of each token is subtracted, which is not in the log (value_lr)")
     if algorithm.entropy_coef:
         lines.append(
             f"the pull of the entropy bonus (entropy_coef {algorithm.entropy_coef:g}) comes on top; it needs the learner's entropies"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.infra.backends.model import saved_on_host
 from penstock.infra.backends.registry import open_backend
-from penstock.infra.backends.torch_backend import saved_on_host
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
 from tests.support.training import save_tiny_model, train

@@ -149,10 +149,11 @@ def test_no_correction_weighs_the_divergence_from_the_reference():
 # ---- what a configuration means
 
 
-def config_of(*, mode="one_step_off", per_version=1, dtype="float32", trainer="float32", **algorithm):
+def config_of(*, mode="one_step_off", per_version=1, dtype="float32", trainer="float32", backend="torch", share="auto", **algorithm):
     return from_table({
         "run": {"steps": 4}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}, "rollout": {"engine": "vllm", "dtype": dtype},
-        "trainer": {"dtype": trainer}, "schedule": {"mode": mode, "steps_per_version": per_version}, "algorithm": algorithm,
+        "trainer": {"dtype": trainer, "backend": backend, "share_prompts": share},
+        "schedule": {"mode": mode, "steps_per_version": per_version}, "algorithm": algorithm,
     })  # fmt: skip
 
 
@@ -258,6 +259,9 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     ({"correction": "geometric_tis", "correction_low": 0.5}, "'geometric_tis' cuts from above only.*correction = 'geometric_mis'"),
     ({"loss": "sapo", "clip_low": 0.1}, "algorithm.clip_low: has no use with 'sapo'"),
     ({"advantage": "pass_at_q?k=2"}, "'pass_at_q\\?k=2' is none of .*pass_at_k"),
+    ({"value_lr": 1e-3, "backend": "deepspeed"}, "value_lr: 'deepspeed' trains no value head; set trainer.backend = 'torch'"),
+    ({"value_lr": 1e-3, "share": "off"}, "value_lr: .*takes logits, not hidden states"),
+    ({"value_lr": 1e-3, "loss": "own.py:loss", "aggregate": "token_mean"}, "value_lr: .*use one of the built-in losses"),
     ({"clip_dual": 1.1}, "clip_dual: 1.1 lies within the clip range, which ends at 1.2; use more"),
     ({"clip_dual": 3.0, "loss": "cispo"}, "clip_dual: 3.0 has no use with 'cispo', which cuts every ratio at 5"),
     ({"correction": "mis", "correction_low": 1.5}, "algorithm.correction_low = 1.5"),

@@ -116,7 +116,7 @@ def test_logprobs_and_gradients_on_the_line_are_those_of_padded_rows(kind, more,
         model.train()
     parameters, results = list(model.parameters()), []
     for forward in (LINE, PLAIN):
-        logprobs, entropies, _ = forward(model, batch, device=CPU, entropy=True)
+        logprobs, entropies, *_ = forward(model, batch, device=CPU, entropy=True)
         weights = torch.linspace(-1, 1, logprobs.numel(), dtype=logprobs.dtype).view(logprobs.shape)
         loss = (logprobs * weights).sum() + (entropies * weights).sum()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
