@@ -21,6 +21,7 @@ BENCHMARK := $(BIN)/python -m benchmarks
 TESTERS ?= 4
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
+ARCHIVE := .penstock/kafka.jsa
 SBOM := .penstock/sbom.json
 SITE_TOOLS := .penstock/docs
 # Exit status of `make docs` if its tools cannot be installed.
@@ -105,16 +106,20 @@ unit: TESTERS = $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 unit: install
 	$(PYTEST) -m unit $(SHARED) $(ARGS)
 
-test: install
+test: install $(ARCHIVE)
 	@mkdir -p $(dir $(LOG))
 	@set -o pipefail; $(PYTEST) -m "not slow" --durations=40 $(SHARED) $(ARGS) 2>&1 | tee $(LOG)
 
-test-all: install
+test-all: install $(ARCHIVE)
 	@mkdir -p $(dir $(LOG))
 	@set -o pipefail; $(PYTEST) --timeout 1200 --durations=40 $(ARGS) 2>&1 | tee $(LOG)
 
+# Kafka's classes as the JVM maps them, for the brokers of the tests: a start takes half the CPU time.
+$(ARCHIVE): penstock/infra/broker/jars.sha256 | install
+	@$(BIN)/python -m tests.support.class_archive
+
 # A test that fails shows in pytest's summary; what was covered until then is worth knowing all the same.
-coverage: install
+coverage: install $(ARCHIVE)
 	@rm -rf $(COVERED) && mkdir -p $(COVERED)
 	-@$(BIN)/coverage run -m pytest -m "not slow" --timeout 600 $(SHARED) $(ARGS)
 	@$(BIN)/coverage combine --quiet && $(BIN)/coverage report --sort=cover > $(COVERED)/report.txt
@@ -194,7 +199,7 @@ fuzz:
 	@$(BENCHMARK) fuzz -runs=$(or $(RUNS),200000)
 
 clean:
-	rm -rf $(VENV) $(MODEL) $(SMOLLM2) $(LOG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MODEL) $(SMOLLM2) $(LOG) $(ARCHIVE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP)/environment:

