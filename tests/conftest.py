@@ -88,6 +88,16 @@ def broker(penstock_home: Path) -> str:
     return embedded.start(home=penstock_home).bootstrap
 
 
+@pytest.fixture(scope="module")
+def own_broker(new_home: Callable[[], Path]) -> Iterator[Any]:
+    """A broker of this file's tests, to be frozen, killed and started; the test that starts it gets its address."""
+    from tests.support.own_broker import OwnBroker
+
+    made = OwnBroker(new_home())
+    yield made
+    embedded.stop(made.home)
+
+
 @pytest.fixture
 def log(broker: str) -> Iterator[Any]:
     """The session's broker as a log."""

@@ -49,6 +49,12 @@ class WorkerSet:
         self.failures: dict[str, BaseException] = {}
         self.log = connect(place)
 
+    def create(self, config: Config, roles: Sequence[str] = ()) -> None:
+        """Create the run, and start one worker of each of these roles."""
+        create(config, log=self.log, run_id=self.run, notify=lambda _: None)
+        for role in roles:
+            self.start(role)
+
     def start(self, role: str, slot: int = 0) -> None:
         """Start one worker, whether the run exists or not."""
         name = ROLES[role].worker(slot)
@@ -174,7 +180,7 @@ def audited(place: LogLocation, run: str) -> Audit:
 def complete(place: LogLocation, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """A whole undisturbed run; returns its report."""
     with WorkerSet(place, run) as worker_set:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, roles)
         worker_set.wait()
         return worker_set.report()

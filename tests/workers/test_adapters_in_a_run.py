@@ -8,7 +8,6 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import audit
-from penstock.pipeline.launch.create import create
 from penstock.topics import weights
 from tests.support.listed_records import Listed
 from tests.support.trainer_alone import outcome_of
@@ -56,7 +55,7 @@ def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapter
     config = adapting(tiny_model, tmp_path, encoding="adapter", schedule={"mode": "pipelined"})
     complete(undisturbed, run_id, config)
     with WorkerSet(log, late) as worker_set:
-        create(config, log=log, run_id=late, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config)
         worker_set.wait(lambda: encodings(log, late).count("adapter") >= 2)
         for name in ("rollout-0", "trainer"):

@@ -13,7 +13,6 @@ from confluent_kafka import Producer
 from penstock.pipeline import cli
 from penstock.pipeline.inspect.audit.kafka_reader import ORDER, KafkaSource
 from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
-from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters, weights
 from penstock.topics.wire.record import Record
 from tests.support.bare_clients import c_client
@@ -60,7 +59,7 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
         weights={"partitions": 1},
     )
     with WorkerSet(broker, RUN) as worker_set:
-        create(config, log=worker_set.log, run_id=RUN, notify=lambda _: None)
+        worker_set.create(config)
         stranger = Producer(c_client(broker))
         for topic in FOREIGN:
             stranger.produce(f"{RUN}.{topic}", b"hello", partition=int(topic == "weights"), headers=[("run", b"another")])
@@ -283,7 +282,7 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
     config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 3}, schedule={**sizes, **schedule}, rollout={"workers": 2})
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
         stranger = worker_set.log.producer()
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         for topic, partition in OWNED:
             for head, value in bad_records(run_id, topic if (topic, partition) != ("weights", 1) else "weights/1").values():
                 write(stranger, f"{run_id}.{topic}", value, partition=partition, headers=head)

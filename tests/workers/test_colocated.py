@@ -175,7 +175,7 @@ def test_a_run_goes_on_after_the_kill_of_either_process_that_has_the_device(brok
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         for role in ("feeder", "scorer"):
             workers.start(role)
         workers.start("trainer", environment={VARIABLE: "ledger.step.before:2"})

@@ -8,7 +8,6 @@ import pytest
 
 from penstock.infra.faults import VARIABLE
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from tests.support.processes import Processes
 from tests.support.worker_set import WorkerSet, audited, complete, config_of
@@ -47,7 +46,7 @@ def test_a_trainer_that_is_killed_again_and_again_is_followed_by_one_whose_memor
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with WorkerSet(broker, run) as watching, Processes(broker, run, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run, notify=lambda _: None)
+        watching.create(config)
         for role in ("rollout", "scorer", "feeder"):
             workers.start(role)
         for fault in ("ledger.version.before:2", "chunk.sent:2", "ledger.version.after:2"):

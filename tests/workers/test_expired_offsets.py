@@ -9,7 +9,6 @@ import pytest
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.state import MemoryTail
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import topic_reader
 from penstock.topics.catalogue import CONTROL
 from penstock.topics.wire.record import Record
@@ -49,7 +48,7 @@ def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weight
     log = NotingLog()
     plain = complete(log, "undisturbed", config, roles=roles)
     with WorkerSet(log, "rested") as worker_set:
-        create(config, log=log, run_id="rested", notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, roles)
         worker_set.wait(lambda: worker_set.report()["steps"] >= 4)
         for name in list(worker_set.threads):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from penstock.topics.catalogue import RUNS_TOPIC
 from tests.support.foreign_records import OWNED, bad_records, letters, repeat, write
 from tests.support.worker_set import WorkerSet, complete, config_of
@@ -25,7 +24,7 @@ def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was
     run = f"{run_id}-dirty"
     with WorkerSet(log, run) as worker_set:
         foreign = worker_set.log.producer()
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         expected: dict[tuple[str, int], int] = {}
         for topic, partition in [*OWNED, ("dead-letters", 0)]:
             for head, value in bad_records(run, topic if (topic, partition) != ("weights", 1) else "weights/1").values():

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.support import duplicate_samples
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from tests.support.worker_set import WorkerSet, complete, config_of
 
 SOME = ("join 1", "leave 0")
@@ -28,7 +27,7 @@ def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_a
         worker_set.start("trainer")  # the run does not exist yet
         worker_set.start("scorer", 0)
         worker_set.start("rollout", 0)
-        create(config, log=worker_set.log, run_id=f"{run_id}-odd", notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start("scorer", 1)
         worker_set.start("feeder")
         for done, move in enumerate(moves, start=1):

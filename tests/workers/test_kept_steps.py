@@ -57,7 +57,7 @@ def test_what_was_exported_and_deleted_is_in_the_archive(
 ) -> None:
     config = short(tiny_model, tmp_path, bootstrap=broker, keep_steps=KEPT, archive=str(tmp_path / "archive"))
     with WorkerSet(broker, run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, ROLES)
         worker_set.wait()
         export(worker_set.log, run_id, tmp_path / "archive")
@@ -79,7 +79,7 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
     log, run = MemoryLog(), "kept"
     config = short(tiny_model, tmp_path, keep_steps=KEPT)
     with WorkerSet(log, run) as worker_set:
-        create(config, log=log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, ROLES)
         worker_set.wait(lambda: {("prompts", 0), ("rollouts", 0), ("groups", 0)} <= begins(log, run).keys())
         for name in list(worker_set.threads):

@@ -12,7 +12,6 @@ from benchmarks.support import duplicate_samples
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.exit_status import NO_RETRY
 from tests.support.in_flight import config_in_flight
 from tests.support.processes import Processes
@@ -74,7 +73,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         waves = Waves(workers, seed=7)
         for name in WORKERS:
             waves.start(name)
@@ -103,7 +102,7 @@ def test_with_extra_groups_every_group_ends_once_whatever_is_killed(broker, run_
     sizes = {"run": {"steps": 14, "seed": 7}, "scorer": {"workers": 2}, "schedule": extra, "sampling": {"max_new_tokens": 60}}
     config = config_in_flight(tiny_model, tmp_path, **sizes)
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         waves = Waves(workers, seed=7)
         for name in WORKERS:
             waves.start(name)
@@ -140,7 +139,7 @@ def test_a_scorer_that_is_stopped_inside_a_transaction_loses_and_doubles_no_grou
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-stopped"
     with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         workers.start("scorer", 1, before=stop_in_the_third_transaction)
         for role in ("trainer", "rollout", "feeder"):
             workers.start(role)

@@ -1,17 +1,15 @@
 """A version is damaged on disk, cut off, or deleted while a run is at work: the run goes on, and the audit at its end is clean."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
 from penstock.topics import weights
 from penstock.topics.weights import Manifest
@@ -71,13 +69,6 @@ def manifests_of(log: Log, run: str) -> list[Manifest]:
         return [weights.read(record, run=run)[1] for record in tail.read_to_end(60.0)]
 
 
-@pytest.fixture
-def own_broker(new_home: Callable[[], Path]) -> Iterator[OwnBroker]:
-    broker = OwnBroker(new_home())
-    yield broker
-    embedded.stop(broker.home)
-
-
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_off_the_tail, delete_all_chunks])
 @pytest.mark.parametrize("mode", ["pipelined", "one_step_off"])
 def test_a_run_whose_newest_version_is_lost_goes_on_to_its_end(
@@ -100,7 +91,7 @@ def test_a_run_whose_newest_version_is_lost_goes_on_to_its_end(
     monkeypatch.setattr(trainer, "LOOK_S", 2.0)
     monkeypatch.setattr(weight_prefetch, "RETRY_S", 1.0)
     with WorkerSet(bootstrap, run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, PIPELINE)
         worker_set.wait()
         report = worker_set.report()

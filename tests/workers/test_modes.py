@@ -10,7 +10,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.recorded_run import read_run
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.scheduling.rules import MODES
 from tests.support.paths import GSM8K
 from tests.support.worker_set import WorkerSet, audited, complete, config_of
@@ -105,9 +104,7 @@ def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(run_id, tiny_mo
         schedule={"prompts_per_step": 2, "samples_per_prompt": 2, "max_drops_per_step": 6},
     )
     with WorkerSet(MemoryLog(), run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
-        for role in ("trainer", "rollout", "scorer", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("trainer", "rollout", "scorer", "feeder"))
         with pytest.raises(AssertionError, match=r"trainer failed: \d+ groups were dropped .* filtered at reward 0.5"):
             worker_set.wait()
     report = worker_set.report()  # once all have ended: a run that was stopped counts as running while workers report

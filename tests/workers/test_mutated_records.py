@@ -15,7 +15,6 @@ from confluent_kafka import Producer
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.inspect.run_view import load
-from penstock.pipeline.launch.create import create
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record, RecordId
 from tests.support.bare_clients import c_client
@@ -153,7 +152,7 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
     capsys.readouterr()
     run = f"{run_id}-dirty"
     with WorkerSet(broker, run) as worker_set:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         mallory = Mallory(broker, run, wanted=1500)
         for role in ROLES:
             worker_set.start(role)
@@ -177,7 +176,7 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
 @contextmanager
 def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> Iterator[tuple[WorkerSet, Processes, Callable[[], bool]]]:
     with WorkerSet(broker, run) as worker_set, Processes(broker, run, directory) as workers:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         for role in ROLES:
             workers.start(role)
 

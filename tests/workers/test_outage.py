@@ -1,14 +1,11 @@
 """The broker goes away in mid-run, frozen and killed: no worker ends, memory stays bounded, and the run goes on soon after its return."""
 
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from penstock.infra.broker import embedded
-from penstock.pipeline.launch.create import create
 from tests.support.own_broker import OwnBroker
 from tests.support.processes import Processes
 from tests.support.worker_set import WorkerSet, complete, config_of
@@ -18,13 +15,6 @@ AWAY_S = 6.0
 BACK_S = 30.0
 """On a machine busy with other tests; a quiet one needs less than 10 s (`python -m benchmarks outage`)."""
 GROWTH_MIB = 200.0
-
-
-@pytest.fixture
-def own_broker(new_home: Callable[[], Path]) -> Iterator[OwnBroker]:
-    broker = OwnBroker(new_home())
-    yield broker
-    embedded.stop(broker.home)
 
 
 def rss_mib(workers: Processes) -> dict[str, float]:
@@ -38,7 +28,7 @@ def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: 
     plain = complete(bootstrap, f"{run_id}-plain", config)
     run = f"{run_id}-outage"
     with WorkerSet(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run, notify=lambda _: None)
+        watching.create(config)
         for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
             workers.start(role)
         for away, back, steps in ((own_broker.freeze, own_broker.thaw, 3), (own_broker.kill, own_broker.start, 8)):
@@ -70,7 +60,7 @@ def test_workers_that_have_waited_long_enough_say_so_and_end_for_the_launcher_to
     config = config_of(tiny_model, tmp_path, run={"steps": 500, "seed": 7}, rollout={"workers": 1}, kafka={"give_up_s": 8.0})
     bootstrap = own_broker.start()
     with WorkerSet(bootstrap, run_id) as watching, Processes(bootstrap, run_id, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run_id, notify=lambda _: None)
+        watching.create(config)
         for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
             workers.start(role)
         watching.wait(lambda: watching.report()["steps"] >= 2)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.launch.create import create
 from tests.support import power_loss
 from tests.support.processes import Processes
 from tests.support.worker_set import WorkerSet, complete, config_of
@@ -39,7 +38,7 @@ def test_a_run_goes_on_after_a_power_loss_and_nothing_committed_is_missing(
     run = f"{run_id}-power"
     roles = ("trainer", "rollout", "scorer", "feeder", "tracker")
     with WorkerSet(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
-        create(config, log=watching.log, run_id=run, notify=lambda _: None)
+        watching.create(config)
         for role in roles:
             workers.start(role)
         for steps in (3, 7):

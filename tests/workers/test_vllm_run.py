@@ -11,7 +11,6 @@ import pytest
 
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import as_text, audit
-from penstock.pipeline.launch.create import create
 from tests.support.bare_clients import c_client
 from tests.support.processes import Processes
 from tests.support.worker_set import WorkerSet, config_of
@@ -42,7 +41,7 @@ def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: longer ones are not taken, sockets lie there
     before = left_behind(temporary)
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             workers.start(role, environment={"TMPDIR": str(temporary)})
         worker_set.wait(lambda: worker_set.report()["steps"] >= 3)

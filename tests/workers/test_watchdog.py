@@ -13,7 +13,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.live.view import LiveView
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch import stall_watchdog
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from tests.support.processes import Processes
 from tests.support.worker_set import WorkerSet, config_of
@@ -70,7 +69,7 @@ def test_lost_ends_are_looked_for_once_a_run_stands_still_and_never_while_the_br
 def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"workers": 1})
     with WorkerSet(MemoryLog(), run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         listener = Listener(worker_set, stall_s=1.0)
         listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
         worker_set.start("trainer")
@@ -89,7 +88,7 @@ def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, ti
 def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, run_id, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 400}, rollout={"workers": 1})
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         listener = Listener(worker_set, stall_s=3.0)
         listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
         workers.start("trainer")

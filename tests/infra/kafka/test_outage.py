@@ -9,20 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import access, embedded
+from penstock.infra.broker import access
 from penstock.infra.errors import LogError, LogUnreachable, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Committed
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in
 from tests.support.own_broker import OwnBroker
-
-
-@pytest.fixture(scope="module")
-def own_broker(new_home: Callable[[], Path]) -> Iterator[OwnBroker]:
-    broker = OwnBroker(new_home())
-    yield broker
-    embedded.stop(broker.home)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.support.duplicate_samples import count, read_turns
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_text
-from penstock.pipeline.launch.create import create
 from tests.support.counting_run import counting_run
 from tests.support.processes import Processes
 from tests.support.worker_set import WorkerSet, audited, complete
@@ -23,7 +22,7 @@ def test_a_run_whose_workers_are_killed_inside_trajectories_draws_no_answered_tu
     plain = complete(MemoryLog(), run_id, counting_run(tiny_model, tmp_path, **sizes))
     config = counting_run(tiny_model, tmp_path, environment={"carrier": "log"}, **sizes)
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         for role in KILLED:
             workers.start(role)
         worker_set.start_all(config, ("trainer", "feeder"))

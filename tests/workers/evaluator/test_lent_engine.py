@@ -8,7 +8,6 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.audit.report import as_text
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.workers.evaluator.evaluator import Evaluator
 from penstock.workers.evaluator.worker import main
@@ -72,7 +71,7 @@ def test_a_worker_that_takes_over_makes_the_evaluations_that_are_left(
     monkeypatch.setattr(Evaluator, "evaluate", noted)
     config = config_of(tiny_model, tmp_path, eval=held_out(tmp_path, "rollout"))
     with WorkerSet(MemoryLog(), run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, ALL)
         worker_set.wait()
         report = worker_set.report()

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from penstock.topics.wire.record import Outgoing
 from tests.support.worker_set import WorkerSet, config_of
 
@@ -15,7 +14,7 @@ RUN = "cut"
 def test_a_feeder_without_a_note_refuses_to_count_from_what_is_left(tiny_model: Path, tmp_path: Path) -> None:
     log, config = MemoryLog(), config_of(tiny_model, tmp_path, kafka={"partitions": 2})
     with WorkerSet(log, RUN) as worker_set:
-        create(config, log=worker_set.log, run_id=RUN, notify=lambda _: None)
+        worker_set.create(config)
         log.producer().send(Outgoing(topic=f"{RUN}.groups", partition=1, key=None, headers=(), value=b"?"))
         log.delete_records({(f"{RUN}.groups", 1): 1})
         worker_set.start("feeder")

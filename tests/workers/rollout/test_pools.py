@@ -12,7 +12,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.inspect.run_view import load
-from penstock.pipeline.launch.create import create
 from penstock.topics import prompts, rollouts
 from penstock.topics.turns import replies
 from tests.support.counting_run import counting_run
@@ -82,7 +81,7 @@ def test_each_pool_draws_the_prompts_of_its_tags_and_the_weights_are_those_of_a_
 def test_prompts_of_a_pool_without_workers_wait_for_one_and_no_other_pool_draws_them(tiny_model: Path, tmp_path: Path) -> None:
     config = tagged(tiny_model, tmp_path)
     with WorkerSet(MemoryLog(), RUN) as worker_set:
-        create(config, log=worker_set.log, run_id=RUN, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, ("trainer", "scorer", "feeder"))
         worker_set.start("rollout", 1)
         worker_set.wait(lambda: feeder_says(worker_set) == "waiting for a rollout worker for pool 'hard'")
@@ -99,7 +98,7 @@ def test_the_work_of_a_pool_that_is_killed_moves_to_its_fallback_and_the_weights
     config = tagged(tiny_model, tmp_path, fallback=("easy",))
     plain = complete(MemoryLog(), run_id, config)
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         for slot in (0, 1):
             workers.start("rollout", slot)
         worker_set.start_all(config, ("trainer", "scorer", "feeder"))

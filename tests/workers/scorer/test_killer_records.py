@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from penstock.topics import metrics
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
@@ -34,7 +33,7 @@ def a_run_with(
     """A run of real processes; each one that is killed is started again. Gives the report, the dead letters and the deaths by worker."""
     deaths: Counter[str] = Counter()
     with WorkerSet(broker, run) as worker_set, Processes(broker, run, directory) as workers:
-        create(config, log=worker_set.log, run_id=run, notify=lambda _: None)
+        worker_set.create(config)
         if before is not None:
             before(worker_set)
 
@@ -74,7 +73,7 @@ def a_config(tiny_model: Path, directory: Path, **sections: Any) -> Any:
 def test_a_trainer_skips_what_has_killed_it_three_times_and_uses_what_killed_it_twice(run_id: str, tiny_model, tmp_path: Path, times: int):
     config, log = a_config(tiny_model, tmp_path), MemoryLog()
     with WorkerSet(log, run_id) as worker_set, dying_of({"trainer": ("groups/1", GROUP)}, times=times) as deaths:
-        create(config, log=log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config)
         for death in range(1, times + 1):
             worker_set.wait(lambda death=death: len(deaths) >= death)

@@ -2,18 +2,16 @@
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.infra import faults
-from penstock.infra.broker import embedded
 from penstock.infra.faults import VARIABLE
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from penstock.topics import weights
 from penstock.workers.trainer import weight_publisher
 from tests.support import small_chunks
@@ -84,9 +82,7 @@ def test_a_trainer_process_killed_after_every_chunk_of_three_versions_one_after_
 ) -> None:
     plain, config = whole
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as trainer:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
-        for role in ("rollout", "scorer", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("rollout", "scorer", "feeder"))
         for _ in range(VERSIONS):
             for chunk in range(1, CHUNKS + 1):  # of the same version: what the dead one has sent belongs to none
                 trainer.start("trainer", environment={VARIABLE: f"chunk.sent:{chunk}"}, before=small_chunks.cut_small)
@@ -102,13 +98,6 @@ def test_a_trainer_process_killed_after_every_chunk_of_three_versions_one_after_
     assert audited(broker, run_id).clean
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
-
-
-@pytest.fixture
-def own_broker(new_home: Callable[[], Path]) -> Iterator[OwnBroker]:
-    broker = OwnBroker(new_home())
-    yield broker
-    embedded.stop(broker.home)
 
 
 @pytest.mark.slow
@@ -129,7 +118,7 @@ def test_a_broker_killed_while_a_version_is_sent_comes_back_to_the_same_weights(
     monkeypatch.setattr(faults, "reach", reach)
     bootstrap = own_broker.start()
     with WorkerSet(bootstrap, run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
+        worker_set.create(config)
         worker_set.start_all(config, PIPELINE)
         worker_set.wait()
         report = worker_set.report()

@@ -12,7 +12,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit import report as audit_report
 from penstock.pipeline.inspect.explain import as_json, text
 from penstock.pipeline.inspect.report.text import as_text
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.replay.recording import Recording
@@ -77,9 +76,7 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     )
     log = MemoryLog()
     with WorkerSet(log, run_id) as worker_set:
-        create(config, log=log, run_id=run_id, notify=lambda _: None)
-        for role in ("rollout", "scorer", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("rollout", "scorer", "feeder"))
         for fault in DEATHS[deaths]:
             with dying_at(fault) as dead:
                 worker_set.start("trainer")
@@ -115,9 +112,7 @@ def test_a_run_that_is_to_stop_stops(run_id: str, tiny_model: Path, tmp_path: Pa
     config = config_of(tiny_model, tmp_path, rollout={"workers": 1}, trainer={"on_mismatch": "stop", "checkpoint_every": 0})
     log = MemoryLog()
     with WorkerSet(log, run_id) as worker_set:
-        create(config, log=log, run_id=run_id, notify=lambda _: None)
-        for role in ("rollout", "scorer", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("rollout", "scorer", "feeder"))
         with dying_at("ledger.step.after:1") as dead:
             worker_set.start("trainer")
             worker_set.wait(dead.is_set)

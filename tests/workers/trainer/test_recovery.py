@@ -14,7 +14,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import to_bytes
 from penstock.pipeline.inspect.run_view import load
-from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
@@ -287,9 +286,7 @@ def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, ti
     held = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
     config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
     with WorkerSet(log, run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
-        for role in ("evaluator", "trainer", "rollout", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("evaluator", "trainer", "rollout", "feeder"))
         worker_set.wait(lambda: bool(worker_set.report()["eval"]))
         worker_set.stop("evaluator")
         worker_set.start("evaluator")

@@ -10,7 +10,6 @@ from penstock.infra.faults import POINTS, VARIABLE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.launch.create import create
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, written
 from tests.support.worker_set import WorkerSet, complete, config_of
@@ -100,9 +99,7 @@ def test_a_run_whose_trainer_crashes_there_ends_in_the_same_weights(
 ) -> None:
     plain, config = whole_set
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as trainer:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
-        for role in ("rollout", "scorer", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("rollout", "scorer", "feeder"))
         for fault in deaths_at(point, LATER.get(point, 1)):
             trainer.start("trainer", environment={VARIABLE: fault})
             assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")

@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from penstock.pipeline.inspect.audit.report import summary
-from penstock.pipeline.launch.create import create
 from tests.support.containers import contained, containers_work
 from tests.support.worker_set import WorkerSet, audited, config_of
 
@@ -32,9 +31,7 @@ def test_of_two_trainers_in_containers_one_goes_on_and_the_other_ends_for_good(
     config = config_of(tiny_model, tmp_path, run={"steps": 120, "seed": 7}, rollout={"workers": 1}, trainer={"checkpoint_every": 2})
     command = [sys.executable, "-m", "penstock.workers", "trainer", "--run", run_id, "--bootstrap", broker]
     with WorkerSet(broker, run_id) as worker_set:
-        create(config, log=worker_set.log, run_id=run_id, notify=lambda _: None)
-        for role in ("rollout", "scorer", "feeder"):
-            worker_set.start(role)
+        worker_set.create(config, ("rollout", "scorer", "feeder"))
         first = contained(command)
         worker_set.wait(lambda: worker_set.report()["steps"] >= 2)
 
