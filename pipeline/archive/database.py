@@ -1,7 +1,9 @@
 """Runs SQL queries, each in a process with limits of memory and time that can reach no file, extension, network or setting."""
 
+import contextlib
 import json
 import os
+import queue
 import resource
 import subprocess
 import sys
@@ -10,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.keeper import limit, statm_bytes
@@ -56,6 +58,19 @@ class Scanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A table of files that this product wrote, of one schema, and of rows that are in no file."""
+
+    files: Sequence[Path]
+    """Parquet or Arrow."""
+    rest: pa.Table
+
+
+Source: TypeAlias = pa.Table | Scanned | Stored
+"""Where a query finds the rows of a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits at which a query is stopped."""
 
@@ -71,11 +86,10 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def open_database() -> duckdb.DuckDBPyConnection:
-    """An empty in-memory database without access to files or the network."""
-    return duckdb.connect(
+def open_database(files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
+    """An empty in-memory database without access to the network or to other files than these."""
+    connection = duckdb.connect(
         config={
-            "enable_external_access": "false",
             "autoload_known_extensions": "false",
             "autoinstall_known_extensions": "false",
             "allow_community_extensions": "false",
@@ -85,11 +99,14 @@ def open_database() -> duckdb.DuckDBPyConnection:
             "threads": str(min(THREADS, os.cpu_count() or 1)),
         }
     )
+    connection.execute(f"set allowed_paths = [{', '.join(map(_literal, files))}]")
+    connection.execute("set enable_external_access = false")
+    return connection
 
 
-def filled(tables: Iterable[tuple[str, Any]], setup: Sequence[str]) -> duckdb.DuckDBPyConnection:
-    """A database with these tables, after the statements of `setup`; its settings are locked."""
-    connection = open_database()
+def filled(tables: Iterable[tuple[str, Any]], setup: Sequence[str], files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
+    """A database with these tables, after the statements of `setup`, which may read `files`; its settings are locked."""
+    connection = open_database(files)
     for name, table in tables:
         connection.register(name, table)
     for statement in ("set timezone = 'UTC'", *setup, "set lock_configuration = true"):
@@ -97,15 +114,55 @@ def filled(tables: Iterable[tuple[str, Any]], setup: Sequence[str]) -> duckdb.Du
     return connection
 
 
-def compute(tables: Mapping[str, "pa.Table | Scanned"], setup: Sequence[str], query: str, limits: Limits = NO_LIMITS) -> pa.Table:
+class _Process:
+    """A process that computes one query; it is ready to take one as soon as it has started."""
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self.rows, self.result, self.problem = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, str(self.rows.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=self.result,
+                stderr=self.problem,
+                pass_fds=(self.rows.fileno(),),
+                start_new_session=True,  # Ctrl-C goes to the parent only, which stops the query
+            )
+            self._files = stack.pop_all()
+
+    def close(self) -> None:
+        """End the process."""
+        self.popen.kill()
+        self.popen.wait()
+        self._files.close()
+
+
+_spare: "queue.SimpleQueue[_Process]" = queue.SimpleQueue()
+
+
+def prepare() -> None:
+    """Start the process of the next query, whose libraries take longer to load than most queries to compute."""
+    if _spare.empty():
+        _spare.put(_Process())
+
+
+def _take() -> _Process:
+    try:
+        return _spare.get_nowait()
+    except queue.Empty:
+        return _Process()
+
+
+def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limits: Limits = NO_LIMITS) -> pa.Table:
     """The result of a query. Raises `Refused`, `NotAQuery`, `OutOfMemory`, and `ValueError` at a limit; Ctrl-C ends the process, too."""
-    files = {name: table.files for name, table in tables.items() if isinstance(table, Scanned)}
-    with tempfile.TemporaryFile() as rows, tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as problem:
+    process = _take()
+    try:
         for table in tables.values():
-            with pa.ipc.new_stream(rows, table.schema) as stream:
-                if not isinstance(table, Scanned):
-                    stream.write_table(table)
-        rows.flush()
+            rest = table.rest if isinstance(table, Stored) else table
+            with pa.ipc.new_stream(process.rows, rest.schema) as stream:
+                if not isinstance(rest, Scanned):
+                    stream.write_table(rest)
+        process.rows.flush()
         request = {
             "setup": setup,
             "query": query,
@@ -113,26 +170,17 @@ def compute(tables: Mapping[str, "pa.Table | Scanned"], setup: Sequence[str], qu
             "size": limits.size,
             "memory": MEMORY_BYTES,
             "names": list(tables),
-            "files": files,
+            "files": {name: table.files for name, table in tables.items() if isinstance(table, Scanned)},
+            "stored": {name: list(map(str, table.files)) for name, table in tables.items() if isinstance(table, Stored)},
         }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN, str(rows.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=result,
-            stderr=problem,
-            pass_fds=(rows.fileno(),),
-            start_new_session=True,  # Ctrl-C goes to the parent only, which stops the query
-        )
-        try:
-            _send(process, request)
-            _wait(process, limits)
-        finally:
-            process.kill()
-            process.wait()
-        problem.seek(0)
-        _raise_for(process.returncode, problem.read().decode("utf-8", "replace"), limits)
-        result.seek(0)
-        return pa.ipc.open_stream(result).read_all()
+        _send(process.popen, request)
+        _wait(process.popen, limits)
+        process.problem.seek(0)
+        _raise_for(process.popen.returncode, process.problem.read().decode("utf-8", "replace"), limits)
+        process.result.seek(0)
+        return pa.ipc.open_stream(process.result).read_all()
+    finally:
+        process.close()
 
 
 def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> None:
@@ -193,9 +241,22 @@ def main() -> None:
 
 def _run(request: Mapping[str, Any], descriptor: int) -> None:
     source, memory, files = pa.memory_map(f"/proc/self/fd/{descriptor}"), request["memory"], request["files"]
-    tables = {name: pa.ipc.open_stream(source).read_all() for name in request["names"]}
-    scanned = {name: ds.dataset(paths, schema=tables[name].schema, format="parquet") for name, paths in files.items()}
-    connection = filled((tables | scanned).items(), [f"set memory_limit = '{memory}B'", *request["setup"]])
+    tables: dict[str, Any] = {name: pa.ipc.open_stream(source).read_all() for name in request["names"]}
+    if files:
+        import pyarrow.dataset as ds
+
+        tables |= {name: ds.dataset(paths, schema=tables[name].schema, format="parquet") for name, paths in files.items()}
+    setup, parquet = [f"set memory_limit = '{memory}B'"], list[str]()
+    for name, paths in request["stored"].items():
+        if paths and paths[0].endswith(".parquet"):
+            parquet += paths
+            tables[f"{name}_rest"] = tables.pop(name)
+            listed = ", ".join(map(_literal, paths))
+            setup.append(f"create view {name} as from read_parquet([{listed}]) union all by name from {name}_rest")
+        elif paths:
+            mapped = [pa.ipc.open_file(pa.memory_map(path)).read_all() for path in paths]
+            tables[name] = pa.concat_tables([*mapped, tables[name]], promote_options="default")
+    connection = filled(tables.items(), [*setup, *request["setup"]], parquet)
     limit(resource.RLIMIT_AS, statm_bytes(os.getpid(), MAPPED) + 2 * memory)
     statements = connection.extract_statements(request["query"])
     if len(statements) != 1 or statements[0].type.name not in _READ_ONLY:
@@ -212,6 +273,11 @@ def _run(request: Mapping[str, Any], descriptor: int) -> None:
             if remaining is not None and remaining <= 0:
                 break
     sys.stdout.flush()
+
+
+def _literal(text: str) -> str:
+    """A text in SQL."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _exit_with_parent() -> None:

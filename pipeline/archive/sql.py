@@ -1,20 +1,35 @@
 """SQL over a run's live topics or an archive, with the figures of `penstock report`; a query reads only the topics that it names."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive import database
 from penstock.pipeline.archive.archived_log import ArchivedLog
-from penstock.pipeline.archive.database import NO_LIMITS, Limits, NotAQuery, OutOfMemory, Refused, Scanned, compute, filled
+from penstock.pipeline.archive.database import (
+    NO_LIMITS,
+    Limits,
+    NotAQuery,
+    OutOfMemory,
+    Refused,
+    Scanned,
+    Source,
+    Stored,
+    compute,
+    filled,
+    prepare,
+)
+from penstock.pipeline.archive.index.run_index import index_folder, open_index
+from penstock.pipeline.archive.index.samples import SampleCopy
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.inspect.report.summary import COUNTED
@@ -120,7 +135,7 @@ class Tables(Protocol):
         """Id of the run."""
         ...
 
-    def rows(self, name: str) -> pa.Table | Scanned:
+    def rows(self, name: str) -> Source:
         """The archive's table of that name."""
         ...
 
@@ -130,6 +145,26 @@ class LiveTables:
 
     def __init__(self, log: KafkaLog, run: str) -> None:
         self.log, self.run = log, run
+        prepare()
+
+    def computed(self, names: Collection[str]) -> dict[str, Source]:
+        """Those of `samples`, `groups` and `steps` in `names`: the files of the run's index, and the rows after them."""
+        tables: dict[str, Source] = {}
+        if not {"samples", "groups", "steps"}.isdisjoint(names):
+            index, ended = open_index(self.log, self.run)
+            groups = index.groups(ended=ended)
+            tables = {"groups": groups.select(GROUP_COLUMNS.names), "steps": index.steps()}
+            if "samples" in names:
+                tables["samples"] = self._samples(groups)
+        return tables
+
+    def _samples(self, groups: pa.Table) -> Stored:
+        waiting = groups.filter(pc.equal(pc.fill_null(groups["samples"], 0), 0)) if len(groups) else groups
+        admitted = [time for time in waiting["admitted"].cast(pa.int64()).to_pylist() if time is not None]
+        folder = index_folder(self.run)
+        copy = SampleCopy(self.log, self.run, directory=None if folder is None else folder / "samples")
+        rest = copy.catch_up(waiting["group"].to_pylist(), since_ms=min(admitted, default=0) // 1_000_000)
+        return Stored(files=copy.paths, rest=rest)
 
     def rows(self, name: str) -> pa.Table:
         """A topic's records up to its current ends."""
@@ -154,7 +189,7 @@ class ArchivedTables:
     def __init__(self, archived: ArchivedLog) -> None:
         self.log, self.run, self._archive = cast(Log, archived), archived.run, archived.archive
 
-    def rows(self, name: str) -> pa.Table | Scanned:
+    def rows(self, name: str) -> Source:
         """The table over all its files."""
         kind, archive = KINDS[name], self._archive
         files = [str(path) for partition in archive.partitions(kind) for path in archive.files(kind, partition)]
@@ -166,7 +201,7 @@ class Question:
     """A query with the rows of the tables that it names; computed without the log."""
 
     query: str
-    tables: dict[str, pa.Table | Scanned]
+    tables: dict[str, Source]
 
     def answer(self, limits: Limits = NO_LIMITS) -> pa.Table:
         """Compute the result. Raises `ValueError` if DuckDB refuses the query, and at a limit."""
@@ -214,15 +249,17 @@ def _named(query: str) -> set[str]:
     return tables | {table for view, (_, needed) in VIEWS.items() if view in tables for table in needed}
 
 
-def _tables(tables: Tables | None, named: set[str]) -> dict[str, pa.Table | Scanned]:
+def _tables(tables: Tables | None, named: set[str]) -> dict[str, Source]:
     """All tables of the database; only the `named` ones have rows."""
     filled_in = {
         f"_{name}": tables.rows(table) if tables is not None and f"raw.{name}" in named else KINDS[table].schema.empty_table()
         for name, table in RAW.items()
     }
     run = None if tables is None else RunTables(tables.log, tables.run)
+    computed = tables.computed(named) if isinstance(tables, LiveTables) else {}
     for name, (schema, make) in TABLES.items():
-        filled_in[_own(name)] = make(run) if run is not None and name in named else schema.empty_table()
+        rows = computed.get(name) if name in named else schema.empty_table()
+        filled_in[_own(name)] = make(run) if rows is None and run is not None else rows
     return filled_in
 
 

@@ -100,14 +100,20 @@ class RunReader:
                 seen.add(group)
 
     def samples(
-        self, *, only: AbstractSet[int] | None = None, partitions: Sequence[int] | None = None, decode: bool = True, repeats: bool = False
+        self,
+        *,
+        only: AbstractSet[int] | None = None,
+        partitions: Sequence[int] | None = None,
+        since: Mapping[Partition, int] | None = None,
+        decode: bool = True,
+        repeats: bool = False,
     ) -> Iterator[Read[Rollout]]:
-        """Each sample, or each of the groups in `only`; with `repeats` also those that do not count.
+        """Each sample, or each of the groups in `only`; with `repeats` also those that do not count. `since` gives start offsets.
 
         A record may hold several: each is yielded with the record, and with its own number and tokens in the headers.
         """
         seen = set[tuple[int | None, int]]()
-        for checked in self._checked("rollouts", rollouts.check, only, partitions):
+        for checked in self._checked("rollouts", rollouts.check, only, partitions, since):
             if (headers := checked.headers) is None:
                 yield checked
                 continue
@@ -181,10 +187,17 @@ class RunReader:
     def _ends(self) -> dict[str, dict[Partition, int]]:
         return {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
 
-    def _checked(self, topic: str, check: Check, only: AbstractSet[int] | None, partitions: Sequence[int] | None) -> Iterator[Read[Any]]:
+    def _checked(
+        self,
+        topic: str,
+        check: Check,
+        only: AbstractSet[int] | None,
+        partitions: Sequence[int] | None,
+        since: Mapping[Partition, int] | None = None,
+    ) -> Iterator[Read[Any]]:
         """Records with their headers, or with the reason why those are invalid; none of groups outside `only`."""
         claims = None if only is None else {b"%d" % group for group in only}
-        for record in self.records(topic, partitions=partitions):
+        for record in self.records(topic, partitions=partitions, since=since):
             if claims is not None and not _claims(record, claims):
                 continue
             try:

@@ -1,9 +1,10 @@
-"""The tracker: turns `ledger` and `metrics` into points of one MLflow run and lines of `metrics.jsonl`, and writes report and page.
+"""The tracker: turns `ledger` and `metrics` into points of one MLflow run and lines of `metrics.jsonl`, and writes report, page and index.
 
 A point has its record's time, is written to `metrics.jsonl` first and sent to MLflow from there. A restarted tracker reads ledger and
 metrics from their beginning and adds missing points, so that both hold the same points, each once.
 """
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Partition
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
+from penstock.pipeline.archive.index.run_index import FOLDER, RunIndex
 from penstock.pipeline.inspect.live import saved_view
 from penstock.pipeline.inspect.live.saved_view import Saved, ViewWriter
 from penstock.pipeline.inspect.metrics import Line, Points, lineage, target_of
@@ -111,6 +113,8 @@ class Tracker:
         self._retention = Retention(session)
         self._tail = session.log.tail({partition: self._since.get(partition, "earliest") for partition in self._partitions})
         self._configured = {role.worker(slot) for role in ROLES.values() for slot in range(role.workers(session.config))} - {session.worker}
+        created_ns, folder = session.record.created_ns, directory / FOLDER
+        self._index = RunIndex(session.run, directory=folder, created_ns=created_ns, write=True)
         self._views = ViewWriter(session.log, session.producer, session.worker)
         self._last_report: dict[str, float] = {}
         self._published: deque[tuple[float, int]] = deque()
@@ -127,6 +131,7 @@ class Tracker:
         session.reporter.doing(Activity.START, "reading the log")
         for payload, record in entries_before(session.log, session.run, self._since):
             self._pass_on(payload, record)
+        self._index.catch_up(session.log, decoding=session.dead_letters.decoding)
         self._read_to_end()
         while not session.stop.is_set() and not self._over():
             self._take(self._tail.poll(POLL_S))
@@ -173,6 +178,7 @@ class Tracker:
 
     def close(self) -> None:
         self._retention.close()
+        self._index.close()
         self._tail.close()
         self.file.close()
         self.sinks.close()
@@ -195,6 +201,8 @@ class Tracker:
             try:
                 with self.session.dead_letters.decoding(record):
                     payload = self.view.fold(record)
+                    with contextlib.suppress(Unusable):  # its owner sends it to the dead-letter topic
+                        self._index.add(record)
             except Unusable as error:
                 if owned:
                     self.session.dead_letters.write(record, error)

@@ -4,11 +4,11 @@ The tracker, which reads all groups, writes the index to the run's folder. Any o
 them in memory; it writes them itself if no tracker does."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
@@ -17,6 +17,7 @@ from penstock.pipeline.archive.index.group_rows import TOPICS, GroupRows, steps_
 from penstock.pipeline.archive.index.segments import ROWS, Segments
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
+from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
@@ -53,12 +54,12 @@ class RunIndex:
         self._rows.add(record)
         self._settle(ROWS)
 
-    def catch_up(self, log: Log) -> None:
-        """Fold the records up to the current ends of the topics. Raises `LogError`."""
+    def catch_up(self, log: Log, *, decoding: Callable[[Record], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
+        """Fold the records up to the current ends of the topics, each within `decoding`. Raises `LogError`."""
         reader = RunReader(log, self.run)
         for topics in (TOPICS[:1], TOPICS[1:]):  # first the dead letters, which name records that must not be decoded
             for record in reader.records(*topics, since=self._positions):
-                with contextlib.suppress(Unusable):  # its owner sends it to the dead-letter topic
+                with contextlib.suppress(Unusable), decoding(record):  # its owner sends it to the dead-letter topic
                     self.add(record)
 
     def groups(self, *, ended: bool = False) -> pa.Table:
@@ -78,7 +79,8 @@ class RunIndex:
 
     def close(self) -> None:
         """Write what is final, and let go of the files."""
-        self._settle(1)
+        if self._files:
+            self._settle(1)
         for files in self._files.values():
             files.close()
         self._files = {}
@@ -87,7 +89,7 @@ class RunIndex:
         states = {}
         for name in self._tables:
             with contextlib.suppress(OSError):  # no folder, or not readable: rows are in memory
-                files = Segments(directory / FOLDER / name, identity)
+                files = Segments(directory / name, identity)
                 if write and files.lock():
                     self._files[name] = files
                 self._tables[name], states[name] = files.tables, files.state
@@ -98,10 +100,8 @@ class RunIndex:
         ledger = self.run + ".ledger", 0
         first = min((groups, steps), key=lambda state: state.get("ledger", 0))
         rows.last_seq, self._positions[ledger] = first.get("seq", -1), first.get("ledger", 0)
-        for table in self._tables["groups"]:
-            for chunk in table["group"].chunks:
-                for number in np.from_dlpack(chunk).tolist():  # `to_numpy` would import pandas
-                    rows.done.add(number)
+        if "done" in groups:
+            rows.done = IdSet.from_json(groups["done"])
 
     def _settle(self, least: int) -> None:
         """Move final rows from memory to the files, or to tables, once there are so many."""
@@ -120,19 +120,32 @@ class RunIndex:
         at = self._positions | low
         seq = self._rows.seq_before() if name == "groups" else self._rows.last_seq
         state: dict[str, Any] = {"closed": self._rows.closed, "seq": seq}
+        if name == "groups":
+            state["done"] = self._rows.done.as_json()
         state["ledger"] = at.get((f"{self.run}.ledger", 0), 0)
         state["positions"] = [
             [topic.removeprefix(f"{self.run}."), number, offset] for (topic, number), offset in at.items() if topic.endswith(_POSITIONED)
         ]
-        files.append(table, state)
-        self._tables[name] = files.tables
+        try:
+            files.append(table, state)
+        except OSError:  # the disk is full: the next process writes them
+            self._files.pop(name).close()
+            self._tables[name].append(table)
+        else:
+            self._tables[name] = files.tables
 
 
 def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
     """(the index of a run with all its records, True if the run has ended). Raises `LogError`."""
     record = find(log, run)
     ended = record is not None and record.status in ENDED
-    directory = run_directory(run)
-    index = RunIndex(run, directory=directory if directory.is_dir() else None, created_ns=record.created_ns if record else 0, write=ended)
+    index = RunIndex(run, directory=index_folder(run), created_ns=record.created_ns if record else 0, write=ended)
     index.catch_up(log)
+    index.close()
     return index, ended
+
+
+def index_folder(run: str) -> Path | None:
+    """The folder of a run's index on this machine; None if the run has no folder here."""
+    directory = run_directory(run)
+    return directory / FOLDER if directory.is_dir() else None

@@ -1,4 +1,4 @@
-"""Tables in files that are appended to: Arrow IPC, mapped into memory, each complete or absent.
+"""Tables in files that are appended to, each complete or absent: Arrow IPC that is mapped into memory, or Parquet.
 
 A file is named by the numbers of its first and last segment; its metadata have the offsets to continue from. So a kill loses nothing that
 is not read again. `MERGED` files of similar size become one.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.infra.checkpoints import sync
 
@@ -22,7 +23,9 @@ FORMAT = 1
 ROWS = 256
 """Least rows of a file, but of the last one."""
 MERGED = 16
-_NAME = re.compile(r"(\d{10})-(\d{10})\.arrow")
+MERGED_BYTES = 256 << 20
+"""Most bytes of the files that become one."""
+_NAME = re.compile(r"(\d{10})-(\d{10})\.(arrow|parquet)")
 _STATE = b"penstock.index"
 
 
@@ -31,21 +34,28 @@ class _File(NamedTuple):
     last: int
     path: Path
     table: pa.Table
+    """Of Parquet the schema alone."""
+    rows: int
 
 
 class Segments:
     """The files of one table. Raises `OSError`."""
 
-    def __init__(self, directory: Path, identity: str) -> None:
+    def __init__(self, directory: Path, identity: str, *, parquet: bool = False) -> None:
         """`identity` names what the table is made of: files of another one do not count."""
-        self.directory, self._identity = directory, identity
+        self.directory, self._identity, self._suffix = directory, identity, "parquet" if parquet else "arrow"
         self._lock: int | None = None
         self._files = self._read()
 
     @property
     def tables(self) -> list[pa.Table]:
-        """The rows of each file, in order."""
+        """The rows of each Arrow file, in order."""
         return [file.table for file in self._files]
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in order."""
+        return [file.path for file in self._files]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -70,9 +80,11 @@ class Segments:
         """Write a file; `state` is read back after a restart. Only with the lock."""
         first = self._files[-1].last + 1 if self._files else 0
         self._files.append(self._write(first, first, table, state))
-        while len(self._files) >= MERGED and len({_level(file.table) for file in self._files[-MERGED:]}) == 1:
-            parts = self._files[-MERGED:]
-            merged = pa.concat_tables([part.table for part in parts], promote_options="default").combine_chunks()
+        while len(parts := self._files[-MERGED:]) == MERGED and len({_level(part.rows) for part in parts}) == 1:
+            if sum(part.path.stat().st_size for part in parts) > MERGED_BYTES:
+                return
+            tables = [pq.read_table(part.path) if self._suffix == "parquet" else part.table for part in parts]
+            merged = pa.concat_tables(tables, promote_options="default").combine_chunks()
             self._files[-MERGED:] = [self._write(parts[0].first, parts[-1].last, merged, state)]
             self._clear()
 
@@ -83,23 +95,26 @@ class Segments:
             self._lock = None
 
     def _write(self, first: int, last: int, table: pa.Table, state: Mapping[str, Any]) -> _File:
-        path = self.directory / f"{first:010d}-{last:010d}.arrow"
+        path = self.directory / f"{first:010d}-{last:010d}.{self._suffix}"
         part = path.with_suffix(".part")
         about = json.dumps({"format": FORMAT, "identity": self._identity, **state})
         table = table.replace_schema_metadata({_STATE: about.encode()})
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            with pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+            if self._suffix == "parquet":
+                pq.write_table(table, file, compression="zstd")
+            else:
+                with pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table)
             file.flush()
             os.fsync(file.fileno())
         part.rename(path)
         sync(self.directory)
-        return _File(first, last, path, _mapped(path))
+        return _File(first, last, path, *_opened(path))
 
     def _read(self) -> list[_File]:
         """The files without those that a merge has replaced."""
-        while True:
-            names = [match for path in self.directory.glob("*.arrow") if (match := _NAME.fullmatch(path.name))]
+        while self.directory.is_dir():
+            names = [match for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
             numbers = sorted(((int(match[1]), int(match[2]), match[0]) for match in names), key=lambda name: (name[0], -name[1]))
             try:
                 files: list[_File] = []
@@ -107,14 +122,15 @@ class Segments:
                     if files and first <= files[-1].last:
                         continue
                     path = self.directory / name
-                    table = _mapped(path)
-                    if first != (files[-1].last + 1 if files else 0) or not self._is_ours(table):
+                    file = _File(first, last, path, *_opened(path))
+                    if first != (files[-1].last + 1 if files else 0) or not self._is_ours(file.table):
                         break
-                    files.append(_File(first, last, path, table))
+                    files.append(file)
                 return files
             except OSError as error:
                 if error.errno != errno.ENOENT:  # otherwise its writer has merged it meanwhile
                     raise
+        return []
 
     def _is_ours(self, table: pa.Table) -> bool:
         state = _state(table)
@@ -123,18 +139,22 @@ class Segments:
     def _clear(self) -> None:
         """Remove unfinished files, those that a merge has replaced, and those of another identity."""
         names = {file.path.name for file in self._files}
-        for path in (*self.directory.glob("*.arrow"), *self.directory.glob("*.part")):
-            if path.name not in names:
+        for path in self.directory.iterdir():
+            if path.name not in names and path.suffix in (".arrow", ".parquet", ".part"):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
 
-def _mapped(path: Path) -> pa.Table:
-    """A file's rows; they stay on disk until they are read."""
+def _opened(path: Path) -> tuple[pa.Table, int]:
+    """(a file's rows, which stay on disk until they are read; their number)."""
     try:
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        if path.suffix == ".parquet":
+            about = pq.read_metadata(path)
+            return pa.Table.from_batches([], schema=about.schema.to_arrow_schema()), about.num_rows
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        return table, len(table)
     except pa.ArrowInvalid:  # not one that this module wrote
-        return pa.table({})
+        return pa.Table.from_batches([], schema=pa.schema([])), 0
 
 
 def _state(table: pa.Table) -> dict[str, Any]:
@@ -145,9 +165,9 @@ def _state(table: pa.Table) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _level(table: pa.Table) -> int:
+def _level(rows: int) -> int:
     """Number of merges that a file of that many rows has behind it."""
-    level, rows = 0, len(table)
+    level = 0
     while rows >= ROWS * MERGED:
         level, rows = level + 1, rows // MERGED
     return level

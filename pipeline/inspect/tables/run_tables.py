@@ -1,12 +1,13 @@
 """Samples, groups, steps and turns of a run as Arrow tables; of duplicate records the first counts, and unknown values are null."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from penstock.infra.log import Log
+from penstock.infra.log import Log, Partition
 from penstock.pipeline.inspect.html.advantages import Advantages
 from penstock.pipeline.inspect.run_status import fates
 from penstock.pipeline.inspect.run_view import read_view
@@ -143,6 +144,36 @@ def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
         "partition": read.record.partition,
         "offset": read.record.offset,
     }
+
+
+def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Sequence[float]) -> pa.Table:
+    """The samples of a group as `SAMPLES`, from the group and the payloads of its parts; the large columns are not copied."""
+    written = pa.concat_arrays([part.column("samples").flatten() for part in parts])
+    rollouts = [sample.rollout for sample in group.samples]
+    computed: dict[str, list[Any]] = {
+        "group": [group.group] * len(rollouts),
+        "policy_version_min": [rollout.version_min for rollout in rollouts],
+        "policy_version_max": [rollout.version_max for rollout in rollouts],
+        "advantage": [None if math.isnan(value) else float(value) for value in advantages],
+        "tokens": [len(generated(rollout)) for rollout in rollouts],
+    }
+    columns = []
+    for column in SAMPLES:
+        name = ATTRIBUTES.get(column.name, column.name) if column.name in ("started", "ended") else column.name
+        if column.name in computed:
+            columns.append(pa.array(computed[column.name], column.type))
+        elif written.type.get_field_index(name) < 0:  # a record of an earlier release
+            columns.append(pa.nulls(len(rollouts), column.type))
+        else:
+            columns.append(written.field(name).cast(column.type))
+    return pa.table(columns, schema=SAMPLES)
+
+
+def unscored_rows(reader: RunReader, groups: set[int], *, since: Mapping[Partition, int]) -> list[pa.Table]:
+    """The samples of groups without rewards as `SAMPLES`, from `rollouts`."""
+    rollouts = (read.payload for read in reader.samples(only=groups, since=since) if read.payload is not None)
+    rows = [{**_attributes(rollout, SAMPLES), "tokens": len(generated(rollout))} for rollout in rollouts]
+    return [_table(rows, SAMPLES)] if rows else []
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
