@@ -12,6 +12,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from penstock.topics.samples import Rollout
+
 Rewards = npt.ArrayLike
 Advantages = npt.NDArray[np.float32]
 AdvantageFunction = Callable[[Rewards], Advantages]
@@ -176,3 +178,9 @@ class RewardScale:
         if position >= HIGH:
             return "take harder prompts"
         return "the task is too hard: take easier prompts, more samples a group or a denser reward"
+
+
+def is_trained(sample: Rollout, *, truncated: str) -> bool:
+    """True if a sample has tokens to train; `truncated` is `algorithm.truncated`."""
+    cut = truncated == "mask" and sample.finish == "length"
+    return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())

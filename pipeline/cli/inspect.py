@@ -125,14 +125,14 @@ def report(
     json: Json = False,
 ) -> None:
     """Report on a run: reward, evaluation, groups, staleness, time and the next step; --full prints all figures, --html writes a page."""
-    from penstock.pipeline.inspect.report.summary import Progress, collect
+    from penstock.pipeline.inspect.report.summary import Progress, stored_report
     from penstock.pipeline.inspect.report.text import as_text, render
 
     if html is not None or tokens is not None:
         _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
         return
     with reading(run, bootstrap, security) as (log, run_id):
-        figures = collect(log, run_id, alive=Progress(notify))
+        figures = stored_report(log, run_id, alive=Progress(notify))
     if json:
         emit(figures)
         return
@@ -271,10 +271,11 @@ def explain(
     json: Json = False,
 ) -> None:
     """Trace one prompt group: its workers, rewards, final status with its cause, gradient weight, and the time of each stage."""
+    from penstock.pipeline.archive.index.run_index import partition_of
     from penstock.pipeline.inspect.explain import as_json, text
 
     with reading(run, bootstrap, security) as (log, run_id):
-        history = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code)
+        history = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code, partition=partition_of(run_id, group))
     if json:
         emit(history)
     else:

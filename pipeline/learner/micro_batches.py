@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.backends.base import TokenBatch
-from penstock.pipeline.algorithms.advantages import ADVANTAGES
+from penstock.pipeline.algorithms.advantages import ADVANTAGES, is_trained
 from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load, split_options
-from penstock.pipeline.rewards.scoring import is_trained
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
-from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.algorithms.advantages import is_trained, zero_variance
 from penstock.pipeline.rewards.builtin import WARM_UPS
 from penstock.pipeline.rewards.functions import Score, episodes_of, resolve
 from penstock.pipeline.rewards.values import BrokenReward
@@ -351,12 +351,6 @@ def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "Algorit
     if not any(is_trained(sample.rollout, truncated=algorithm.truncated) for sample in samples if sample.reward is not None):
         return UNTRAINED
     return None
-
-
-def is_trained(sample: Rollout, *, truncated: str) -> bool:
-    """True if a sample has tokens to train; `truncated` is `algorithm.truncated`."""
-    cut = truncated == "mask" and sample.finish == "length"
-    return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())
 
 
 def _differ(score: Score) -> bool:

@@ -85,10 +85,12 @@ class RunReader:
                 if record.id not in self.poison and (item := ledger_state.apply(record)) is not None:
                     yield item
 
-    def prompts(self, *, only: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
+    def prompts(
+        self, *, only: AbstractSet[int] | None = None, partitions: Sequence[int] | None = None, decode: bool = True, repeats: bool = False
+    ) -> Iterator[Read[Prompt]]:
         """The prompt of each group, or of each in `only`; with `repeats` also the records that do not count."""
         seen = set[int | None]()
-        for checked in self._checked("prompts", prompts.check, only, None):
+        for checked in self._checked("prompts", prompts.check, only, partitions):
             if checked.headers is None:
                 yield checked
                 continue

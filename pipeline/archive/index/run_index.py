@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
@@ -143,6 +144,18 @@ def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
     index.catch_up(log)
     index.close()
     return index, ended
+
+
+def partition_of(run: str, group: int) -> int | None:
+    """The partition of a group by the files of the index on this machine, without the log; None if they do not have it."""
+    folder = index_folder(run)
+    with contextlib.suppress(OSError):
+        for table in Segments(folder / "groups", None).tables if folder is not None else ():
+            numbers = np.concatenate([np.from_dlpack(chunk) for chunk in table["group"].chunks])
+            if len(rows := np.flatnonzero(numbers == group)):
+                partition: int | None = table["partition"][int(rows[0])].as_py()
+                return partition
+    return None
 
 
 def index_folder(run: str) -> Path | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.infra.checkpoints import sync
 
@@ -41,8 +40,8 @@ class _File(NamedTuple):
 class Segments:
     """The files of one table. Raises `OSError`."""
 
-    def __init__(self, directory: Path, identity: str, *, parquet: bool = False) -> None:
-        """`identity` names what the table is made of: files of another one do not count."""
+    def __init__(self, directory: Path, identity: str | None, *, parquet: bool = False) -> None:
+        """`identity` names what the table is made of: files of another one do not count, unless it is None."""
         self.directory, self._identity, self._suffix = directory, identity, "parquet" if parquet else "arrow"
         self._lock: int | None = None
         self._files = self._read()
@@ -81,6 +80,8 @@ class Segments:
         first = self._files[-1].last + 1 if self._files else 0
         self._files.append(self._write(first, first, table, state))
         while len(parts := self._files[-MERGED:]) == MERGED and len({_level(part.rows) for part in parts}) == 1:
+            import pyarrow.parquet as pq
+
             if sum(part.path.stat().st_size for part in parts) > MERGED_BYTES:
                 return
             tables = [pq.read_table(part.path) if self._suffix == "parquet" else part.table for part in parts]
@@ -101,6 +102,8 @@ class Segments:
         table = table.replace_schema_metadata({_STATE: about.encode()})
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             if self._suffix == "parquet":
+                import pyarrow.parquet as pq  # which is not needed to read the index
+
                 pq.write_table(table, file, compression="zstd")
             else:
                 with pa.ipc.new_file(file, table.schema) as writer:
@@ -134,7 +137,7 @@ class Segments:
 
     def _is_ours(self, table: pa.Table) -> bool:
         state = _state(table)
-        return state.get("format") == FORMAT and state.get("identity") == self._identity
+        return state.get("format") == FORMAT and self._identity in (None, state.get("identity"))
 
     def _clear(self) -> None:
         """Remove unfinished files, those that a merge has replaced, and those of another identity."""
@@ -149,6 +152,8 @@ def _opened(path: Path) -> tuple[pa.Table, int]:
     """(a file's rows, which stay on disk until they are read; their number)."""
     try:
         if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
             about = pq.read_metadata(path)
             return pa.Table.from_batches([], schema=about.schema.to_arrow_schema()), about.num_rows
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()

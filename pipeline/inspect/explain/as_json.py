@@ -12,7 +12,6 @@ from penstock.infra.log import Log
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_group, shown_place, stages, stale_facts, why
-from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.recorded_run import StoredDeadLetter, read_run
 from penstock.pipeline.inspect.report.formats import rebased_fields
 from penstock.pipeline.learner import micro_batches
@@ -67,9 +66,14 @@ class StepShares:
         return {share.sample: share for share in self.samples if share.group == group}
 
 
-def explain(log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """All that the log has about one group, for JSON. Raises `ValueError` for an unknown run or group, `LogError` for a deleted prompt."""
-    return life(read_group(read_run(log, run), group, notify=notify), notify=notify, trust_code=trust_code)
+def explain(
+    log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False, partition: int | None = None
+) -> dict[str, Any]:
+    """All that the log has about one group, for JSON; `partition` is the group's if the index has it.
+
+    Raises `ValueError` for an unknown run or group, `LogError` for a deleted prompt.
+    """
+    return life(read_group(read_run(log, run), group, notify=notify, partition=partition), notify=notify, trust_code=trust_code)
 
 
 def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
@@ -117,7 +121,11 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
     rollouts = {number: rollout for number, (_, rollout) in first_rollouts.items()} | counted
     names, trained = history.group.reward_names if history.group else (), history.step is not None
     times_of = turn_times(history.run.reader.log, history.run.run, group=history.number, partition=history.partition)
-    texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest) if rollouts.keys() - scored.keys() else None
+    texts = None
+    if rollouts.keys() - scored.keys():
+        from penstock.pipeline.inspect.html.token_texts import TokenTexts
+
+        texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest)
     rows = []
     for number, rollout in sorted(rollouts.items()):
         record, result, share = first_rollouts.get(number, (None,))[0], scored.get(number), shares_of.get(number)

@@ -241,11 +241,16 @@ class GroupHistory:
         )
 
 
-def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None]) -> GroupHistory:
-    """Read all records of one group. Raises `ConfigError` if it was never admitted, `LogError` if its prompt was deleted."""
+def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], partition: int | None = None) -> GroupHistory:
+    """Read all records of one group, from its `partition` if that is given.
+
+    Raises `ConfigError` if it was never admitted, `LogError` if its prompt was deleted.
+    """
     numbers, reader = {number}, run.reader
-    notify(f"reading the prompts of {run.run}")
-    prompts = list(reader.prompts(only=numbers, repeats=True))
+    prompts = [] if partition is None else list(reader.prompts(only=numbers, partitions=[partition], repeats=True))
+    if not prompts:
+        notify(f"reading the prompts of {run.run}")
+        prompts = list(reader.prompts(only=numbers, repeats=True))
     if not prompts:
         raise no_prompt(run, number)
     partition = next((read for read in prompts if read.payload), prompts[0]).record.partition

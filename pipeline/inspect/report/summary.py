@@ -1,5 +1,7 @@
 """The report of a run as plain data, from headers and small topics; an unknown figure is None."""
 
+import contextlib
+import json
 import math
 import statistics
 import time
@@ -9,6 +11,7 @@ from typing import Any
 
 from penstock.infra.errors import RunNotFound
 from penstock.infra.log import Log
+from penstock.infra.paths import run_directory, write_private
 from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report import figures, headline
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, examples, practice, weighted
@@ -30,6 +33,7 @@ from penstock.pipeline.inspect.run_status import (
 from penstock.pipeline.inspect.run_view import RunView, read_view
 from penstock.pipeline.inspect.run_view_types import StepFacts, together
 from penstock.pipeline.inspect.status import bottleneck, busy
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
@@ -38,6 +42,10 @@ from penstock.pipeline.scheduling.rules import MODES
 COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
 COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
+ENDED = ("finished", "stopped", "failed")
+STORED = "report.stored.json"
+STORED_FORMAT = 1
+"""To be raised if a figure of the report changes its meaning."""
 
 
 def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -49,6 +57,24 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Call
         view.mlflow["run_id"] = mlflow_run_id
     gone = gone_from(log, run)
     return summarise(view, gone=gone) | (_counted(log, run) if gone else {})
+
+
+def stored_report(log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """As `collect`; that of an ended run is stored in its folder, until a topic of the run grows."""
+    record, path = find(log, run), run_directory(run) / STORED
+    if record is None or record.status not in ENDED or not path.parent.is_dir():
+        return collect(log, run, alive=alive)
+    topics = [f"{run}.{topic}" for topic in (*COUNTED, "dead-letters")]
+    ends = log.end_offsets([(topic, number) for topic in topics for number in range(log.partitions(topic) or 0)])
+    state = [STORED_FORMAT, record.updated_ns, sorted([*tp, end] for tp, end in ends.items())]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["state"] == state:
+            return dict(stored["report"])
+    report = collect(log, run, alive=alive)
+    with contextlib.suppress(OSError):
+        write_private(path, json.dumps({"state": state, "report": report}))
+    return report
 
 
 def _counted(log: Log, run: str) -> dict[str, Any]:
