@@ -1,16 +1,16 @@
-"""`penstock runs`: lists runs; `runs rm` deletes some, only with `--yes`."""
+"""`penstock runs`: lists runs; `runs note` describes one; `runs rm` deletes some, only with `--yes`."""
 
 import time
 from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, notify
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, notify, on_broker
 
-app = typer.Typer(help="List runs, or remove some.", invoke_without_command=True)
+app = typer.Typer(help="List runs, describe them, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
 SHOWN_REASON = 80
-COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent", "reason")
+COLUMNS = ("run", "name", "status", "steps", "age", "reward", "size", "model", "parent", "tags", "note", "reason")
 
 
 @app.callback()
@@ -41,6 +41,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     cells = [
         (
             row["run"],
+            one_line(row["name"] or "", SHOWN_REASON),
             row["status"],
             f"{row['steps_done']} of {row['steps']}",
             row["age"],
@@ -48,12 +49,43 @@ def _table(rows: list[dict[str, Any]]) -> str:
             size(row["bytes"]),
             row["model"] or "",
             row["parent"] or "",
+            " ".join(row["tags"]),
+            one_line(row["text"] or "", SHOWN_REASON),
             one_line(row["reason"] or "", SHOWN_REASON),
         )
         for row in rows
     ]
     shown = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
     return "\n".join(columns([[row[number] for number in shown] for row in (COLUMNS, *cells)]))
+
+
+@app.command()
+def note(
+    run: Run,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The note; an empty one removes it.")] = None,
+    *,
+    name: Annotated[str | None, typer.Option(help="A name for the run in lists; an empty one removes it.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="Add a tag; repeatable.")] = None,
+    untag: Annotated[list[str] | None, typer.Option(help="Remove a tag; repeatable.")] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Write a name, a note and tags about a run, stored on this machine; without any, print them."""
+    from dataclasses import asdict
+
+    from penstock.pipeline.inspect.records.runs import Note, note_of, write_note
+
+    with on_broker(run, bootstrap, security) as (_, run_id):
+        old = note_of(run_id)
+    tags = tuple(dict.fromkeys(label for label in (*old.tags, *(tag or ())) if label not in (untag or ())))
+    new = Note(name=old.name if name is None else name or None, text=old.text if text is None else text or None, tags=tags)
+    if new != old:
+        write_note(run_id, new)
+    if json:
+        emit({"run": run_id, **asdict(new)})
+    else:
+        print("  ".join(part for part in (run_id, new.name, " ".join(f"#{label}" for label in new.tags), new.text) if part))
 
 
 @app.command()

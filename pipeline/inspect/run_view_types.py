@@ -15,7 +15,8 @@ PAUSE_S = 60.0
 """Workers report each second, and in long computations somebody still does: a longer silence of all is a pause."""
 SILENCE_S = 5.0
 """Signs of life no farther apart than this form one span: a stop that is read later can only be in a longer silence."""
-RATE_WINDOW = 10
+RATE_WINDOW = 30
+"""Statuses of a worker, one a second, from which its rates are computed."""
 
 
 class GroupFacts(NamedTuple):

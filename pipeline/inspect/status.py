@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.pipeline.inspect.report import headline
@@ -17,7 +18,12 @@ from penstock.topics.metrics import Activity, activity_of
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics read by `status` and the live view; not the rollouts, which are most of a run's records."""
 SPEED_STEPS = 20
-RECENT_STEPS = 10
+RECENT_STEPS, RECENT_S = 10, 30.0
+"""The bottleneck is that of the last `RECENT_STEPS` steps, or of `RECENT_S` if those are more."""
+LEAST_STEPS = 3
+"""Steps before which no bottleneck is named: the pipeline is filling."""
+HELD_S = 10.0
+"""Time for which another cause holds before a view shows it."""
 SELDOM, MOSTLY = 0.2, 0.6
 """Share of time below which a role counts as seldom waiting, and share above which it counts as busy."""
 
@@ -51,9 +57,11 @@ def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None
     if whole:
         lasted_s, waited_s = trainer_time(view)
         return waited_s / lasted_s if lasted_s else None
-    steps = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
+    steps = [view.steps[number] for number in sorted(view.steps)]
     if not steps:
         return None
+    early = sum(step.time_s < steps[-1].time_s - RECENT_S for step in steps)
+    steps = steps[max(0, min(early, len(steps) - RECENT_STEPS) - 1) :]
     begun, recent = (steps[0].time_s, steps[1:]) if len(steps) > 1 else (steps[0].metrics.get("started_at"), steps)
     lasted = view.worked.between(begun, recent[-1].time_s)
     return min(1.0, sum(step.metrics.get("wait_s", 0.0) for step in recent) / lasted) if lasted else None
@@ -78,7 +86,7 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
     rollout workers wait for prompts that the window would allow.
     """
     waiting = trainer_waiting_ratio(view, whole=whole)
-    if waiting is None or (has_ended(view) and not whole):
+    if waiting is None or (not whole and (has_ended(view) or view.steps_done < LEAST_STEPS)):
         return None
     if waiting < SELDOM:
         return _named("trainer", f"it waits {waiting:.0%} of its time")
@@ -93,6 +101,25 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
         return _named("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
     alternating = _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
     return alternating._replace(advice=OVERLAPPING) if _overlap(view) else alternating
+
+
+@dataclass(slots=True)
+class SteadyBottleneck:
+    """The bottleneck that a live view shows: it changes once another cause has held for `HELD_S`."""
+
+    shown: Bottleneck | None = None
+    _other: str | None = None
+    _since_s: float = 0.0
+
+    def update(self, current: Bottleneck | None, *, now_s: float) -> Bottleneck | None:
+        """Take the bottleneck of this moment; returns the one to show."""
+        if current is None or self.shown is None or current.who == self.shown.who:
+            self.shown, self._other = current, None
+        elif current.who != self._other:
+            self._other, self._since_s = current.who, now_s
+        elif now_s - self._since_s >= HELD_S:
+            self.shown, self._other = current, None
+        return self.shown
 
 
 def _overlap(view: RunView) -> bool:

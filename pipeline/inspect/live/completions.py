@@ -1,5 +1,6 @@
 """Completions for the live view: the best of the newest groups, and the newest; only shown payloads are decoded."""
 
+import json
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ RECENT = 16
 KNOWN = 32
 """Prompts whose common beginning and end, which a chat template makes, are left out."""
 LEAST_COMMON = 12
+ANSWER = 24
+"""Most characters of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,15 @@ class Completion:
     reward: float | None
     prompt: str
     text: str
+    answer: str | None = None
+    """The reference answer of the prompt's row."""
 
     def line(self, width: int) -> str:
-        """The sample in a line of at most `width` characters: "best 1.000  '2+2=' → '4'"."""
+        """The sample in a line of at most `width` characters, with the ends of its texts: "best 1.000  '2+2=' → '4', answer 4"."""
         head = f"{self.which} {'no reward' if self.reward is None else f'{self.reward:.3f}'}  "
-        room = max(8, (width - len(head) - 7) // 2)
-        return f"{head}'{_cut(self.prompt, room)}' → '{_cut(self.text, room)}'"
+        tail = "" if self.answer is None else f", answer {_end(self.answer, ANSWER)}"
+        room = max(8, (width - len(head) - len(tail) - 7) // 2)
+        return f"{head}'{_end(self.prompt, room)}' → '{_end(self.text, room)}'{tail}"
 
 
 @dataclass(slots=True)
@@ -85,7 +91,10 @@ class Completions:
         return group
 
     def _completion(self, which: str, group: groups.Group, sample: groups.ScoredSample) -> Completion:
-        return Completion(which, sample.reward, without_template(group.prompt, list(self._prompts)), sample.completion)
+        prompt, answer = without_template(group.prompt, list(self._prompts)), json.loads(group.columns).get("answer")
+        # The part that all prompts have in common may belong to the question: it must not seem to end there.
+        prompt += "" if group.prompt.endswith(prompt) else "…"
+        return Completion(which, sample.reward, prompt, sample.completion, None if answer is None else str(answer))
 
 
 def without_template(prompt: str, prompts: list[str]) -> str:
@@ -105,7 +114,7 @@ def shared(*texts: str) -> str:
     return low[: next((index for index in range(length) if low[index] != high[index]), length)]
 
 
-def _cut(text: str, limit: int) -> str:
+def _end(text: str, limit: int) -> str:
+    """The end of a text, where the question or the answer is."""
     line = " ".join(text.split())
-    half = (limit - 1) // 2
-    return line if len(line) <= limit else f"{line[:half]}…{line[len(line) - half :]}"
+    return line if len(line) <= limit else f"…{line[len(line) - limit + 1 :]}"

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
-from penstock.pipeline.inspect.report.figures import episodes, held_out
+from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out
 from penstock.pipeline.inspect.report.formats import duration, sparkline
-from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, wastes
+from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, wastes
+from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
 from penstock.pipeline.inspect.run_status import (
     closing,
@@ -22,11 +23,12 @@ from penstock.pipeline.inspect.run_status import (
     last_reward,
     resumptions,
     status_of,
+    steps_per_version,
     steps_planned,
 )
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
-from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
+from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, SteadyBottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
 from penstock.topics.metrics import Activity, activity_of
 
@@ -52,14 +54,22 @@ def frame(
     height: int = 40,
     completions: Sequence[Completion] = (),
     status: str | None = None,
+    steady: SteadyBottleneck | None = None,
 ) -> RenderableType:
-    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report; `status` is the launcher's."""
+    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report; `status` is the launcher's.
+
+    The first two lines answer whether the run learns, how long it still takes, and what holds it up.
+    """
     status = status or status_of(view)
+    slowest = bottleneck(view) if status in ("created", "running") else None
+    slowest = slowest if steady is None else steady.update(slowest, now_s=now_s)
     ended = end_reason(closing(view).get("reason"))
     parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
-    parts += [_progress(view, now_s=now_s), _learning(view)]
+    parts += [_learning(view), _progress(view, now_s=now_s, over=status not in ("created", "running"))]
+    if slowest is not None:
+        parts.append(Text.assemble((_named(slowest), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
-    parts.append(_health(view, outage_s=outage_s, narrow=width < WIDE))
+    parts.append(_health(view, outage_s=outage_s))
     causes = wastes(view, last=RECENT_GROUPS)
     parts += [Text(str(waste), style="yellow") for waste in causes]
     parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
@@ -154,7 +164,7 @@ def _computing(view: RunView, *, now_s: float) -> str | None:
 _SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
 
 
-def _progress(view: RunView, *, now_s: float) -> Table:
+def _progress(view: RunView, *, now_s: float, over: bool) -> Table:
     done, planned = view.steps_done, steps_planned(view)
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2):
@@ -162,7 +172,7 @@ def _progress(view: RunView, *, now_s: float) -> Table:
     grid.add_column(ratio=1)
     for _ in range(2):
         grid.add_column(no_wrap=True, justify="right")
-    elapsed, to_go = elapsed_s(view, now_s=now_s), to_go_s(view)
+    elapsed, to_go = elapsed_s(view, now_s=now_s), None if over else to_go_s(view)
     grid.add_row(
         Text.assemble("step ", (f"{done:,}", "bold"), f" of {planned:,}" if planned else ""),
         f"{done / planned:.0%}" if planned else "",
@@ -174,13 +184,14 @@ def _progress(view: RunView, *, now_s: float) -> Table:
 
 
 def _learning(view: RunView) -> Text:
-    text = Text("reward ", no_wrap=True, overflow="ellipsis")
+    """The report's sentence on the reward, and its curve."""
     if last_reward(view) is None:
-        text.append("no samples are scored yet", style="dim")
-    else:
-        curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
-        text.append(f"{last_reward(view):.3f} ", style="bold").append(curve, style="green")
-    return text
+        return Text("no samples are scored yet", style="dim")
+    reward = reward_ends(view, steps=view.steps_done, per_version=steps_per_version(view))
+    if not view.steps:
+        return Text(f"no step yet; reward {last_reward(view):.3f}")
+    sentence = learned({"steps": view.steps_done, "reward": reward, "eval": evaluations(view)})
+    return Text.assemble((sentence, "bold"), " ", (sparkline(reward["curve"]), "green"))
 
 
 def _held_out(view: RunView) -> list[Text]:
@@ -200,10 +211,10 @@ def _episodes(view: RunView) -> list[str]:
     return [f"{figures['turns_mean']:.1f} turns", f"environment {1000 * figures['environment_s_mean']:.0f} ms", *broken]
 
 
-def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
+def _health(view: RunView, *, outage_s: float) -> Text:
     if outage_s > 1.0:
         return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
-    slowest, step = bottleneck(view), _last(view)
+    step = _last(view)
     parts = [f"version {view.version if view.version is not None else '-'}"]
     if step is not None and "lag_mean" in step.metrics:
         parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
@@ -216,10 +227,8 @@ def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
         parts.append(f"batch {engines['occupancy']:.0%} full")
     parts += _episodes(view)
     text = Text(" · ".join(parts))
-    if slowest is not None:
-        text.append("\n" if narrow else " · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")
-    elif not has_ended(view):
-        text.append(" · starting" if not view.steps else "", style="dim")
+    if not view.steps and not has_ended(view):
+        text.append(" · starting", style="dim")
     if view.dead_letters:
         text.append(f" · {_dead_letters(view)}", style="yellow")
     return text
@@ -260,7 +269,7 @@ def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) ->
     else:
         lag = view.version - version if version is not None and view.version is not None else None
         rates = (worker.rate("admitted" if worker.role == "feeder" else "groups"), worker.rate("samples"), worker.rate("tokens"))
-    cpu = worker.rate("cpu_s")
+    cpu = worker.rate("cpu_s") if silent_s <= SILENT_S else None  # a computing trainer reports nothing meanwhile
     return (
         Text(worker.worker, style=ROLES[worker.role].colour if worker.role in ROLES else ""),
         activity,

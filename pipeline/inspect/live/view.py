@@ -20,7 +20,7 @@ from penstock.pipeline.inspect.live.frame import frame, line
 from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report.figures import held_out
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.status import WATCHED
+from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
@@ -93,6 +93,7 @@ class LiveView:
         self._heard: dict[str, float] = {}
         self._dead_letter_counts: Counter[str] = Counter()
         self._completions = Completions(run)
+        self._steady = SteadyBottleneck()
         self.status: str | None = None
         """Set by the launcher; shown instead of the status in the log."""
         in_place = console.is_terminal and not plain
@@ -208,6 +209,7 @@ class LiveView:
             height=height,
             completions=self._completions.shown(),
             status=self.status,
+            steady=self._steady,
         )
 
     def _refresh(self) -> None:

@@ -4,19 +4,23 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.infra.broker import embedded
 from penstock.infra.log import Log
-from penstock.infra.paths import state_path
-from penstock.pipeline.inspect.run_status import end_reason
+from penstock.infra.paths import run_directory, state_path, write_private
+from penstock.pipeline.inspect.run_status import end_reason, last_reward
 from penstock.pipeline.runtime.registration.run_registry import all_runs
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import ledger, runs
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
+
+NOTE = "note.json"
+NOTE_BYTES = 64 << 10
 
 
 def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
@@ -48,9 +52,10 @@ def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> l
                 "created_s": record.created_ns / 1e9,
                 "age": age((now - record.created_ns) / 1e9),
                 "model": models.get(parent) or Path(config.get("model", {}).get("path", "")).name or None,
-                "reward": reported_reward(folder),
+                "reward": reward_now(log, record.run) if record.status in ("created", "running") else reported_reward(folder),
                 "parent": parent,
                 "bytes": log_bytes(sizes, record.run) + folder_bytes(folder),
+                **asdict(note_of(record.run)),
             }
         )
         models[record.run] = rows[-1]["model"]  # a fork starts from a copy in its own folder, whose name does not identify the model
@@ -61,6 +66,13 @@ def own_sizes(log: Log) -> dict[str, int]:
     """Topic -> bytes if the log is this machine's own broker; {} for any other."""
     own = embedded.status().bootstrap
     return embedded.topic_bytes() if own and getattr(log, "bootstrap", None) == own else {}
+
+
+def reward_now(log: Log, run: str) -> float | None:
+    """The last reward of a run that has no report yet, from the newest state that its tracker has saved."""
+    from penstock.pipeline.inspect.live.saved_view import newest
+
+    return last_reward(newest(log, run)[0])
 
 
 def reported_reward(folder: Path) -> float | None:
@@ -109,6 +121,32 @@ def _end_reason(record: Record, run: str) -> str | None:
     with contextlib.suppress(Unusable, ValueError, AttributeError):
         return end_reason(json.loads(ledger.read(record, run=run)[1].details or "{}").get("reason"))
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the user of this machine has written about a run."""
+
+    name: str | None = None
+    text: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+def note_of(run: str) -> Note:
+    """The note about a run; an empty one without a readable file."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        stored = json.loads((run_directory(run) / NOTE).read_text(encoding="utf-8"))
+        return Note(name=stored["name"], text=stored["text"], tags=tuple(map(str, stored["tags"])))
+    return Note()
+
+
+def write_note(run: str, note: Note) -> None:
+    """Store a note in the run's folder on this machine. Raises `ValueError` for one that is too long."""
+    if len(text := json.dumps(asdict(note))) > NOTE_BYTES:
+        raise ValueError(f"the note has more than {NOTE_BYTES:,} bytes: write less")
+    directory = run_directory(run)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_private(directory / NOTE, text)
 
 
 def age(seconds: float) -> str:

@@ -15,8 +15,8 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
 
 LEAST_GROUPS = 8
-RECENT_GROUPS = 1_000
-"""Newest outcomes used by the live view and `status`."""
+RECENT_GROUPS, LEAST_RECENT = 1_000, 32
+"""Newest outcomes used by the live view and `status`, and the least for an advice."""
 
 
 class Waste(NamedTuple):
@@ -40,7 +40,7 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
         cut = facts.outcome == "filtered" and longest is not None and facts.tokens >= facts.samples * longest
         by_status.setdefault("stale" if group in view.stale else "truncated" if cut else facts.outcome, []).append(facts)
     ended = sum(map(len, by_status.values()))
-    if ended < LEAST_GROUPS:
+    if ended < (LEAST_GROUPS if last is None else LEAST_RECENT):
         return []
     causes = []
     if config_of(view).get("schedule", {}).get("oversample_groups"):

@@ -83,7 +83,7 @@ def _counted(log: Log, run: str) -> dict[str, Any]:
     if not since:
         return {}
     read_view(RunReader(log, run), topics=("ledger", "prompts", "groups"), view=view, since=since)
-    reward = _reward(view, steps=view.steps_done, per_version=steps_per_version(view))
+    reward = reward_ends(view, steps=view.steps_done, per_version=steps_per_version(view))
     figures: dict[str, Any] = finite({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
     return figures
 
@@ -107,7 +107,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "rebased": [rebased_fields(entry) for entry in view.rebased],
         "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
         "versions": view.version or 0,
-        "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
+        "reward": reward_ends(view, steps=len(steps), per_version=steps_per_version(view)),
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
         "repeated": view.repeated,
@@ -197,7 +197,7 @@ def _weights(view: RunView) -> dict[str, Any]:
     }
 
 
-def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
+def reward_ends(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
     """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps, and all along."""
     window = tenth(steps)
     first = together(tally for version, tally in view.rewards.items() if version * per_version < window)

@@ -14,8 +14,8 @@ from penstock.pipeline.inspect.live.completions import Completion, without_templ
 from penstock.pipeline.inspect.live.frame import frame, line, missing
 from penstock.pipeline.inspect.live.view import LiveView, NotebookScreen
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.run_view_types import GroupFacts
-from penstock.pipeline.inspect.status import bottleneck, elapsed_s, to_go_s
+from penstock.pipeline.inspect.run_view_types import GroupFacts, Tally
+from penstock.pipeline.inspect.status import SteadyBottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, RecordBuilder, as_records
@@ -219,8 +219,12 @@ def test_what_a_chat_template_adds_to_every_prompt_is_left_out() -> None:
     prompts = [f"<|user|>Answer in one word: what is {sum_}?<|end|><|assistant|>" for sum_ in ("1+1", "2+3", "10+3")]
     assert [without_template(prompt, prompts) for prompt in prompts] == ["1+1", "2+3", "10+3"]
     assert without_template(prompts[0], prompts[:1]) == prompts[0]
-    assert Completion("best", 1.0, "x" * 200, "y" * 200).line(80).count("…") == 2
-    assert len(Completion("best", 1.0, "x" * 200, "y" * 200).line(80)) <= 80
+
+
+def test_of_a_long_completion_the_end_is_shown_beside_the_answer() -> None:
+    line = Completion("best", 1.0, "x" * 200 + " How many?", "y" * 200 + " So 15", "15").line(80)
+    assert line.count("…") == 2 and len(line) <= 80
+    assert "How many?'" in line and "So 15', answer 15" in line
 
 
 def test_a_notebooks_cell_shows_the_same_picture_and_replaces_it() -> None:
@@ -322,6 +326,30 @@ def test_the_bottleneck_is_the_role_whose_busy_time_says_so(state: RunView, who:
 def test_no_bottleneck_is_named_before_there_is_anything_to_tell_it_from() -> None:
     assert bottleneck(view_of([RecordBuilder().record()])) is None
     assert bottleneck(shares(waits=0.8, generates=None)) is None
+    filling = shares(waits=0.8, generates=0.9)
+    for step in (2, 3, 4):
+        del filling.steps[step]
+    assert bottleneck(filling) is None
+
+
+def test_a_bottleneck_that_changes_at_every_look_is_shown_as_one_until_another_has_held() -> None:
+    rollout, trainer = (bottleneck(shares(waits=waits, generates=0.9)) for waits in (0.8, 0.1))
+    steady = SteadyBottleneck()
+    shown = [steady.update((rollout, trainer)[second % 2], now_s=float(second)) for second in range(61)]
+    assert shown == [rollout] * 61
+    assert [steady.update(trainer, now_s=100.0), steady.update(trainer, now_s=111.0)] == [rollout, trainer]
+    assert steady.update(None, now_s=112.0) is None
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_first_lines_answer_whether_it_learns_how_long_it_takes_and_what_holds_it_up(width: int) -> None:
+    view = shares(waits=0.8, generates=0.9)
+    view.rewards = {version: Tally(8, 8 * version / 20) for version in range(20)}
+    lines = shown(view, width=width).splitlines()
+    text = "\n".join(lines[:6])
+    assert "It learned: reward" in lines[1] and "to go" in text and "rollout is the bottleneck (busy 90%" in text
+    over = shown(view, width=width, status="stopped")  # by the launcher, before the log has it
+    assert "to go" not in over and "bottleneck" not in over
 
 
 def plain_view(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveView, io.StringIO]:
