@@ -228,9 +228,10 @@ def gone_from(tables: Tables, query: str) -> list[str]:
     return deleted(tables.log, *(f"{tables.run}.{topic}" for topic in sorted(topics - {RUNS_TOPIC})))
 
 
-def views() -> dict[str, list[tuple[str, str]]]:
-    """View -> its columns with their types."""
-    connection = filled(_tables(None, set()).items(), _SETUP)
+def views(steps: pa.Schema = STEPS) -> dict[str, list[tuple[str, str]]]:
+    """View -> its columns with their types; `steps` are the columns of the run's steps."""
+    tables = _tables(None, set()) | {_own("steps"): pa.Table.from_batches([], schema=steps)}
+    connection = filled(tables.items(), _SETUP)
     try:
         names = [*VIEWS, *(name for name in TABLES if name not in VIEWS), *ALIASES, *(f"raw.{name}" for name in RAW if name not in ALIASES)]
         return {name: [(row[0], row[1]) for row in connection.execute(f"describe from {name}").fetchall()] for name in names}

@@ -1,5 +1,6 @@
 """Commands that inspect a run: status, logs, report, audit, explain, sql, graph, ui; and `penstock stop`. They write to no topic."""
 
+import re
 import secrets
 import shutil
 import sys
@@ -181,6 +182,7 @@ def _page(
 
 
 LOG_LINES = 20
+_STAMP = re.compile(r"(?:---- )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 POLL_S = 0.3
 STOP_LIMIT_S = 240.0
 
@@ -192,17 +194,23 @@ def logs(
     count: Annotated[int, typer.Option("-n", min=0, help="Last lines of each worker to print first.")] = LOG_LINES,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
-    """Print the logs of a run's workers on this machine."""
+    """Print the logs of a run's workers on this machine, in the order of their times."""
     from penstock.pipeline.launch.run_lock import folder_of, log_files
 
     directory = folder_of(run)
     files = log_files(directory, role)
     width = max(len(file.stem) for file in files)
     read: dict[Path, int] = {}
+    last: list[tuple[str, Path, str]] = []
     for file in files:
-        text = file.read_bytes()
+        text, time_of = file.read_bytes(), ""
         read[file] = len(text)
-        _print_log(file, text.decode("utf-8", "replace").splitlines()[-count:] if count else [], width)
+        for line in text.decode("utf-8", "replace").splitlines()[-count:] if count else ():
+            if stamp := _STAMP.match(line):
+                time_of = stamp[1]
+            last.append((time_of, file, line))  # a line without a time belongs to the one before it
+    for _, file, line in sorted(last, key=lambda entry: entry[0]):
+        _print_log(file, [line], width)
     while follow:
         time.sleep(POLL_S)
         for file in log_files(directory, role):
@@ -299,13 +307,16 @@ def sql(
     """Query a run in SQL: samples, groups, steps, lag, rewards, timeline."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.archived_log import ArchivedLog
+    from penstock.pipeline.archive.index.run_index import open_index
     from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
     from penstock.pipeline.inspect.report.text import some_of
 
     if csv and json:
         raise ConfigError("give either --csv or --json")
     if query is None:
-        _list(views(), json=json)
+        with reading(run, bootstrap, security) as (log, run_id):
+            listed = views(open_index(log, run_id)[0].steps().schema)
+        _list(listed, json=json)
         return
     text = sys.stdin.read() if query == "-" else query
     try:
@@ -366,10 +377,15 @@ def _cells(values: list[Any]) -> list[str]:
     """Cells of a column; long values without their common prefix and suffix, such as those of a chat template."""
     from penstock.pipeline.inspect.live.completions import without_template
 
-    texts = ["" if value is None else str(plain(value)).replace("\n", "⏎") for value in values]
+    texts = ["" if value is None else _shown(plain(value)).replace("\n", "⏎") for value in values]
     long = sorted({text for text in texts if len(text) > VALUE_WIDTH})
     shorter = {text: without_template(text, long) for text in long}
     return [_cut(text, shorter.get(text, text)) for text in texts]
+
+
+def _shown(value: Any) -> str:
+    """A value of a table: numbers with six significant digits, which --csv and --json have in full."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _cut(text: str, part: str) -> str:

@@ -128,6 +128,9 @@ def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new
 
     path = make_smollm2(directory)
     _made(path, json=json)
+    if not json:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        notify(f"{size / 1e6:.0f} MB; next: penstock init --model {path} --data rows.jsonl --reward math_verify")
 
 
 def _made(path: Path, *, json: bool, **how: int) -> None:

@@ -59,7 +59,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(columns([[row[number] for number in shown] for row in (COLUMNS, *cells)]))
 
 
-@app.command()
+@app.command(short_help="Write a name, a note and tags about a run.")
 def note(
     run: Run,
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The note; an empty one removes it.")] = None,
@@ -88,7 +88,7 @@ def note(
         print("  ".join(part for part in (run_id, new.name, " ".join(f"#{label}" for label in new.tags), new.text) if part))
 
 
-@app.command()
+@app.command(short_help="Remove runs, or show what would be freed.")
 def rm(
     run: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Ids, unique prefixes, or `latest`.")] = None,
     *,

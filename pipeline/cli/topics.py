@@ -17,7 +17,7 @@ app = typer.Typer(help="List, show, export, import and delete a run's records.")
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="prompts, rollouts, groups, weights, ledger, metrics or dead-letters.")]
 
 
-@app.command("list")
+@app.command("list", short_help="List a run's topics with their records.")
 def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """List a run's topics with their partitions and records."""
     from penstock.pipeline.inspect.records.browse import list_topics as rows_of
@@ -35,7 +35,7 @@ def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security
         print(f"{row.topic:<{width}}  {counts}{records}" + ("" if row.bytes is None else f"  {size(row.bytes):>9}"))
 
 
-@app.command()
+@app.command(short_help="Print the newest records of a topic, one per line.")
 def tail(
     run: RunOrFolder,
     topic: Topic,
@@ -61,7 +61,7 @@ def tail(
                 print(browse.as_line(record, run=run_id, texts=texts), flush=follow)
 
 
-@app.command()
+@app.command(short_help="Print headers and payload of one record.")
 def show(
     run: RunOrFolder,
     topic: Topic,
@@ -88,7 +88,7 @@ def show(
         print(browse.as_page(view))
 
 
-@app.command("export")
+@app.command("export", short_help="Export a run's topics as Parquet.")
 def export_topics(
     run: Run,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory in which the folder RUN is created or continued.")],
@@ -129,7 +129,7 @@ def _print_export(done: "Exported", *, json: bool) -> None:
     print(f"{done.directory}: {rows} in {done.files} new files, {done.bytes / 1e6:,.1f} MB, {done.seconds:.1f} s")
 
 
-@app.command("import")
+@app.command("import", short_help="Import an exported run at new offsets.")
 def import_topics(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `topics export`, or a run's folder in it.")],
     *,
@@ -158,7 +158,7 @@ def import_topics(
         print(f"run {done.run}: {rows} in {done.seconds:.1f} s; inspect it: penstock report {done.run}")
 
 
-@app.command()
+@app.command(short_help="Show a run of another origin, and sign it.")
 def adopt(
     run: Run,
     *,
@@ -193,7 +193,7 @@ def adopt(
         )
 
 
-@app.command()
+@app.command(short_help="Print each role's rights for kafka-acls.sh.")
 def acls(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, which need not exist.")],
     *,
@@ -219,7 +219,7 @@ def acls(
             print(as_acl_command(rule, user=users[role]))
 
 
-@app.command()
+@app.command(short_help="List or end transactions that block readers.")
 def unblock(
     run: Run,
     *,
@@ -249,7 +249,7 @@ def unblock(
     print(f"{remaining} without an end; to end: {fix}" if remaining else "no transaction lacks its end")
 
 
-@app.command()
+@app.command(short_help="Make every reader skip a damaged batch.")
 def skip(
     run: Run,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="rollouts, calls, replies or metrics.")],
@@ -271,7 +271,7 @@ def skip(
         print(f"readers skip {topic}/{partition} from {skipped.start} to {skipped.stop - 1}; {follows}")
 
 
-@app.command("delete")
+@app.command("delete", short_help="Delete a run: topics, record and folder.")
 def delete_topics(
     run: Run,
     *,

@@ -63,13 +63,13 @@ def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False
     from penstock.infra.backends.nvidia import visible_gpus
     from penstock.pipeline.config.load import load
 
-    _report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
+    lines = _report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
     if not json:
-        notify(f"all is well; start it: penstock run {config}")
+        notify(f"{'mind the warning above' if 'warning' in lines else 'all is well'}; start it: penstock run {config}")
 
 
-def _report(config: object, *, samples: bool, json: bool) -> None:
-    """Print the results of `preflight.check` one by one; with `json`, together at the end."""
+def _report(config: object, *, samples: bool, json: bool) -> dict[str, str]:
+    """Print the results of `preflight.check` one by one; with `json`, together at the end. Returns them by name."""
     from penstock.pipeline.config.load import Config
     from penstock.pipeline.launch.check import preflight
 
@@ -79,6 +79,7 @@ def _report(config: object, *, samples: bool, json: bool) -> None:
     )
     if json:
         emit({**results.lines, "samples": list(results.samples)})
+    return results.lines
 
 
 RunId = Annotated[

@@ -40,6 +40,10 @@ def _snapshot(name: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     # The boundary to a library that reads the network and a cache: its errors have no common type.
     except Exception as error:
+        if type(error).__name__ == "LocalEntryNotFoundError":
+            here = " `penstock model smollm2 DIR` makes this model without one;" if repository.endswith("/SmolLM2-135M-Instruct") else ""
+            fix = f"{here} or run `hf download {repository}` with a network"
+            raise BackendError(f"model.path: {name} is not in the cache and the hub cannot be reached;{fix}") from error
         reason = " ".join(str(error).split())[:200]
         raise BackendError(
             f"model.path: cannot get {name} from the cache or the hub ({type(error).__name__}: {reason}); "

@@ -305,7 +305,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"--set {override}: expected section.key=value")
+        raise ConfigError(f"--set {override}: expected section.key=value{_meant(parts) if len(parts) == 1 and parts[0] else ''}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

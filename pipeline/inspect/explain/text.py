@@ -123,7 +123,7 @@ def _rewards(life: Plain) -> list[str]:
             row += [_number(sample["token_weight"]), _number(sample["weight"])]
         elif trained:
             row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
-        rows.append([*row, _short(json.dumps(sample["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
+        rows.append([*row, json.dumps(_short(sample["completion"], SHOWN_COMPLETION), ensure_ascii=False)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
     return [*columns([head, *rows]), mean, *_logged(life)]
 

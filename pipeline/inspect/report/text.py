@@ -399,6 +399,10 @@ def experiment_of(uri: str, run: str) -> str | None:
 
 
 def _links(report: Report, directory: Path | None, *, full: bool) -> list[str]:
-    commands = [f"penstock explain {report['run']} 0", *([] if full else [f"penstock report {report['run']} --full"]), "penstock ui"]
+    commands = [
+        f"penstock explain {report['run']} {max(0, report['groups']['admitted'] - 1)}",
+        *([] if full else [f"penstock report {report['run']} --full"]),
+        "penstock ui",
+    ]
     names = [f"{name}/" if (directory / name).is_dir() else name for name in FILES if (directory / name).exists()] if directory else []
     return ["    ".join(commands), *([f"{directory}: {'  '.join(names)}"] if names else [])]

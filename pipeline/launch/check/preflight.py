@@ -99,6 +99,8 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores = score_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(_number(score.rewards[0]) for score in scores)}")
+        if problem := unrewarded(kinds, scores):
+            note("warning", problem)
     generated = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
     problem = equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
@@ -185,6 +187,16 @@ def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: S
             f"reward.functions: a wrong answer earns more than the right one: for {rows[0].origin} its own answer has the reward "
             f"{right[0]:g}, the answer of {rows[1].origin} has {wrong[0]:g}; correct the reward's sign, or the answers (data.answer_field)"
         )
+
+
+def unrewarded(rows: Sequence[Row], scores: Sequence[rewards.Score]) -> str | None:
+    """The problem if no row's own answer has a reward above 0; None otherwise."""
+    own = [score.rewards[0] for row, score in zip(rows, scores, strict=False) if row.columns.get("answer") is not None]
+    earned = [reward for reward in own if reward is not None]
+    if not earned or max(earned) > 0.0:
+        return None
+    rows_tried = "the first row" if len(earned) == 1 else f"all {len(earned)} rows tried"
+    return f"the reward of the right answer is {max(earned):g} at most, for {rows_tried}: correct the reward, or the answers (data.answer_field)"
 
 
 def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:

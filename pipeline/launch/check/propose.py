@@ -218,6 +218,12 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
+def _passed_as(answer_field: str) -> str:
+    if not answer_field:
+        return "there is none"
+    return "reward functions get it as `answer`" + ("" if answer_field == "answer" else f" and as `{answer_field}`")
+
+
 def _line(key: str, value: Any, why: str = "") -> str:
     text = f"{key} = {json.dumps(value, ensure_ascii=False)}"
     return f"{text:<36}# {why}" if why else text
@@ -242,7 +248,7 @@ def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> 
             "[data]",
             _line("source", data, f"{inputs.rows:,} rows"),
             _line("prompt_field", inputs.prompt_field),
-            _line("answer_field", inputs.answer_field, "reward functions get it as `answer`" if inputs.answer_field else "there is none"),
+            _line("answer_field", inputs.answer_field, _passed_as(inputs.answer_field)),
             *([_line("limit", inputs.rows - held_out, f"the last {held_out} rows are held out, see [eval]")] if held_out else []),
             _line("chat_template", "auto", template if inputs.template else "the model has no chat template: prompts go in as they are"),
             _line("max_prompt_tokens", inputs.prompt_room, f"the longest of the first rows has {inputs.longest_prompt}"),
