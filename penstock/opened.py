@@ -1,6 +1,7 @@
 """`penstock.open`: a run's records as Arrow tables. Read-only; unusable records are skipped, as workers skip them."""
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -10,17 +11,23 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
+from penstock.pipeline.archive.index.run_index import open_index
+from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.runtime.registration.run_registry import resolve
+from penstock.topics.wire.visible import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Run:
-    """One run of a broker or of an archive, live or ended; each call reads the log again. Close it, or use it in a `with`."""
+    """One run of a broker or of an archive, live or ended; each call reads the log again. Close it, or use it in a `with`.
+
+    Tables are Arrow: `run.steps().to_pandas()`, `polars.from_arrow(run.groups())`. A notebook shows a run as its summary and curve.
+    """
 
     def __init__(self, log: Log, run: str) -> None:
         self._log, self.id = log, run
@@ -46,12 +53,13 @@ class Run:
         return RunTables(self._log, self.id).samples()
 
     def groups(self) -> pa.Table:
-        """One row an admitted prompt group, by number: prompt, data columns, its fate, mean reward and policy versions."""
-        return RunTables(self._log, self.id).groups()
+        """One row an admitted prompt group, by number: prompt, data columns, its fate, step, rewards, lag and policy versions."""
+        index, ended = open_index(self._log, self.id)
+        return index.groups(ended=ended).sort_by("group")
 
     def steps(self) -> pa.Table:
         """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""
-        return RunTables(self._log, self.id).steps()
+        return open_index(self._log, self.id)[0].steps().sort_by("step")
 
     def turns(self) -> pa.Table:
         """One row a part of a trajectory with one source, by group, sample and turn: tokens, reward, versions; none for completions."""
@@ -88,6 +96,34 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<penstock run {self.id}>"
+
+    def _repr_html_(self) -> str:
+        """The summary sentences of the report, and the curve of the reward."""
+        report = self.report()
+        lines = "".join(f"<p>{escape(visible(line))}</p>" for line in headline(report))
+        return f"<h4>{escape(self.id)} · {report['status']}</h4>{lines}{_svg(report['reward']['curve'])}"
+
+
+WIDTH, HEIGHT = 480, 120
+"""Pixels of the curve in a notebook."""
+
+
+def _svg(curve: Sequence[float | None]) -> str:
+    """The curve of the reward with its lowest and highest value; empty for fewer than two points."""
+    points = [(index, value) for index, value in enumerate(curve) if value is not None]
+    if len(points) < 2:
+        return ""
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    scaled = " ".join(
+        f"{48 + index / (len(curve) - 1) * (WIDTH - 56):.1f},{HEIGHT - 8 - (value - low) / ((high - low) or 1) * (HEIGHT - 16):.1f}"
+        for index, value in points
+    )
+    text = 'font-size="11" fill="currentColor"'
+    return (
+        f'<svg role="img" aria-label="reward from {low:.3g} to {high:.3g}" width="{WIDTH}" height="{HEIGHT}">'
+        f'<text x="0" y="12" {text}>{high:.3g}</text><text x="0" y="{HEIGHT - 4}" {text}>{low:.3g}</text>'
+        f'<polyline fill="none" stroke="#1f77b4" stroke-width="2" points="{scaled}"/></svg>'
+    )
 
 
 MOST_ACROSS = 3

@@ -16,6 +16,7 @@ import pytest
 import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.opened import Run
+from penstock.pipeline.archive.index import group_rows
 from penstock.pipeline.inspect.tables import run_tables
 from penstock.topics import groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
@@ -82,7 +83,7 @@ def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Ru
 
 def test_groups_are_one_row_each_with_their_fate(run: Run) -> None:
     table = run.groups()
-    assert table.schema == run_tables.GROUPS
+    assert table.schema == group_rows.GROUPS
     assert table["fate"].to_pylist() == ["filtered", *["trained"] * (2 * STEPS), "unused"]
     assert table["reason"].to_pylist()[:2] == ["because", None]
     assert table["reward_mean"].to_pylist() == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
@@ -102,7 +103,7 @@ def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id
     write(broker, run_id, [RecordBuilder(run_id).record()])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples() == run_tables.SAMPLES.empty_table()
-        assert run.groups() == run_tables.GROUPS.empty_table()
+        assert run.groups() == group_rows.GROUPS.empty_table()
         assert run.steps() == run_tables.STEPS.empty_table()
         assert run.turns() == run_tables.TURNS.empty_table()
 
@@ -171,6 +172,8 @@ def test_a_run_answers_in_sql_and_in_pictures(run: Run, tmp_path: Path) -> None:
     assert [axes.get_title() for axes in run.plot("loss", "grad_norm").axes] == ["loss", "grad_norm"]
     with pytest.raises(ValueError, match="there is no measure 'los'"):
         run.plot("los")
+    page = run._repr_html_()
+    assert "Too short to tell: reward 0.00 -&gt; 1.00" in page and "<polyline" in page
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def _snapshot(name: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     # The boundary to a library that reads the network and a cache: its errors have no common type.
     except Exception as error:
-        if type(error).__name__ == "LocalEntryNotFoundError":
+        if type(error).__name__.startswith("LocalEntry"):
             here = " `penstock model smollm2 DIR` makes this model without one;" if repository.endswith("/SmolLM2-135M-Instruct") else ""
             fix = f"{here} or run `hf download {repository}` with a network"
             raise BackendError(f"model.path: {name} is not in the cache and the hub cannot be reached;{fix}") from error

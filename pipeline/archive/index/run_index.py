@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
 from penstock.infra.paths import run_directory
+from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.index.group_rows import TOPICS, GroupRows, steps_table
 from penstock.pipeline.archive.index.segments import ROWS, Segments
 from penstock.pipeline.runtime.registration.run_registry import find
@@ -137,10 +138,11 @@ class RunIndex:
 
 
 def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
-    """(the index of a run with all its records, True if the run has ended). Raises `LogError`."""
+    """(the index of a run with all its records, True if the run has ended); that of an archive is in memory only. Raises `LogError`."""
     record = find(log, run)
     ended = record is not None and record.status in ENDED
-    index = RunIndex(run, directory=index_folder(run), created_ns=record.created_ns if record else 0, write=ended)
+    folder = None if isinstance(log, ArchivedLog) else index_folder(run)
+    index = RunIndex(run, directory=folder, created_ns=record.created_ns if record else 0, write=ended)
     index.catch_up(log)
     index.close()
     return index, ended

@@ -242,7 +242,7 @@ class GroupHistory:
 
 
 def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], partition: int | None = None) -> GroupHistory:
-    """Read all records of one group, from its `partition` if that is given.
+    """Read all records of one group, from its `partition` if that is passed.
 
     Raises `ConfigError` if it was never admitted, `LogError` if its prompt was deleted.
     """

@@ -14,8 +14,8 @@ RECENT = 16
 KNOWN = 32
 """Prompts whose common beginning and end, which a chat template makes, are left out."""
 LEAST_COMMON = 12
-ANSWER = 24
-"""Most characters of an answer."""
+REFERENCE = 24
+"""Most characters of a reference answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Completion:
     reward: float | None
     prompt: str
     text: str
-    answer: str | None = None
+    reference: str | None = None
     """The reference answer of the prompt's row."""
 
     def line(self, width: int) -> str:
         """The sample in a line of at most `width` characters, with the ends of its texts: "best 1.000  '2+2=' → '4', answer 4"."""
         head = f"{self.which} {'no reward' if self.reward is None else f'{self.reward:.3f}'}  "
-        tail = "" if self.answer is None else f", answer {_end(self.answer, ANSWER)}"
+        tail = "" if self.reference is None else f", answer {_end(self.reference, REFERENCE)}"
         room = max(8, (width - len(head) - len(tail) - 7) // 2)
         return f"{head}'{_end(self.prompt, room)}' → '{_end(self.text, room)}'{tail}"
 
@@ -91,10 +91,10 @@ class Completions:
         return group
 
     def _completion(self, which: str, group: groups.Group, sample: groups.ScoredSample) -> Completion:
-        prompt, answer = without_template(group.prompt, list(self._prompts)), json.loads(group.columns).get("answer")
+        prompt, reference = without_template(group.prompt, list(self._prompts)), json.loads(group.columns).get("answer")
         # The part that all prompts have in common may belong to the question: it must not seem to end there.
         prompt += "" if group.prompt.endswith(prompt) else "…"
-        return Completion(which, sample.reward, prompt, sample.completion, None if answer is None else str(answer))
+        return Completion(which, sample.reward, prompt, sample.completion, None if reference is None else str(reference))
 
 
 def without_template(prompt: str, prompts: list[str]) -> str:
@@ -115,6 +115,6 @@ def shared(*texts: str) -> str:
 
 
 def _end(text: str, limit: int) -> str:
-    """The end of a text, where the question or the answer is."""
+    """The end of a text, where the question and the result are."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"…{line[len(line) - limit + 1 :]}"

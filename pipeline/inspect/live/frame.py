@@ -58,7 +58,7 @@ def frame(
 ) -> RenderableType:
     """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report; `status` is the launcher's.
 
-    The first two lines answer whether the run learns, how long it still takes, and what holds it up.
+    The first lines are about whether the run learns, how long it still takes, and what holds it up.
     """
     status = status or status_of(view)
     slowest = bottleneck(view) if status in ("created", "running") else None

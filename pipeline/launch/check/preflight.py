@@ -97,9 +97,10 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     note("memory", memory_line(config))
     scores = list[rewards.Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
-        scores = score_answers(config, kinds)
+        scores, wrong = score_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(_number(score.rewards[0]) for score in scores)}")
-        if problem := unrewarded(kinds, scores):
+        own = [score.rewards[0] for row, score in zip(kinds, scores, strict=True) if row.columns.get("answer") is not None]
+        if problem := unrewarded(own, wrong):
             note("warning", problem)
     generated = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
@@ -189,14 +190,13 @@ def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: S
         )
 
 
-def unrewarded(rows: Sequence[Row], scores: Sequence[rewards.Score]) -> str | None:
-    """The problem if no row's own answer has a reward above 0; None otherwise."""
-    own = [score.rewards[0] for row, score in zip(rows, scores, strict=False) if row.columns.get("answer") is not None]
-    earned = [reward for reward in own if reward is not None]
-    if not earned or max(earned) > 0.0:
+def unrewarded(right: Sequence[float | None], wrong: Sequence[float | None]) -> str | None:
+    """The problem if rows' own answers have no reward above 0, and none above that of another row's answer; None otherwise."""
+    earned, others = ([reward for reward in rewards if reward is not None] for rewards in (right, wrong))
+    if not earned or max(earned) > 0.0 or (others and max(earned) > min(others)):
         return None
-    rows_tried = "the first row" if len(earned) == 1 else f"all {len(earned)} rows tried"
-    return f"the reward of the right answer is {max(earned):g} at most, for {rows_tried}: correct the reward, or the answers (data.answer_field)"
+    tried = "the first row" if len(earned) == 1 else f"all {len(earned)} rows tried"
+    return f"the right answer has a reward of at most {max(earned):g} for {tried}: correct the reward, or the answers (data.answer_field)"
 
 
 def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
@@ -258,8 +258,11 @@ def score(
     return scores
 
 
-def score_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
-    """Like `score`, for the rows' own answers, or their prompts if they have none. Raises `PenstockError`, also for a reversed reward."""
+def score_answers(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Score], list[float | None]]:
+    """(like `score`, for the rows' own answers, or their prompts if they have none; rewards of other rows' answers).
+
+    Raises `PenstockError`, also for a reversed reward.
+    """
     decoder, texts = Decoder(config.model.path), [_own_answer(row) for row in rows]
     pairs = swapped(rows, texts)
     tried, completions = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
@@ -268,7 +271,7 @@ def score_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
         raise PenstockError(f"the reward of {rows[0].origin}: every reward function returned None, as for all rows tried")
     right, wrong = [scores[own].rewards[0] for own, _ in pairs], [score.rewards[0] for score in scores[len(rows) :]]
     refuse_reversed(tried[len(rows) :], right, wrong)
-    return scores[: len(rows)]
+    return scores[: len(rows)], wrong
 
 
 def _own_answer(row: Row) -> str:

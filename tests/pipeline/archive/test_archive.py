@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.inspect.records.runs import Note, note_of
 from penstock.pipeline.inspect.report.summary import collect, summarise
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.inspect.tables.run_tables import RunTables
@@ -413,6 +415,10 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
     assert found.offsets[f"{run_id}.metrics"] > 1
     folder = run_directory(run_id)
     (folder / "logs").mkdir(parents=True)
+    assert main(["runs", "note", run_id, "a try", "--name", "baseline", "--tag", "short", "--bootstrap", broker]) == 0
+    assert note_of(run_id) == Note(name="baseline", text="a try", tags=("short",))
+    assert main(["runs", "--bootstrap", broker]) == 0
+    assert re.search(rf"{run_id} +baseline .* short +a try", capsys.readouterr().out)
     command = ["topics", "delete", run_id, "--bootstrap", broker]
     assert main(command) == 0
     shown = capsys.readouterr().out

@@ -240,7 +240,7 @@ def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str,
     assert "greedy 0 % -> 90 %" in text
     assert "22: 20 trained, 1 filtered (all rewards equal), 0 stale, 0 failed, 1 unused" in text
     assert "mlflow ui --backend-store-uri sqlite:////state/mlflow.db" in as_text(report, full=True)
-    assert f"penstock explain {RUN} 0" in text
+    assert f"penstock explain {RUN} 21" in text
     assert max(map(len, text.splitlines())) <= 110
 
 

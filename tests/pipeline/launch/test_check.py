@@ -22,7 +22,7 @@ from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
 from penstock.pipeline.data import Row
 from penstock.pipeline.launch.check import preflight, sizes
-from penstock.pipeline.launch.check.preflight import ENOUGH, equal_and_low, refuse_reversed, swapped
+from penstock.pipeline.launch.check.preflight import ENOUGH, equal_and_low, refuse_reversed, swapped, unrewarded
 from penstock.pipeline.launch.check.propose import propose
 from penstock.pipeline.launch.create import check_inputs, create
 from penstock.pipeline.runtime.weights.publish import Base, deletable
@@ -424,6 +424,20 @@ def test_a_reward_that_prefers_wrong_answers_is_refused_with_both_rewards(reward
 def test_a_reward_that_does_not_look_at_the_row_is_never_refused(answers: list[str], rewards: dict[str, float]) -> None:
     assert refused(answers, lambda text, _: rewards.get(text, 0.0)) is None
     assert refused(answers, lambda text, answer: float(text == answer)) is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "warned"),
+    [
+        ([0.0, 0.0], [0.0, 0.0], True),  # a reward that is always 0
+        ([-1.0], [], True),
+        ([0.0, 1.0], [0.0, 0.0], False),
+        ([0.0, 0.0], [-3.0, -3.0], False),  # the negative distance to the answer
+        ([], [], False),
+    ],
+)
+def test_a_reward_that_gives_right_answers_nothing_is_warned_of(right: list[float], wrong: list[float], warned: bool) -> None:
+    assert (unrewarded(right, wrong) is not None) == warned
 
 
 def test_rows_without_an_answer_or_with_the_same_one_are_not_compared() -> None:
