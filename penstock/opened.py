@@ -53,7 +53,7 @@ class Run:
         return RunTables(self._log, self.id).samples()
 
     def groups(self) -> pa.Table:
-        """One row an admitted prompt group, by number: prompt, data columns, its fate, step, rewards, lag and policy versions."""
+        """One row an admitted prompt group, by number: prompt, data columns, final status (`fate`), step, rewards, lag and policy versions."""
         index, ended = open_index(self._log, self.id)
         return index.groups(ended=ended).sort_by("group")
 
@@ -73,7 +73,7 @@ class Run:
         return ask(ArchivedTables(cast(ArchivedLog, self._log)) if archived else LiveTables(cast(KafkaLog, self._log), self.id), query)
 
     def plot(self, *measures: str) -> "Figure":
-        """A matplotlib figure: reward, evaluation and fates, or a curve of each of these columns of `steps`.
+        """A matplotlib figure: reward, evaluation and final statuses, or a curve of each of these columns of `steps`.
 
         Example:
             run.plot("entropy", "grad_norm")
@@ -160,9 +160,9 @@ def _overview(axes: Sequence[Any], report: Mapping[str, Any], steps: "pa.Table")
     evals = report["eval"]
     names = [name for name in ("greedy_accuracy", "sampled_accuracy", "greedy_reward") if any(name in one for one in evals)]
     _curve(axes[1], "held-out, by version", [one["version"] for one in evals], {name: [one.get(name) for one in evals] for name in names})
-    fates = {name: count for name, count in report["groups"].items() if count and name != "admitted"}
-    axes[2].barh(list(fates), list(fates.values()))
-    axes[2].set_title("groups by fate")
+    statuses = {name: count for name, count in report["groups"].items() if count and name != "admitted"}
+    axes[2].barh(list(statuses), list(statuses.values()))
+    axes[2].set_title("groups by final status")
     axes[2].invert_yaxis()
 
 

@@ -165,7 +165,11 @@ def test_overrides_go_with_a_configuration_object_too() -> None:
 def test_a_run_answers_in_sql_and_in_pictures(run: Run, tmp_path: Path) -> None:
     assert run.sql("select count(*) as rows, max(reward) as best from samples").to_pylist() == [{"rows": 4 * GROUPS, "best": 1.0}]
     picture = run.plot()
-    assert [axes.get_title() for axes in picture.axes] == ["reward of the trained samples", "held-out, by version", "groups by fate"]
+    assert [axes.get_title() for axes in picture.axes] == [
+        "reward of the trained samples",
+        "held-out, by version",
+        "groups by final status",
+    ]
     assert picture.axes[0].lines[0].get_ydata().tolist() == [0.0, 0.5, 1.0]
     picture.savefig(tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 5_000

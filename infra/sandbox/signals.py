@@ -8,12 +8,12 @@ import _thread
 import signal
 import threading
 
-HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 
 
 def keep_ignored_here() -> None:
     """Replace SIG_IGN by a handler that does nothing: programs that are started inherit SIG_IGN, but no handler. Main thread only."""
-    for number in HANDLED:
+    for number in END_SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:
             ignore(number)
 
@@ -30,7 +30,7 @@ def is_ignored(number: signal.Signals) -> bool:
 
 def restore_defaults() -> None:
     """Handle signals like a process started from a terminal. Main thread only."""
-    for number in HANDLED:
+    for number in END_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

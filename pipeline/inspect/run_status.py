@@ -8,7 +8,7 @@ from typing import Any
 from penstock.pipeline.algorithms.advantages import RewardScale
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import together
-from penstock.pipeline.scheduling import fates as groups
+from penstock.pipeline.scheduling import group_status as groups
 from penstock.topics.ledger import ALL_DONE
 
 
@@ -86,9 +86,9 @@ def tenth(steps: int) -> int:
     return math.ceil(steps / 10)
 
 
-def fates(view: RunView) -> dict[int, str]:
+def group_statuses(view: RunView) -> dict[int, str]:
     """Group -> status, for every admitted or trained group that the view has not forgotten."""
-    statuses = groups.fates(
+    statuses = groups.group_statuses(
         view.admitted,
         {group: outcome.outcome for group, outcome in view.groups.items()},
         trained=(group for step in view.steps.values() for group in step.groups),
@@ -96,12 +96,12 @@ def fates(view: RunView) -> dict[int, str]:
         ended=has_ended(view),
         since=view.past.below,
     )
-    return {group: fate for group, fate in statuses.items() if group not in view.past.settled} if view.past.fates else statuses
+    return {group: status for group, status in statuses.items() if group not in view.past.settled} if view.past.statuses else statuses
 
 
-def fate_counts(view: RunView) -> Counter[str]:
+def status_counts(view: RunView) -> Counter[str]:
     """Status -> number of groups."""
-    return Counter(fates(view).values()) + view.past.fates
+    return Counter(group_statuses(view).values()) + view.past.statuses
 
 
 def _about(view: RunView, part: str) -> dict[str, Any]:

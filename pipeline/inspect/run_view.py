@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.inspect.run_view_types import Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
-from penstock.pipeline.runtime.topic_reader import RunReader, scan
+from penstock.pipeline.runtime.topic_reader import POISON, RunReader, scan
 from penstock.pipeline.scheduling.rules import DROPPED, IdSet
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
@@ -77,7 +77,7 @@ class RunView:
     """Time of the last progress: registration, start, step, version, group, sample, prompt or evaluation."""
     worked: WorkingTime = field(default_factory=WorkingTime)
     past: Ended = field(default_factory=Ended)
-    killers: set[RecordId] = field(default_factory=set)
+    poison: set[RecordId] = field(default_factory=set)
     """Poison records: their readers crashed while decoding them."""
     _made: RunRecord | None = None
     """The run record in the run's own topic; it takes precedence over the shared registry."""
@@ -87,7 +87,7 @@ class RunView:
 
     def fold(self, record: Record) -> Folded | None:
         """Apply a record and return its content; None for a duplicate and for another run's. Raises `Unusable`, and is unchanged then."""
-        if self.killers and record.id in self.killers:
+        if self.poison and record.id in self.poison:
             return None
         if record.topic == RUNS_TOPIC:
             return self._fold_run(record)
@@ -213,8 +213,8 @@ class RunView:
         if dead_letter.kind == "reward-failed":
             error = dead_letter.reason.partition(": ")[2]  # behind the group's number
             self.reward_errors[error if error in self.reward_errors or len(self.reward_errors) < REWARD_ERRORS else "others"] += 1
-        if dead_letter.kind == "killer" and dead_letter.topic.removeprefix(f"{self.run}.") in DECODED:
-            self.killers.add(dead_letter.record_id)
+        if dead_letter.kind == POISON and dead_letter.topic.removeprefix(f"{self.run}.") in DECODED:
+            self.poison.add(dead_letter.record_id)
         return dead_letter
 
     def forget(self) -> None:

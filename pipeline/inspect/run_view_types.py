@@ -78,7 +78,7 @@ class Ended:
     """Of the groups that are not held any more."""
     groups: IdSet = field(default_factory=IdSet)
     """Those groups."""
-    fates: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
     """Of the settled groups, of which some are still held."""
     settled: IdSet = field(default_factory=IdSet)
     below: int = 0
@@ -86,12 +86,12 @@ class Ended:
     counted_steps: int = 0
     """The groups of the steps before this one are settled."""
 
-    def settle(self, group: int, fate: str) -> None:
-        """Count a group's fate, once."""
+    def settle(self, group: int, status: str) -> None:
+        """Count a group's status, once."""
         if group in self.settled:
             return
         self.settled.add(group)
-        self.fates[fate] += 1
+        self.statuses[status] += 1
         while self.below in self.settled:
             self.below += 1
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.inspect.run_status import fate_counts, fates, steps_planned
+from penstock.pipeline.inspect.run_status import group_statuses, status_counts, steps_planned
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import WorkerView
 from penstock.pipeline.runtime.roles import HELPERS, generating_roles
-from penstock.pipeline.scheduling.fates import SETTLED
+from penstock.pipeline.scheduling.group_status import SETTLED
 from penstock.pipeline.scheduling.rules import Schedule, version_after, versions_of
 
 SILENT_S = 5.0
@@ -59,7 +59,7 @@ def waiting_for(view: RunView) -> int | None:
     rules = _rules(view)
     if rules is None or _missing_version(view, rules) is not None:
         return None
-    unsettled = [group for group, fate in fates(view).items() if fate not in SETTLED]
+    unsettled = [group for group, status in group_statuses(view).items() if status not in SETTLED]
     needed = _needed(view, rules)
     if rules.order == "submission":
         unsettled = unsettled[:needed]
@@ -87,7 +87,7 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
         return _group(snapshot, rules, group)
     if view.steps_done == steps_planned(view):
         return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(snapshot, 'trainer')}")
-    step, unsettled = view.steps_done, sum(fate not in SETTLED for fate in fates(view).values())
+    step, unsettled = view.steps_done, sum(status not in SETTLED for status in group_statuses(view).values())
     if unsettled >= _needed(view, rules):
         return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(snapshot, 'trainer')}")
     for role in _drawers(view):
@@ -96,7 +96,7 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
     return Stuck(
         stage="feeder",
         group=None,
-        reason=f"step {step} waits for the prompt of group {fate_counts(view).total()}; {_role(snapshot, 'feeder')}",
+        reason=f"step {step} waits for the prompt of group {status_counts(view).total()}; {_role(snapshot, 'feeder')}",
     )
 
 

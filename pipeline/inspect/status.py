@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 from penstock.pipeline.inspect.report import headline
 from penstock.pipeline.inspect.report.figures import trainer_time
-from penstock.pipeline.inspect.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
+from penstock.pipeline.inspect.run_status import (
+    closing,
+    config_of,
+    has_ended,
+    info_of,
+    last_reward,
+    status_counts,
+    status_of,
+    steps_planned,
+)
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.runtime.reporting.reporter import OUTSIDE
 from penstock.pipeline.runtime.roles import generating_roles
@@ -181,7 +190,7 @@ def standstill_s(view: RunView, *, now_s: float) -> float | None:
 
 def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
     """The run's state and each worker's, ready for JSON."""
-    counted = fate_counts(view)
+    counted = status_counts(view)
     slowest = bottleneck(view)
     silent = silences(view, now_s=now_s)
     last = view.steps[max(view.steps)].metrics if view.steps else {}

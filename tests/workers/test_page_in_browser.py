@@ -102,7 +102,7 @@ def test_a_recorded_run_loads_and_its_head_says_what_the_report_says(page: Any, 
     assert f"{report['samples']} samples" in figures
     assert json.loads(page.text_content("#everything pre"))["groups"] == report["groups"]
     for fate in (fate for fate, count in report["groups"].items() if count and fate != "admitted"):
-        assert re.search(rf"{fate}\s*{report['groups'][fate]}\D", page.inner_text("#fates").replace("\t", " ")), fate
+        assert re.search(rf"{fate}\s*{report['groups'][fate]}\D", page.inner_text("#statuses").replace("\t", " ")), fate
     assert "reward-failed" in page.text_content("#letters")
     titles = page.locator("#charts h3").all_text_contents()
     titles += [text for line in page.locator("#still").all_text_contents() for text in line.partition(": ")[2].split(" · ")]
@@ -198,7 +198,7 @@ def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_
 def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(page: Any) -> None:
     where = page.evaluate(
         """() => {
-          const ofTrained = (one) => one.sample >= 0 && data.fates[data.g_fate[one.group]] === "trained";
+          const ofTrained = (one) => one.sample >= 0 && data.statuses[data.g_status[one.group]] === "trained";
           const lane = timeline.lanes.find((one) => one.items.some(ofTrained));
           const item = lane.items.find(ofTrained);
           showGroup(item.group);
@@ -225,7 +225,7 @@ def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log:
     counts = recorded.report["groups"]
     assert shown(page) == counts["admitted"]
     for fate in ("filtered", "failed", "trained"):
-        page.select_option("#f-fate", label=fate)
+        page.select_option("#f-status", label=fate)
         wait_for_shown(page, counts[fate])
     page.fill("#f-step-min", "2")
     page.fill("#f-step-max", "3")
@@ -282,7 +282,7 @@ def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_s
 
 @pytest.mark.slow
 def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page: Any, log: KafkaLog, recorded: RecordedRun) -> None:
-    number = page.evaluate("data.g_number[Array.from(data.g_fate).indexOf(0)]")
+    number = page.evaluate("data.g_number[Array.from(data.g_status).indexOf(0)]")
     page.evaluate("number => openGroup(data.byNumber.get(number))", number)
     page.wait_for_function("number => document.querySelector('#group h3')?.textContent === `Group ${number}`", arg=number)
     for fold in page.locator("#group .card h4 button").all():

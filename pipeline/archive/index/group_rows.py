@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock.infra.log import Partition
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.topic_reader import POISON
-from penstock.pipeline.scheduling.fates import SETTLED, fate_of
+from penstock.pipeline.scheduling.group_status import SETTLED, group_status
 from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics import dead_letters, groups, ledger, prompts
 from penstock.topics.groups import GroupAssembler
@@ -121,7 +121,7 @@ class GroupRows:
     def _ending(self, group: int, row: Row, *, ended: bool) -> Row:
         end = self._ends.get(group)
         trained = end is not None and end.step is not None
-        status = fate_of(row.get("outcome"), trained=trained, stale=end is not None and not trained, ended=ended)
+        status = group_status(row.get("outcome"), trained=trained, stale=end is not None and not trained, ended=ended)
         if end is None or not trained:
             return {"fate": status}
         oldest = row.get("policy_version_min")

@@ -27,7 +27,7 @@ from penstock.pipeline.inspect.records.runs import list_runs, size
 from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import summarise
-from penstock.pipeline.inspect.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
+from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.status import WATCHED, elapsed_s
 from penstock.pipeline.launch.run_lock import log_files
@@ -183,7 +183,7 @@ def run(runs: Watching, query: Query) -> bytes:
         "status": status_of(view),
         "step": f"{view.steps_done:,} of {planned or '?'}",
         "reward, last tenth of the steps": "-" if reward is None else f"{reward:.3f}",
-        "groups": ", ".join(f"{count:,} {fate}" for fate, count in report["groups"].items() if count),
+        "groups": ", ".join(f"{count:,} {status}" for status, count in report["groups"].items() if count),
         "time": "-" if elapsed is None else duration(elapsed),
         "dead letters": f"{len(view.dead_letters):,}",
     }
@@ -201,7 +201,9 @@ def run(runs: Watching, query: Query) -> bytes:
         Html("<h2>Groups</h2>"),
         Html(
             "<p>"
-            + " · ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in sorted(fates(view).items())[-24:])
+            + " · ".join(
+                link(f"{number} {status}", "group", id=name, group=number) for number, status in sorted(group_statuses(view).items())[-24:]
+            )
             + "</p>"
         ),
     ]

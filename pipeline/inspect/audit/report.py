@@ -281,7 +281,7 @@ def as_text(audited: Audit) -> str:
         if len(result.violations) > SHOWN:
             lines.append(f"    and {len(result.violations) - SHOWN} more; --json lists them")
     for title, counts in (
-        ("groups by fate", group_statuses(facts)),
+        ("groups by final status", group_statuses(facts)),
         ("duplicates", duplicates(facts)),
         ("dead letters", dead_letter_kinds(facts)),
     ):

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.pipeline.inspect.recorded_run import RecordedRun, StoredDeadLetter, no_prompt
 from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.fates import fate_of
+from penstock.pipeline.scheduling.group_status import group_status
 from penstock.pipeline.scheduling.rules import Schedule
 from penstock.topics.dead_letters import DeadLetter, claimed_group
 from penstock.topics.groups import Group, ScoredSample
@@ -208,10 +208,10 @@ class GroupHistory:
         return self.prompt is not None and len(self.counted) >= self.samples_requested
 
     @property
-    def fate(self) -> str:
-        """The group's fate, as the report counts it."""
+    def status(self) -> str:
+        """Final status of the group, or `open`."""
         outcome = self.outcome.headers.outcome if self.outcome and self.outcome.headers else None
-        return fate_of(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
+        return group_status(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
 
     @property
     def dead_letters(self) -> list[StoredDeadLetter]:
@@ -277,14 +277,14 @@ def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], 
 
 
 def why(history: GroupHistory) -> str:
-    """The reason of the group's fate, in one clause, with the deleted records that might change it."""
-    include_open = history.fate in ("open", "unused") and history.outcome is None
+    """The reason of the group's status, in one clause, with the deleted records that might change it."""
+    include_open = history.status in ("open", "unused") and history.outcome is None
     return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if include_open and history.gone else _why(history)
 
 
 def _why(history: GroupHistory) -> str:
     run, step = history.run, history.step
-    match history.fate:
+    match history.status:
         case "trained" if step is not None:
             position = 1 + [planned.group for planned in step.plan].index(history.number)
             return f"step {step.step}, position {position} of {len(step.plan)} in its plan, under learner version {step.version}"
@@ -299,8 +299,8 @@ def _why(history: GroupHistory) -> str:
             reason = json.loads((closed and closed.details) or "{}").get("reason")
             ended = f"the run ended first ({reason})" if reason else "the run ended first"
             return f"{ended}; it waited for {waits_for(_progress(history), run.config.rules)}"
-        case fate:
-            return (history.group.reason if history.group else None) or f"its record says {fate} and no more"
+        case status:
+            return (history.group.reason if history.group else None) or f"its record says {status} and no more"
 
 
 def stale_facts(history: GroupHistory) -> dict[str, Any] | None:

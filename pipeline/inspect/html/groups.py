@@ -12,7 +12,7 @@ from penstock.pipeline.inspect.html.advantages import Advantages
 from penstock.pipeline.inspect.html.chunks import Chunks, ChunkSlot
 from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.live.completions import shared
-from penstock.pipeline.inspect.run_status import fates
+from penstock.pipeline.inspect.run_status import group_statuses
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
@@ -181,7 +181,7 @@ def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Sel
     listed: set[int] = set()
     texts: set[int] = set()
     detailed: set[int] = set()
-    for number in sorted(fates(view), reverse=True):
+    for number in sorted(group_statuses(view), reverse=True):
         sample_tokens = view.samples.get(number, {})
         outcome = view.groups.get(number)
         samples -= max(1, len(sample_tokens))

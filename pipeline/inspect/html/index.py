@@ -25,11 +25,11 @@ from penstock.pipeline.inspect.html.timeline import (
     timeline,
 )
 from penstock.pipeline.inspect.report.headline import headline
-from penstock.pipeline.inspect.run_status import config_of, fates, steps_per_version
+from penstock.pipeline.inspect.run_status import config_of, group_statuses, steps_per_version
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.tables.timeline import Interval
 from penstock.pipeline.runtime.roles import ROLES, order
-from penstock.pipeline.scheduling.fates import FATES, OPEN
+from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.samples import FINISHES
 
@@ -70,8 +70,8 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
         "made_ms": int(time.time() * 1000),
         "zero_ms": clock.zero_ns // 1_000_000,
         "tick_ms": clock.tick_ms,
-        "fates": (*FATES, OPEN),
-        "fate_shares": fate_shares(view),
+        "statuses": (*STATUSES, OPEN),
+        "status_shares": status_shares(view),
         "component_means": component_means(groups.rows, step_of=_step_of(view), count=len(groups.reward_names)),
         "finishes": FINISHES,
         "kinds": KINDS,
@@ -107,7 +107,7 @@ def contents(groups: GroupPages) -> dict[str, Any]:
         sum(sum(tokens_by_sample.values()) for tokens_by_sample in view.samples.values()),
     )
     counts = {
-        "groups": [len(rows), len(fates(view))],
+        "groups": [len(rows), len(group_statuses(view))],
         "samples": [sum(len(row.rollouts) for row in rows), samples],
         "texts": [sum(len(row.rollouts) for row in texts), samples],
         "tokens": [sum(sample.tokens for row in detailed for sample in row.rollouts), tokens],
@@ -176,10 +176,10 @@ def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
 def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
     """The columns of the list of groups."""
     step_of = _step_of(groups.view)
-    fate_of, number_of = fates(groups.view), {fate: number for number, fate in enumerate((*FATES, OPEN))}
+    status_of, number_of = group_statuses(groups.view), {status: number for number, status in enumerate((*STATUSES, OPEN))}
     return {
         "g_number": (np.uint32, lambda row: row.group),
-        "g_fate": (np.uint8, lambda row: number_of[fate_of[row.group]]),
+        "g_status": (np.uint8, lambda row: number_of[status_of[row.group]]),
         "g_step": (np.int32, lambda row: step_of.get(row.group, -1)),
         "g_reward": (np.float32, lambda row: _mean(row.rewards)),
         "g_size": (np.uint16, lambda row: len(row.rollouts)),
@@ -255,21 +255,21 @@ LEAST_GROUPS = 16
 MOST_POINTS = 60
 
 
-def fate_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
-    """(optimizer step, fate -> share) over the run, for all fates in it; a group without samples counts with the previous group."""
-    ended = [(group, fate) for group, fate in sorted(fates(view).items()) if fate != OPEN]
-    names, per_version = sorted({fate for _, fate in ended}), steps_per_version(view)
+def status_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
+    """(optimizer step, status -> share) over the run, for all statuses in it; a group without samples counts with the previous group."""
+    ended = [(group, status) for group, status in sorted(group_statuses(view).items()) if status != OPEN]
+    names, per_version = sorted({status for _, status in ended}), steps_per_version(view)
     size = max(LEAST_GROUPS, -(-len(ended) // MOST_POINTS))
     points: list[tuple[int, dict[str, float]]] = []
     counted, version = Counter[str](), 0
-    for group, fate in ended:
+    for group, status in ended:
         now = view.groups[group].version_min if group in view.groups else None
         if now is not None and now > version:
             if counted.total() >= size:
                 points.append(_point(counted, version * per_version, names))
                 counted.clear()
             version = now
-        counted[fate] += 1
+        counted[status] += 1
     if counted.total() >= size // 2 or not points:
         points.append(_point(counted, version * per_version, names))
     return points if ended else []

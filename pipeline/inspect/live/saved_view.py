@@ -22,7 +22,7 @@ from penstock.topics.upkeep import state
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing
 
-FORMAT = 1
+FORMAT = 2
 EVERY_S = 15.0
 """Interval between saved views; a reader folds the records written since the newest one."""
 MOST_BYTES = 8 << 20

@@ -45,10 +45,10 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
     causes = []
     if config_of(view).get("schedule", {}).get("oversample_groups"):
         by_status = {name: facts for name, facts in by_status.items() if name not in ("stale", "abandoned")}  # the extra groups
-    for fate, (limit, text, advice) in CAUSES.items():
-        if (share := len(by_status.get(fate, ())) / ended) >= limit:
-            cause, own_advice = _filtered(by_status[fate], reward_scale(view)) if fate == "filtered" else ("", advice)
-            causes.append(Waste(fate, share, f"{share:.0%} of the groups {text}{cause and ', '}{cause}", own_advice))
+    for status, (limit, text, advice) in CAUSES.items():
+        if (share := len(by_status.get(status, ())) / ended) >= limit:
+            cause, own_advice = _filtered(by_status[status], reward_scale(view)) if status == "filtered" else ("", advice)
+            causes.append(Waste(status, share, f"{share:.0%} of the groups {text}{cause and ', '}{cause}", own_advice))
     return sorted(causes, key=lambda waste: -waste.share)
 
 

@@ -19,12 +19,12 @@ from penstock.pipeline.inspect.report.formats import rebased_fields
 from penstock.pipeline.inspect.run_status import (
     closing,
     config_of,
-    fate_counts,
-    fates,
+    group_statuses,
     info_of,
     last_reward,
     resumptions,
     reward_scale,
+    status_counts,
     status_of,
     steps_per_version,
     steps_planned,
@@ -36,7 +36,7 @@ from penstock.pipeline.inspect.status import bottleneck, busy
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
-from penstock.pipeline.scheduling.fates import FATES, OPEN
+from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
 from penstock.pipeline.scheduling.rules import MODES
 
 COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
@@ -219,18 +219,18 @@ def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | Non
 
 
 def _groups(view: RunView) -> dict[str, int]:
-    counts = fate_counts(view)
-    return {"admitted": counts.total(), **{name: counts[name] for name in (*FATES, OPEN)}}
+    counts = status_counts(view)
+    return {"admitted": counts.total(), **{name: counts[name] for name in (*STATUSES, OPEN)}}
 
 
 def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
     """Completion tokens of the samples, by what became of their group: `length` is the mean, then the 95 % quantile and the longest."""
     tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "failed": [], "abandoned": [], "unused": []}
-    for group, fate in fates(view).items():
+    for group, status in group_statuses(view).items():
         generated = view.samples.get(group, {}).values()
         tokens["admitted"] += generated
-        if fate in tokens:
-            tokens[fate] += generated
+        if status in tokens:
+            tokens[status] += generated
     ordered = {name: sorted(lengths) for name, lengths in tokens.items()}
     return {
         "length": {name: sum(lengths) / len(lengths) if lengths else None for name, lengths in ordered.items()},

@@ -9,13 +9,13 @@ import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.inspect.html.advantages import Advantages
-from penstock.pipeline.inspect.run_status import fates
+from penstock.pipeline.inspect.run_status import group_statuses
 from penstock.pipeline.inspect.run_view import read_view
 from penstock.pipeline.inspect.status import WATCHED
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader
-from penstock.pipeline.scheduling.fates import OPEN
+from penstock.pipeline.scheduling.group_status import OPEN
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
@@ -70,13 +70,13 @@ class RunTables:
 
     def groups(self) -> pa.Table:
         """`GROUPS`: every admitted group; `fate` as in the report, `open` for an unfinished group of a live run."""
-        fate_of = fates(read_view(self._reader, topics=WATCHED))
+        status_of = group_statuses(read_view(self._reader, topics=WATCHED))
         if (outcomes := self._outcomes) is None:
             payloads = ((read.payload, read) for read in self._reader.groups())
             outcomes = {group.group: _outcome_columns(group, read) for group, read in payloads if group is not None}
         admitted = {read.payload.group: read.payload for read in self._reader.prompts() if read.payload is not None}
         rows = [
-            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "fate": fate_of.get(number, OPEN)}
+            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "fate": status_of.get(number, OPEN)}
             for number, prompt in sorted(admitted.items(), key=lambda item: item[0])
         ]
         return _table(rows, GROUPS)

@@ -20,7 +20,7 @@ from penstock.pipeline.algorithms.advantages import group_advantages
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.inspect.html.build import Limits, Page, PageTooSlow, build, write
 from penstock.pipeline.inspect.html.chunks import LOGPROB_STEP, logprobs, pack
-from penstock.pipeline.inspect.html.index import MARGIN_BYTES, fate_shares
+from penstock.pipeline.inspect.html.index import MARGIN_BYTES, status_shares
 from penstock.pipeline.inspect.html.timeline import NEVER, Clock, generic
 from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.live.completions import shared
@@ -73,7 +73,7 @@ def test_the_page_holds_the_report_and_every_group_and_sample(log: MemoryLog, pa
     assert index["report"] == report
     assert index["verdict"] == headline(report)
     assert index["g_number"].tolist() == list(range(8))
-    assert [index["fates"][fate] for fate in index["g_fate"]] == ["filtered", *["trained"] * 6, "unused"]
+    assert [index["statuses"][fate] for fate in index["g_status"]] == ["filtered", *["trained"] * 6, "unused"]
     assert index["g_step"].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]
     assert index["g_reward"].tolist() == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
     assert index["g_size"].tolist() == [4] * 8
@@ -232,7 +232,7 @@ def test_groups_without_rewards_show_their_prompt_and_what_was_drawn() -> None:
     page = build(log_with([*built, *waiting, *failed[:-1], *outcome]), RUN)
     found = blocks(page)
     index, tokens = unpacked(found["index"]), unpacked(found["k0"])
-    assert [index["fates"][fate] for fate in index["g_fate"]] == ["open", "failed"]
+    assert [index["statuses"][fate] for fate in index["g_status"]] == ["open", "failed"]
     assert index["g_size"].tolist() == [4, 4] and np.isnan(index["s_reward"]).all()
     assert index["reasons"] == {"1": "the judge broke"}
     assert [text[0] for text in json.loads(found["x0"])] == ["3 4", "3 4"]
@@ -266,8 +266,8 @@ def test_a_page_of_a_run_under_way_lists_what_its_figures_count() -> None:
     assert len(log.later) < len(built) - 20
     counts = index["report"]["groups"]
     assert len(index["g_number"]) == counts["admitted"] > 0
-    for number, fate in enumerate(index["fates"]):
-        assert int((index["g_fate"] == number).sum()) == counts[fate]
+    for number, fate in enumerate(index["statuses"]):
+        assert int((index["g_status"] == number).sum()) == counts[fate]
     assert len(index["s_reward"]) == index["report"]["samples"]
     assert int((~np.isnan(index["g_reward"])).sum()) == sum(record.topic.endswith(".groups") for record in built[:20])
 
@@ -366,8 +366,8 @@ def test_what_became_of_the_groups_is_a_curve_whose_points_stand_for_enough_of_t
     view = RunView(run=RUN)
     for record in as_records(built):
         view.fold(record)
-    points = fate_shares(view)
+    points = status_shares(view)
     assert [step for step, _ in points] == sorted({step for step, _ in points})
     assert len(points) == 7  # of 120 groups: six versions of three groups each, and what is left
     assert all(shares == {"filtered": pytest.approx(1 / 3), "trained": pytest.approx(2 / 3)} for _, shares in points)
-    assert fate_shares(RunView(run=RUN)) == []
+    assert status_shares(RunView(run=RUN)) == []

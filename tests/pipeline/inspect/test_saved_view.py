@@ -10,7 +10,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.live import saved_view
 from penstock.pipeline.inspect.live.frame import line
 from penstock.pipeline.inspect.live.saved_view import ViewWriter, from_json, newest, to_json
-from penstock.pipeline.inspect.run_status import fate_counts, fates
+from penstock.pipeline.inspect.run_status import group_statuses, status_counts
 from penstock.pipeline.inspect.run_view import KEPT, RunView, read_view
 from penstock.pipeline.inspect.stall import waiting_for
 from penstock.pipeline.inspect.status import WATCHED, standing
@@ -66,8 +66,8 @@ def test_a_view_that_forgets_says_what_a_whole_one_says(seed: int) -> None:
     for end in (len(records) // 3, len(records) // 2, len(records)):
         whole, forgetful = folded(records[:end]), folded(records[:end], forgets=True)
         assert said(forgetful) == said(whole)
-        open_groups = {group: fate for group, fate in fates(whole).items() if fate == "open"}
-        assert {group: fate for group, fate in fates(forgetful).items() if fate == "open"} == open_groups
+        open_groups = {group: status for group, status in group_statuses(whole).items() if status == "open"}
+        assert {group: status for group, status in group_statuses(forgetful).items() if status == "open"} == open_groups
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -85,7 +85,7 @@ def test_a_view_that_forgets_holds_no_more_of_a_long_run_than_of_a_short_one(mon
     held = []
     for steps in (40, 120):
         view = folded(recorded(steps=steps), forgets=True)
-        assert fate_counts(view).total() == len(view.admitted)
+        assert status_counts(view).total() == len(view.admitted)
         held.append((len(view.steps), len(view.groups), len(view.versions), len(view.stale), len(to_json(view))))
     assert all(long <= 2 * 24 for long in held[1][:4])
     assert held[1][4] < 1.2 * held[0][4]

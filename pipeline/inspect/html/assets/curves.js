@@ -10,11 +10,11 @@ function buildCurves() {
     used.add(name);
     return { label, short, points: data[`m_${name}`] ? Array.from(data.m_step, (step, index) => [step, data[`m_${name}`][index]]) : [] };
   };
-  const fates = data.fate_shares.length < 2 ? [] : data.fates.map((fate) => ({ label: fate, colour: `var(--${fate})`, points: data.fate_shares.filter((row) => row[1][fate] !== undefined).map(([step, shares]) => [step, shares[fate]]) }));
+  const statuses = data.status_shares.length < 2 ? [] : data.statuses.map((status) => ({ label: status, colour: `var(--${status})`, points: data.status_shares.filter((row) => row[1][status] !== undefined).map(([step, shares]) => [step, shares[status]]) }));
   const components = data.reward_names.length > 1 ? data.component_means.map((points, index) => ({ label: data.reward_names[index], points })) : [];
   const charts = [
     ["Reward", "mean", [{ label: "all scored samples, by version", short: "all", points: data.rewards.map(([step, , mean]) => [step, mean]) }, byStep("reward_trained", "trained")]],
-    ["Fates of the groups", "share, by version", fates],
+    ["Final status of the groups", "share, by version", statuses],
     ["Reward by function", "mean of the trained, unweighted", components],
     ["Evaluation", `${data.eval_measure}, held-out`, [{ label: "greedy", points: data.evals.map(([step, , greedy]) => [step, greedy]) }, { label: "sampled", points: data.evals.map(([step, , , sampled]) => [step, sampled]) }], { dots: true }],
     ["Spread of rewards", "standard deviation", [byStep("reward_std", "all samples", "all"), byStep("reward_group_std", "within a group", "group")]],

@@ -24,12 +24,12 @@ async function openGroup(g, { sample = -1, scroll = false, quiet = false } = {})
 }
 
 function heading(g, prompt, columns, text) {
-  const groupNumber = data.g_number[g], fate = data.fates[data.g_fate[g]], reason = data.reasons[groupNumber];
+  const groupNumber = data.g_number[g], status = data.statuses[data.g_status[g]], reason = data.reasons[groupNumber];
   const fact = (name, value) => el("span", {}, `${name} `, el("b", {}, value));
   const show = el("button", { type: "button", title: "Zoom the timeline to this group" }, "on the timeline");
   show.addEventListener("click", () => { showGroup(g); $("timeline").scrollIntoView(); });
   const nodes = [
-    el("div", { className: "head" }, el("h3", {}, `Group ${groupNumber}`), el("span", { className: "badge" }, swatch(`var(--${fate})`), ` ${fate}`), show),
+    el("div", { className: "head" }, el("h3", {}, `Group ${groupNumber}`), el("span", { className: "badge" }, swatch(`var(--${status})`), ` ${status}`), show),
     el("div", { className: "facts" }, data.g_step[g] >= 0 ? fact("trained in step", String(data.g_step[g])) : null, fact("mean reward", number(data.g_reward[g])),
       fact("admitted", moment(data.g_created[g])), fact("outcome", moment(data.g_scored[g])), data.g_scorer[g] === NOTHING ? null : fact("scored by", data.workers[data.g_scorer[g]].name)),
   ];

@@ -51,8 +51,8 @@ function buildExamples(examples) {
 
 function buildFlow() {
   const groups = data.report.groups, all = Math.max(1, groups.admitted);
-  const rows = data.fates.filter((fate) => groups[fate]).map((fate) => [el("span", {}, swatch(`var(--${fate})`), ` ${fate}`), count(groups[fate]), `${((100 * groups[fate]) / all).toFixed(1)} %`, el("span", { className: "bar" }, bar(groups[fate] / all, fate))]);
-  $("fates").append(table([["fate"], ["groups", "n"], ["share", "n"], ["", "bar"]], rows));
+  const rows = data.statuses.filter((status) => groups[status]).map((status) => [el("span", {}, swatch(`var(--${status})`), ` ${status}`), count(groups[status]), `${((100 * groups[status]) / all).toFixed(1)} %`, el("span", { className: "bar" }, bar(groups[status] / all, status))]);
+  $("statuses").append(table([["status"], ["groups", "n"], ["share", "n"], ["", "bar"]], rows));
   $("waiting").append(spentTable(), el("p", { className: "dim small" }, "Each second of a worker counts for one use; they add up to its time, as in the report."));
   if (!data.report.dead_letters.total) return;
   const letters = data.letters.map(([kind, topic, partition, offset, worker, when, reason]) => [kind, `${topic}/${partition}/${offset}`, worker, `${((when - data.zero_ms) / 1000).toFixed(1)} s`, reason]);

@@ -4,8 +4,8 @@ const ROW = 26;
 const list = { shown: [], chosen: -1, search: 0 };
 
 function startSamples() {
-  const fates = [...new Set(data.g_fate)].sort();
-  $("f-fate").append(el("option", { value: "" }, "any"), ...fates.map((fate) => el("option", { value: fate }, data.fates[fate])));
+  const statuses = [...new Set(data.g_status)].sort();
+  $("f-status").append(el("option", { value: "" }, "any"), ...statuses.map((status) => el("option", { value: status }, data.statuses[status])));
   const drawers = [...new Set(data.s_worker)].sort((a, b) => a - b);
   $("f-worker").append(el("option", { value: "" }, "any"), ...drawers.map((one) => el("option", { value: one }, data.workers[one].name)));
   let soon = 0;
@@ -50,13 +50,13 @@ function limits(name) {
 
 // True if a group passes the filters other than the text search.
 function asked() {
-  const fate = $("f-fate").value, worker = $("f-worker").value, reward = limits("reward"), version = limits("version"), step = limits("step");
+  const status = $("f-status").value, worker = $("f-worker").value, reward = limits("reward"), version = limits("version"), step = limits("step");
   const anySample = (g, fits) => {
     for (let s = data.first[g]; s < data.first[g + 1]; s++) if (fits(s)) return true;
     return false;
   };
   return (g) =>
-    (fate === "" || data.g_fate[g] === Number(fate)) &&
+    (status === "" || data.g_status[g] === Number(status)) &&
     (!step || (data.g_step[g] >= 0 && data.g_step[g] >= step[0] && data.g_step[g] <= step[1])) &&
     (!reward || (data.g_reward[g] >= reward[0] - 1e-6 && data.g_reward[g] <= reward[1] + 1e-6)) &&
     (!version || anySample(g, (s) => data.s_max[s] >= version[0] && data.s_min[s] <= version[1])) &&
@@ -115,14 +115,14 @@ function rows() {
 }
 
 function row(g, index) {
-  const fate = data.fates[data.g_fate[g]], first = data.first[g], last = data.first[g + 1];
+  const status = data.statuses[data.g_status[g]], first = data.first[g], last = data.first[g + 1];
   let low = Infinity, high = -Infinity;
   for (let s = first; s < last; s++) {
     low = Math.min(low, data.s_min[s]);
     high = Math.max(high, data.s_max[s]);
   }
   const node = el("div", { className: "row", role: "option", id: `row-${g}`, "data-g": g, "aria-selected": String(g === list.chosen), "aria-posinset": index + 1, "aria-setsize": list.shown.length },
-    el("span", { className: "n" }, String(data.g_number[g])), el("span", {}, swatch(`var(--${fate})`), fate),
+    el("span", { className: "n" }, String(data.g_number[g])), el("span", {}, swatch(`var(--${status})`), status),
     el("span", { className: "n" }, data.g_step[g] < 0 ? "–" : String(data.g_step[g])), el("span", { className: "n" }, fixed(data.g_reward[g])),
     el("span", { className: "n" }, first === last ? "–" : range(low, high)), el("span", {}, oneLine(data.prompts[data.g_prompt[g]])));
   node.style.top = `${index * ROW}px`;

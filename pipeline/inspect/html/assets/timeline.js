@@ -226,9 +226,9 @@ function describe({ lane, item }) {
   if (item.kind === -1) return `${lane.name}: “${data.labels[item.label][0]}”\n${when}, by its statuses`;
   const kind = data.kinds[item.kind], lines = [`${lane.name}: ${kind}`, when];
   if (item.group >= 0) {
-    const g = item.group, fate = data.fates[data.g_fate[g]], step = data.g_step[g] >= 0 ? `, step ${data.g_step[g]}` : "";
+    const g = item.group, status = data.statuses[data.g_status[g]], step = data.g_step[g] >= 0 ? `, step ${data.g_step[g]}` : "";
     if (item.members) lines[0] += ` of ${item.members} samples`;
-    lines.push(`group ${data.g_number[g]}${item.sample >= 0 && !item.members ? `, sample ${data.s_number[item.sample]}` : ""}: ${fate}${step}`);
+    lines.push(`group ${data.g_number[g]}${item.sample >= 0 && !item.members ? `, sample ${data.s_number[item.sample]}` : ""}: ${status}${step}`);
     if (item.sample >= 0 && !item.members) {
       const s = item.sample, reward = Number.isNaN(data.s_reward[s]) ? "not scored" : `reward ${number(data.s_reward[s])}`;
       lines.push(`${count(data.s_tokens[s])} tokens under version ${range(data.s_min[s], data.s_max[s])}, ${reward}`);

@@ -7,15 +7,15 @@ from collections.abc import Container, Iterable, Mapping
 
 from penstock.pipeline.scheduling.rules import DROPPED, admitted_groups
 
-FATES = ("trained", "filtered", "stale", "failed", "abandoned", "unused")
+STATUSES = ("trained", "filtered", "stale", "failed", "abandoned", "unused")
 """Final statuses of a group."""
 OPEN = "open"
 """Status of an unfinished group."""
-SETTLED = frozenset(FATES) - {"unused"}
+SETTLED = frozenset(STATUSES) - {"unused"}
 """Statuses that the end of the run does not change."""
 
 
-def fate_of(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> str:
+def group_status(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> str:
     """Status of a group, final or `OPEN`; `outcome` is None before the group is scored, `ended` is true after the end of the run."""
     if trained:
         return "trained"
@@ -26,10 +26,10 @@ def fate_of(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> 
     return "unused" if ended else OPEN
 
 
-def fates(
+def group_statuses(
     admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool, since: int = 0
 ) -> dict[int, str]:
     """Group -> status, for all admitted and trained groups from `since` on."""
     members = set(trained)
     groups = [*(numbers := admitted_groups(admitted, since=since)), *sorted(members.difference(numbers))]
-    return {group: fate_of(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}
+    return {group: group_status(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}
