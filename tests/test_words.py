@@ -41,7 +41,7 @@ BUDGETS = {
     r"place|places": 64,
     r"says|said|say": 43,
     r"asks|asked|ask": 50,
-    r"answer|answers|answered": 336,
+    r"answer|answers|answered": 338,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 11,
     r"stood|stands": 2,

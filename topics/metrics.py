@@ -74,6 +74,8 @@ TRAIN: Mapping[str, str] = {
     "correction_weight": "mean weight of the correction",
     "corrected_fraction": "share of tokens whose weight was cut or masked",
     "rejected_fraction": "share of tokens in sequences that `algorithm.reject_kl` leaves out",
+    "kl_coef": "`algorithm.kl_coef` at the step, with `final_kl_coef`; `kl_reward` if the KL is in the reward",
+    "entropy_coef": "`algorithm.entropy_coef` at the step, with `final_entropy_coef`",
     "kl_reference": "KL(current || reference) by k3, in nats, with `algorithm.kl_coef`",
     "kl_reference_k1": 'KL(behaviour || reference) by k1, in nats, with `algorithm.kl_in = "reward"`',
     "value_error": "mean squared difference of value and advantage, with `algorithm.value_lr`",

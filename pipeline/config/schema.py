@@ -117,8 +117,9 @@ class RewardSection(ChildSection):
         min_length=1,
         description=(
             "`exact_match`, `math_verify`, `reasoning_gym`, `environment` (the environment's reward), `soft_overlong` (DAPO's"
-            " length penalty, arXiv 2503.14476), `file.py:function`, `package.module:function`, or a service "
-            "`http://HOST:PORT/PATH`; options follow a question mark: `soft_overlong?cache=64`"
+            " length penalty, arXiv 2503.14476), `reward_table` (a reward by status, arXiv 2509.19128), "
+            "`file.py:function`, `package.module:function`, or a service `http://HOST:PORT/PATH`; "
+            "options follow a question mark: `soft_overlong?cache=64`"
         ),
     )
     weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
@@ -217,6 +218,7 @@ class AlgorithmSection(Section):
         None, description="bound of the ratio for negative advantages, 0 for none; if absent 3, `cispo` none"
     )
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference model; above 0 the trainer keeps a frozen copy")
+    final_kl_coef: NonNegativeFloat | None = Field(None, description="`kl_coef` at the last step, reached linearly; constant if absent")
     kl_weighted: bool | None = Field(None, description="weight the KL of a token by current / behaviour; true if absent")
     kl_in: Literal["loss", "reward"] = Field("loss", description="KL as k3 in the loss, or as k1 subtracted from the reward")
     reference: Annotated[str | None, PATH] = Field(None, description="directory of the reference model; `model.path` if absent")
@@ -237,6 +239,9 @@ class AlgorithmSection(Section):
         None, description="mean KL of behaviour and proximal policy above which a sequence is not trained"
     )
     entropy_coef: NonNegativeFloat = Field(0.0, description="weight of a bonus for the entropy of each token's distribution")
+    final_entropy_coef: NonNegativeFloat | None = Field(
+        None, description="`entropy_coef` at the last step, reached linearly; constant if absent"
+    )
     entropy_floor: FinitePositive | None = Field(None, description="nats from which a token's entropy has no more bonus; none if absent")
     ess_floor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"

@@ -188,6 +188,9 @@ def _terms(config: Config) -> str | None:
         return "algorithm.kl_weighted: is for the KL in the loss; leave it out with algorithm.kl_in = 'reward'"
     if algorithm.kl_in == "reward" and config.trainer.processes > 1:
         return "algorithm.kl_in: 'reward' needs all samples of a group in one process; use 'loss', or set trainer.processes = 1"
+    for coef in ("kl_coef", "entropy_coef"):
+        if getattr(algorithm, f"final_{coef}") is not None and not getattr(algorithm, coef):
+            return f"algorithm.final_{coef}: is where algorithm.{coef} ends, which is 0; set that above 0"
     if algorithm.entropy_floor is not None and not algorithm.entropy_coef:
         return f"algorithm.entropy_floor: {algorithm.entropy_floor} ends a bonus that is not there; set algorithm.entropy_coef"
     if algorithm.ess_floor is not None and config.rules.max_lag == 0:

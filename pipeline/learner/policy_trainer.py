@@ -105,8 +105,9 @@ class PolicyTrainer:
     ) -> "PolicyTrainer":
         """Load the run's initial model in each process. Raises `BackendError`."""
         return cls(
-            config=config, steps=steps, backend=_initial_backend(config, steps=steps, processes=processes), objective=Objective.of(config),
-            weights_of=weights_of, processes=processes, hash_name=hash_name,
+            config=config, steps=steps, backend=_initial_backend(config, steps=steps, processes=processes),
+            objective=Objective.of(config, total_steps=config.trainer.initial_steps + steps), weights_of=weights_of,
+            processes=processes, hash_name=hash_name,
         )  # fmt: skip
 
     def step(self, *, recorded_ends: Sequence[int] | None = None) -> Step:

@@ -8,7 +8,7 @@ import json
 import re
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -64,10 +64,13 @@ class Objective:
     steps_per_version: int
     counts_untrained: bool
     """True if untrained samples count in the denominator of `sequence_mean` and `constant`."""
+    decays: Mapping[str, tuple[float, float]]
+    """Coefficient -> its value at step 0 and after `total_steps`, of those that change."""
+    total_steps: int
 
     @classmethod
-    def of(cls, config: Config) -> "Objective":
-        """The objective of a configuration; loads the user's functions."""
+    def of(cls, config: Config, *, total_steps: int = 1) -> "Objective":
+        """The objective of a configuration, whose coefficients reach their final values at `total_steps`; loads the user's functions."""
         algorithm = config.algorithm
         settings: dict[str, Any] = {
             "clip_low": config.clip_low,
@@ -89,10 +92,12 @@ class Objective:
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
         if algorithm.loss in LOSSES:
             settings["surrogate"] = LOSSES[algorithm.loss].surrogate
+        in_loss, finals = algorithm.kl_in == "loss", {"entropy_coef": (algorithm.entropy_coef, algorithm.final_entropy_coef)}
+        finals["kl_coef" if in_loss else "kl_reward"] = algorithm.kl_coef, algorithm.final_kl_coef
         function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
 
         def batch_loss(logprobs: Any, batch: TokenBatch, **inputs: Any) -> tuple[Any, dict[str, float]]:
-            return function(logprobs, batch, **settings, **inputs)
+            return function(logprobs, batch, **{**settings, **inputs})
 
         return cls(
             batch_loss=batch_loss,
@@ -110,7 +115,14 @@ class Objective:
             aggregate=config.aggregate,
             steps_per_version=config.schedule.steps_per_version,
             counts_untrained=config.counts_untrained,
+            decays={name: (first, last) for name, (first, last) in finals.items() if last is not None},
+            total_steps=total_steps,
         )
+
+    def coefficients(self, step: int) -> dict[str, float]:
+        """The coefficients that change, at an optimizer step: linear from step 0 to `total_steps`."""
+        done = min(1.0, step / self.total_steps)
+        return {name: first + (last - first) * done for name, (first, last) in self.decays.items()}
 
     def sequences(self, group: Group) -> list[TokenSequence]:
         return micro_batches.sequences(group, advantages=self.advantages, truncated=self.truncated)
@@ -123,7 +135,8 @@ class Objective:
         return MicroBatcher(self.token_budget, size=size, ranks=self.processes, ends=ends)
 
     def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
-        inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
+        changing = {name: value for name, value in self.coefficients(backend.steps).items() if name != "kl_reward"}
+        inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch), **changing}
         if self.kl_coef:
             inputs["reference"] = backend.reference_logprobs(batch)
 
@@ -194,8 +207,9 @@ class Step:
         self._groups.append(group)
         trained = group
         if self.objective.kl_reward:
+            coef = self.objective.coefficients(self.backend.steps).get("kl_reward", self.objective.kl_reward)
             trained, sums = lowered_rewards(
-                group, coef=self.objective.kl_reward, reference=self.backend.reference_logprobs, token_budget=self.objective.token_budget
+                group, coef=coef, reference=self.backend.reference_logprobs, token_budget=self.objective.token_budget
             )
             self._stats.append(sums)
         for sequence in self.objective.sequences(trained):
@@ -204,7 +218,7 @@ class Step:
 
     def finish(self, *, learner_version: int) -> StepOutcome:
         """Run the last micro-batch backward, divide once, and update the weights."""
-        self._complete = True
+        self._complete, coefficients = True, self.objective.coefficients(self.backend.steps)
         for rest in self._batcher.close() if self._batcher is not None else ():
             self._close(rest)
         if not self._batches:
@@ -233,6 +247,7 @@ class Step:
             "loss": loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
+            **coefficients,
             **_utilisation(result.measures, seconds=self.compute_s),
             **summary,
             **self._measures(learner_version),

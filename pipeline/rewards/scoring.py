@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.algorithms.advantages import is_trained, zero_variance
+from penstock.pipeline.config.plugins import split_options
 from penstock.pipeline.rewards.builtin import WARM_UPS
 from penstock.pipeline.rewards.functions import Score, episodes_of, resolve
 from penstock.pipeline.rewards.values import BrokenReward
@@ -289,8 +290,8 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
     """The handler of a child process: takes a `payload(...)` and returns its score by the functions of `spec(...)`."""
     rewards = resolve(**init)
     for name in rewards.names:
-        if name in WARM_UPS:
-            WARM_UPS[name]()
+        if warm_up := WARM_UPS.get(split_options(name)[0]):
+            warm_up()
     if not any(map(inspect.iscoroutinefunction, rewards.functions)):
         return lambda group: asdict(rewards.score(**group))
 

@@ -142,10 +142,11 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
     config = from_json(record.config)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    steps = int(json.loads(record.info)["steps"])
     Follower(
         processes=ProcessSet.join(on_gpu=_on_gpu(config)),
-        objective=Objective.of(config),
-        open=lambda: make_backend(config, steps=int(json.loads(record.info)["steps"])),
+        objective=Objective.of(config, total_steps=config.trainer.initial_steps + steps),
+        open=lambda: make_backend(config, steps=steps),
         read=lambda plan: read_planned(log, run, plan),
     ).follow()
 

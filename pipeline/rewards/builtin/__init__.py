@@ -1,4 +1,5 @@
-"""Built-in rewards: exact match, mathematical equality, reasoning-gym's scores, the environment's reward, and DAPO's length penalty.
+"""Built-in rewards: exact match, mathematical equality, a table by status, reasoning-gym's scores, the environment's reward, and DAPO's
+length penalty.
 
 A reward depends on the completion and the row alone, never on time.
 """
@@ -241,6 +242,47 @@ def soft_overlong(
     return [-min(1.0, max(0.0, (length - (end - width)) / width)) for length in completion_lengths]
 
 
+def reward_table(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    completion_lengths: Sequence[int],
+    max_completion_length: int,
+    *,
+    of: str = "math_verify",
+    discount: float = 1.0,
+    correct: float = 1.0,
+    wrong: float = 0.0,
+    missing: float | None = None,
+    truncated: float | None = None,
+) -> list[float | None]:
+    """A reward by status (PipelineRL, arXiv 2509.19128): `correct` times `discount` per token, `wrong`, or `missing`.
+
+    `of` decides: `math_verify` or `exact_match`; only `math_verify` has the third status. `truncated` replaces `wrong` and `missing` of a
+    completion that ran to the limit of tokens. Defaults: `missing` is `wrong`, `truncated` changes nothing.
+
+    Example:
+        reward_table(["7", "8"], ["7", "7"], [2, 2], 16, of="exact_match", discount=0.9, wrong=-0.5)  # -> [0.81, -0.5]
+    """
+    successes: dict[str, Callable[..., Sequence[float | None]]] = {"exact_match": exact_match, "math_verify": math_verify}
+    if of not in successes:
+        raise ValueError(f"reward_table: of = {of!r} is none of {', '.join(successes)}")
+    if not 0 < discount <= 1:
+        raise ValueError(f"reward_table: discount = {discount} has to lie above 0, and at most at 1")
+
+    def reward(success: float | None, completion: Any, length: int) -> float | None:
+        if success is None:
+            return None
+        if success:
+            return correct * discount**length
+        if truncated is not None and length >= max_completion_length:
+            return truncated
+        if missing is not None and of == "math_verify" and not candidates(text_of(completion)):
+            return missing
+        return wrong
+
+    return [reward(*each) for each in zip(successes[of](completions, answer), completions, completion_lengths, strict=True)]
+
+
 def environment(environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
     """The environment's reward: the sum over a trajectory's turns."""
     return list(environment_reward)
@@ -251,9 +293,10 @@ BUILTINS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
+    "reward_table": reward_table,
     "soft_overlong": soft_overlong,
 }
-NEED_REFERENCE = ("exact_match", "math_verify")
+NEED_REFERENCE = ("exact_match", "math_verify", "reward_table")
 """Rewards that need a reference answer in every row."""
-WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _mathematics, "reasoning_gym": _gym_library}
+WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _mathematics, "reasoning_gym": _gym_library, "reward_table": _mathematics}
 """Slow imports, done before the time limit of the first call starts."""

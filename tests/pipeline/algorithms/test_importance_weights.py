@@ -248,7 +248,33 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     assert config_of(loss=loss, clip_dual=0.0).clip_dual is None
 
 
+class Losses:
+    """A backend that gives the loss of fixed logprobs after `steps` steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def reference_logprobs(self, batch):
+        return batch.behaviour_logprobs - 0.5
+
+    def backward(self, batch, loss, **_):
+        logprobs = torch.tensor(batch.behaviour_logprobs + 0.1)
+        return loss(logprobs, entropies=-logprobs)
+
+
+@pytest.mark.parametrize(("steps", "kl_coef", "entropy_coef"), [(0, 0.4, 0.2), (3, 0.2, 0.3), (6, 0.0, 0.4), (9, 0.0, 0.4)])
+def test_coefficients_change_linearly_up_to_the_last_step(steps, kl_coef, entropy_coef):
+    batch = batch_of([[1, 1, 1], [1, 0, 1]], behaviour=-1.0, advantages=[1.0, -2.0])
+    changing = Objective.of(config_of(kl_coef=0.4, final_kl_coef=0.0, entropy_coef=0.2, final_entropy_coef=0.4), total_steps=6)
+    constant = Objective.of(config_of(kl_coef=kl_coef or 1e-30, entropy_coef=entropy_coef))
+    loss, _ = changing.backward(Losses(steps), batch)
+    expected, _ = constant.backward(Losses(0), batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert changing.coefficients(steps) == pytest.approx({"entropy_coef": entropy_coef, "kl_coef": kl_coef})
+
+
 @pytest.mark.parametrize(("settings_", "message"), [
+    ({"final_kl_coef": 0.1}, "final_kl_coef: is where algorithm.kl_coef ends, which is 0"),
     ({"proximal": "behaviour", "correction": "tis"}, "'tis' would correct twice.*set algorithm.proximal = 'current'"),
     ({"proximal": "behaviour", "correction": "icepop", "per_version": 2}, "set algorithm.proximal = 'snapshot'"),
     ({"proximal": "current", "per_version": 2}, "'current' needs schedule.steps_per_version = 1, not 2; use 'snapshot'"),

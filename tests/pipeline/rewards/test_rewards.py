@@ -139,6 +139,25 @@ def test_they_reach_functions_in_a_child_process(folder: Path) -> None:
     assert Score.of(done.result).components == ((5.25, -1.0),)
 
 
+@pytest.mark.parametrize(("options", "expected"), [
+    ("", [1.0, 0.0, 0.0, 0.0]),
+    ("?discount=0.5&wrong=-1&missing=-2&truncated=-3", [0.25, -1.0, -2.0, -3.0]),
+    ("?of=exact_match&missing=-2&correct=2", [0.0, 0.0, 0.0, 0.0]),
+])  # fmt: skip
+def test_the_table_of_rewards_goes_by_status_and_discounts_a_success_by_its_tokens(options: str, expected: list[float]) -> None:
+    function = resolve([f"reward_table{options}"], max_completion_length=9)
+    completions, lengths = ["so \\boxed{7}", "so \\boxed{8}", "who knows?", "so \\boxed{8} or"], [2, 2, 2, 9]
+    ids = [[1] * length for length in lengths]
+    score = function.score(completions, prompt="p", messages=None, columns={"answer": "7"}, completion_ids=ids)
+    assert score.rewards == tuple(expected)
+
+
+def test_a_table_of_rewards_that_cannot_be_is_refused_in_one_line() -> None:
+    for options, message in (("of=reasoning_gym", "is none of exact_match, math_verify"), ("discount=0", "has to lie above 0")):
+        with pytest.raises(RewardError, match=message):
+            resolve([f"reward_table?{options}"]).score(["a"], prompt="p", messages=None, columns={"answer": "7"}, completion_ids=[[1]])
+
+
 @pytest.mark.parametrize(("name", "expected"), [
     ("soft_overlong", [0.0, 0.0, -0.5, -1.0, -1.0]),  # 20 tokens, the last fifth of them punished
     ("soft_overlong?cache=10", [0.0, -0.6, -0.8, -1.0, -1.0]),

@@ -63,6 +63,7 @@ class Backend:
 
     divides_late = True
     shares_prompts = False
+    steps = 0
 
     def backward(self, batch: Any, *_: Any, **__: Any) -> dict[str, float]:
         return {"tokens": float(batch.tokens), "loss_sum": 0.0, "denominator": 1.0}
