@@ -23,7 +23,7 @@ from penstock.pipeline.config.plugins import PluginError, is_address, load, near
 from penstock.pipeline.data.references import FORMS, SOURCE_COLUMN, InvalidReference, accepted, with_facts
 from penstock.pipeline.rewards import builtin as builtin_rewards
 from penstock.pipeline.rewards.builtin import BUILTINS, NEED_REFERENCE
-from penstock.pipeline.rewards.service import RewardService
+from penstock.pipeline.rewards.service import LOAD, RewardService
 from penstock.pipeline.rewards.values import NAMES, Logged, RewardError, bounded, broke, checked
 from penstock.topics.samples import GENERATED, Turn, reward_of
 
@@ -43,13 +43,15 @@ class Score:
     logged: tuple[Mapping[str, Any], ...] = ()
     """Logged values of each completion; empty if nothing was logged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
+    """Load of the process's reward services since its last score."""
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
         broken = {int(number): reason for number, reason in result.get("broken", {}).items()}
         return Score(
             rewards=tuple(result["rewards"]), components=tuple(map(tuple, result["components"])), broken=broken,
-            logged=tuple(result.get("logged", ())), metrics=result.get("metrics", {}),
+            logged=tuple(result.get("logged", ())), metrics=result.get("metrics", {}), load=result.get("load", {}),
         )  # fmt: skip
 
     @property
@@ -205,7 +207,7 @@ class Rewards:
             columns.append(numbers)
         components = tuple(zip(*columns, strict=True)) if count else ()
         rewards = tuple(self._total(row, number) for number, row in enumerate(components))
-        return Score(rewards=rewards, components=components, logged=logged.rows, metrics=logged.metrics)
+        return Score(rewards=rewards, components=components, logged=logged.rows, metrics=logged.metrics, load=LOAD.taken())
 
     def _total(self, row: Sequence[float | None], number: int) -> float | None:
         applying = [weight * value for weight, value in zip(self.weights, row, strict=True) if value is not None]

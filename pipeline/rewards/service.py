@@ -5,9 +5,11 @@ Requests wait in the asyncio loop: a group in flight needs a connection and no t
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +24,45 @@ CONNECT_S = 5.0
 IN_TIME = 0.95
 """Share of the time limit after which the call fails with a reason, before the child process is killed without one."""
 RETRIED = (408, 425, 429, 502, 503, 504)
+
+
+class Load:
+    """Load of this process's reward services since the last `taken`."""
+
+    def __init__(self) -> None:
+        self.requests, self.retries, self._busy_s = 0, 0, 0.0
+        self._in_flight, self._since = 0, 0.0
+        self._request_s = 0.0
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request, and the time in which at least one is in flight."""
+        self._advance()
+        self.requests, self._in_flight = self.requests + 1, self._in_flight + 1
+        try:
+            yield
+        finally:
+            self._advance()
+            self._in_flight -= 1
+
+    def taken(self) -> dict[str, float]:
+        """`service_requests`, `service_retries`, seconds with a request in flight and of all requests; empty without a request."""
+        self._advance()
+        load = {
+            "service_requests": float(self.requests), "service_retries": float(self.retries), "service_busy_s": self._busy_s,
+            "service_request_s": self._request_s,
+        }  # fmt: skip
+        self.requests, self.retries, self._busy_s, self._request_s = 0, 0, 0.0, 0.0
+        return load if any(load.values()) else {}
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        self._busy_s += (now - self._since) * (self._in_flight > 0)
+        self._request_s += (now - self._since) * self._in_flight
+        self._since = now
+
+
+LOAD = Load()
 
 
 class _Retry(Exception):
@@ -59,8 +100,10 @@ class RewardService:
         while True:
             attempt += 1
             try:
-                return await self._post(content, end - time.monotonic())
+                with LOAD.request():
+                    return await self._post(content, end - time.monotonic())
             except _Retry as failure:
+                LOAD.retries += 1
                 pause = max(failure.after_s, min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1)))
                 if time.monotonic() + pause >= end:
                     tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"

@@ -310,6 +310,8 @@ class Scorer:
         reporter = self.session.reporter
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)
+        for name, value in score.load.items():
+            reporter.add(name, value)
         reporter.add("no_reward", len(score.rewards) - len(score.scored))
         outcome = group_outcome(samples, scoring.completions, score, algorithm=self.session.config.algorithm)
         record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)

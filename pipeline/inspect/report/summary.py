@@ -31,7 +31,7 @@ from penstock.pipeline.inspect.run_status import (
     tenth,
 )
 from penstock.pipeline.inspect.run_view import RunView, read_view
-from penstock.pipeline.inspect.run_view_types import StepFacts, together
+from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView, together
 from penstock.pipeline.inspect.status import bottleneck, busy
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.roles import HELPERS
@@ -158,7 +158,8 @@ def _scoring(view: RunView) -> dict[str, Any] | None:
 
     `utilisation`: share of the time in which the slots for groups at the reward functions were taken; a child process has one slot,
     or `reward.concurrency` if a function is async or a service. `wait_s_mean`: from a group's call to its rewards, in the attempt that
-    succeeded. `groups_per_s`: over the scorers' time.
+    succeeded. `groups_per_s`: over the scorers' time. `services`: requests to reward services; `utilisation` is the share of the time in
+    which a scorer's process has one in flight, `in_flight` the mean number of all.
     """
     scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
     groups = sum(worker.total("groups") for worker in scorers)
@@ -170,6 +171,22 @@ def _scoring(view: RunView) -> dict[str, Any] | None:
         "utilisation": busy(view, "scorer", "reward_busy_s", whole=True),
         "wait_s_mean": sum(worker.total("reward_s") for worker in scorers) / groups,
         "groups_per_s": groups / at_work,
+        "services": _services(view, scorers, at_work=at_work),
+    }
+
+
+def _services(view: RunView, scorers: Sequence[WorkerView], *, at_work: float) -> dict[str, float] | None:
+    requests, retries, busy_s, request_s = (
+        sum(worker.total(f"service_{name}") for worker in scorers) for name in ("requests", "retries", "busy_s", "request_s")
+    )
+    if not requests:
+        return None
+    return {
+        "requests": int(requests),
+        "retries": int(retries),
+        "request_s_mean": request_s / requests,
+        "utilisation": busy_s / at_work / int(config_of(view).get("scorer", {}).get("processes") or 1),
+        "in_flight": request_s / at_work,
     }
 
 

@@ -260,7 +260,12 @@ def episodes_lines(report: Report) -> list[str]:
 
 def _scoring(report: Report) -> list[str]:
     slots = ("utilisation", "slots for them taken {:.0f} % of the time", 100)
-    return joined(figures(report.get("scoring") or {}, ("groups", "{:,.0f} groups"), ("wait_s_mean", "{:.2f} s each"), slots), ", ")
+    scoring = report.get("scoring") or {}
+    services = "services busy {:.0f} % of the time, {:.1f} of {:,} requests in flight, {:.2f} s each, {:,} failed"
+    names = ("utilisation", "in_flight", "requests", "request_s_mean", "retries")
+    load = scoring.get("services")
+    lines = joined(figures(scoring, ("groups", "{:,.0f} groups"), ("wait_s_mean", "{:.2f} s each"), slots), ", ")
+    return [*lines, *([services.format(*(load[name] * (100 if name == "utilisation" else 1) for name in names))] if load else [])]
 
 
 def _phases(report: Report) -> list[str]:

@@ -150,6 +150,11 @@ def test_one_child_has_many_groups_at_a_service_at_a_time(serve: Serve) -> None:
         while pool.pending:
             ended += pool.poll(1.0)
     assert all(isinstance(one, Done) and one.result["rewards"] == [1.0] for one in ended)
+    requests, busy_s, request_s = (
+        sum(one.result["load"].get(f"service_{name}", 0.0) for one in ended) for name in ("requests", "busy_s", "request_s")
+    )
+    assert requests == 40
+    assert 0 < busy_s < request_s <= 40 * busy_s * (1 + 1e-9)
 
 
 def test_an_address_is_recorded_by_its_digest_and_one_with_a_password_is_refused_without_saying_it() -> None:
