@@ -128,8 +128,8 @@ def our_weights(bootstrap: str, nbytes: int) -> Iterator[Callable[[], float]]:
     """One turn: send a version's chunks, commit its manifest, and wait until a worker's copy has it."""
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.tensors.stream import TensorBytes
-    from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
     from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
+    from penstock.pipeline.runtime.weights.receive import WeightPrefetch
     from penstock.topics.catalogue import topics_of
     from tests.support.a_run import RecordBuilder
 

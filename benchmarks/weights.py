@@ -29,9 +29,9 @@ from penstock.infra.tensors.stream import HASH, TensorBytes
 from penstock.infra.tensors.torch_copy import CopyStream
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Manifest

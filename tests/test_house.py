@@ -43,7 +43,7 @@ FORMER = "envs"
 """Former import path of `pipeline/data/tokenization.py`; nothing here imports it."""
 WIDTH_LIMIT = 14
 FILE_LINES_LIMIT = 450
-SINGLE_IMPORTER_BUDGET = 67
+SINGLE_IMPORTER_BUDGET = 68
 """Most modules that one other module imports."""
 LINES_BUDGET = 64_500
 """Most lines of the product: its lines rounded up to the next 500."""

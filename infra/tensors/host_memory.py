@@ -155,7 +155,7 @@ class HostBuffers:
         """A copy of the tensors, joined in name order; the interpreter is free meanwhile."""
         ordered = sorted(tensors, key=lambda tensor: tensor.name)
         layout = [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered]
-        targets = joined(layout, self.take(sum(tensor.nbytes for tensor in ordered)))
+        targets = tensors_in(layout, self.take(sum(tensor.nbytes for tensor in ordered)))
         for source, target in zip(ordered, targets, strict=True):
             copy_bytes(target.data, source.data)
         return targets
@@ -166,7 +166,7 @@ def allocated(size: int) -> memoryview:
     return HostMemory(size=HEAD_BYTES + size).data
 
 
-def joined(layout: Iterable[tuple[str, str, Sequence[int]]], data: memoryview) -> list[TensorBytes]:
+def tensors_in(layout: Iterable[tuple[str, str, Sequence[int]]], data: memoryview) -> list[TensorBytes]:
     """Tensors of these names, dtypes and shapes, one after the other in `data`."""
     tensors, start = [], 0
     for name, dtype, shape in layout:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.infra.tensors.host_memory import HostBuffers, joined, located
+from penstock.infra.tensors.host_memory import HostBuffers, located, tensors_in
 from penstock.infra.tensors.stream import TensorBytes, expected_nbytes
 
 
@@ -58,7 +58,7 @@ class CopyStream:
         data = self._buffers.take(sum(expected_nbytes(dtype, shape) for _, dtype, shape in layout))
         if self._stream is not None:
             page_lock(data)
-        tensors = {tensor.name: tensor for tensor in joined(layout, data)}
+        tensors = {tensor.name: tensor for tensor in tensors_in(layout, data)}
         return [tensors[name] for name in described]
 
     def wait(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from penstock.infra.tensors.host_memory import NONE, allocated, joined
+from penstock.infra.tensors.host_memory import NONE, allocated, tensors_in
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nbytes
 
 
@@ -120,7 +120,7 @@ class WeightCopy:
 
     def tensors(self) -> list[TensorBytes]:
         """The tensors, each a view of the copy."""
-        return joined(self._layout, self._memory.data)
+        return tensors_in(self._layout, self._memory.data)
 
     def computed(self, hash_name: Hash) -> str:
         """Digest computed from the bytes."""

@@ -19,9 +19,9 @@ from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.config.schema import DataSection, EvalSection
+from penstock.pipeline.data.files import DataError, Dataset, MissingData, Row
 from penstock.pipeline.data.open import check, open_dataset
 from penstock.pipeline.data.references import SOURCE_COLUMN, with_facts
-from penstock.pipeline.data.rows import DataError, Dataset, MissingData, Row
 from penstock.topics.prompts import Prompt
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
+from penstock.pipeline.runtime.weights import receive as weight_prefetch
 from penstock.topics import weights
 from penstock.topics.weights import Manifest
 from penstock.workers.trainer import weight_publisher

@@ -21,7 +21,7 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.agents.engine import TrajectoryEngine, turn_of
 from penstock.pipeline.runtime.factories import with_environments
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weights.prefetch import VersionWatch
+from penstock.pipeline.runtime.weights.receive import VersionWatch
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.turns.replies import Reply

@@ -15,7 +15,7 @@ from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.log import Assigned, Member, Records, Revoked
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.pipeline.scheduling import rules
 from penstock.topics.metrics import Activity
 from penstock.topics.wire.record import Record

@@ -15,7 +15,7 @@ from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
 from penstock.pipeline.runtime.sampling import request_of, rollout_of, source_of
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import prompts, rollouts

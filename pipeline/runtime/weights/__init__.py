@@ -1,1 +1,1 @@
-"""Policy versions through the log: publish, read, prefetch and retain weights, or share them on one machine."""
+"""Policy versions through the log: publish, receive, read and retain weights, or share them on one machine."""

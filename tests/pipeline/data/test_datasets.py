@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.data import DataError, check, open_dataset
-from penstock.pipeline.data.rows import Row
+from penstock.pipeline.data.files import Row
 from penstock.pipeline.data.run_data import order
 from tests.support.paths import EXAMPLES, GSM8K
 

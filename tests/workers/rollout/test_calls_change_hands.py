@@ -19,8 +19,8 @@ from penstock.topics.runs import RunRecord
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.rollout import worker as rollout_worker
-from penstock.workers.rollout.worker import CallWorker
+from penstock.workers.rollout import call_worker
+from penstock.workers.rollout.call_worker import CallWorker
 from tests.support.published_weights import NoNews
 from tests.support.worker_set import records_of
 
@@ -110,7 +110,7 @@ class Site:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.rollout.worker.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("penstock.workers.rollout.call_worker.IDLE_WAIT_S", 0.0)
 
 
 OPERATIONS = st.lists(
@@ -173,7 +173,7 @@ def test_a_new_owner_reads_replies_from_the_first_that_is_kept() -> None:
 
 
 def test_answered_calls_are_forgotten_once_the_offset_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_worker, "MAX_REPLIED", 2)
+    monkeypatch.setattr(call_worker, "MAX_REPLIED", 2)
     site = Site()
     site.join()
     (worker,) = site.workers

@@ -15,8 +15,8 @@ from penstock.infra.tensors.stream import HASH, TensorBytes, digest
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.weights.prefetch import read_ends
 from penstock.pipeline.runtime.weights.read import BaseWeights, ChunkReader, bring, fetch
+from penstock.pipeline.runtime.weights.receive import read_ends
 from penstock.topics import weights
 from penstock.topics.weights import Chunk
 from penstock.topics.wire.record import Record

@@ -16,7 +16,7 @@ from penstock.infra.tensors.host_memory import HostBuffers
 from penstock.infra.tensors.torch_copy import CopyStream
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.weights import read
-from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from tests.support.number_run import RUN, log_with
 from tests.support.published_weights import Publishing
 

@@ -9,9 +9,9 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights import direct
-from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
-from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights import receive as weight_prefetch
 from penstock.pipeline.runtime.weights.read import ChunkReader
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.topics.weights import Manifest
 from tests.support.number_run import RUN, log_with
 from tests.support.published_weights import Publishing, content, tensors_of

@@ -9,8 +9,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.weights import prefetch
-from penstock.pipeline.runtime.weights.prefetch import read_ends
+from penstock.pipeline.runtime.weights import receive
+from penstock.pipeline.runtime.weights.receive import read_ends
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.record import Outgoing
@@ -48,7 +48,7 @@ class Published:
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> Published:
-    monkeypatch.setattr(prefetch, "NEAR", 30)
+    monkeypatch.setattr(receive, "NEAR", 30)
     return Published()
 
 
@@ -116,6 +116,6 @@ def test_foreign_records_at_the_end_are_not_taken_for_the_run(published: Publish
 def test_where_the_end_does_not_hold_a_whole_version_more_is_read(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     published.up_to(64)
     for near in (2, 4, 8, 1_000):
-        monkeypatch.setattr(prefetch, "NEAR", near)
+        monkeypatch.setattr(receive, "NEAR", near)
         state = joined(published.log)
         assert weights.chain(state.manifests, 64) == weights.chain(published.writer.state.manifests, 64)

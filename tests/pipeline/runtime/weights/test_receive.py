@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.infra.tensors.machine_memory import MachineMemory
-from penstock.pipeline.runtime.weights import prefetch as weight_prefetch
-from penstock.pipeline.runtime.weights.prefetch import WeightPrefetch
+from penstock.pipeline.runtime.weights import receive as weight_prefetch
 from penstock.pipeline.runtime.weights.read import ChunkReader
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.topics import weights
 from tests.support.number_run import RUN, log_with
 from tests.support.published_weights import Publishing, content

@@ -1,0 +1,360 @@
+"""Generates single turns for environment workers: `calls` -> `replies`.
+
+A call contains its full context, so the engine has no state of an episode. A call starts only under weights that it allows, the lowest
+group first, and only without a reply in the log; its random numbers follow from (run seed, group, sample, turn). During a rebalance
+replies are held back, and those that turn out to be another worker's are dropped. A partition's committed offset is the contiguous low
+watermark of calls with replies; the offset metadata tell where in `replies` the replies to later calls start, and some before: a new
+environment worker may repeat calls.
+"""
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
+from penstock.infra.log import Assigned, Pending, Producer, Tail
+from penstock.pipeline.agents.engine import turn_number
+from penstock.pipeline.runtime import offset_metadata
+from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
+from penstock.pipeline.runtime.weights.receive import WeightPrefetch
+from penstock.pipeline.scheduling import rules
+from penstock.topics.metrics import Activity
+from penstock.topics.turns import calls, replies
+from penstock.topics.turns.calls import Call, TurnKey
+from penstock.topics.turns.replies import Reply
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+from penstock.workers.rollout.generation_loop import GenerationLoop
+
+MAX_REPLIED = 4096
+"""Calls with replies of a partition below the watermark that are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class CallTask:
+    """One call that has no reply."""
+
+    call: Call
+    key: TurnKey
+    partition: int
+    offset: int
+    inherited: bool
+    """True if it was in the log when its partition was assigned: an earlier owner may still generate it."""
+    sent: Pending | None = None
+    """Its reply, which is being sent."""
+
+    @property
+    def number(self) -> int:
+        """Group number of its turn in the engine; lower groups come first."""
+        return turn_number(self.key.group, self.key.sample, self.key.turn)
+
+
+@dataclass(slots=True)
+class CallPartition:
+    """One partition of `calls` that this worker owns, and the same one of `replies`."""
+
+    position: int
+    """Offset after the last call that was delivered."""
+    inherited_end: int
+    """End offset of `calls` when the partition was assigned."""
+    replies_end: int
+    """All replies before this offset were read or sent."""
+    replied: "OrderedDict[TurnKey, tuple[int, int]]" = field(default_factory=OrderedDict)
+    """Key -> offset of the reply, and of the call, -1 if that was not delivered here."""
+    committed: tuple[int, str] | None = None
+
+
+@dataclass(slots=True)
+class CallTasks:
+    """The calls of all partitions that a worker owns; those in flight survive a rebalance if their partitions stay."""
+
+    partitions: dict[int, CallPartition] = field(default_factory=dict)
+    tasks: dict[TurnKey, CallTask] = field(default_factory=dict)
+    """Those without an acknowledged reply."""
+    generating: dict[int, CallTask] = field(default_factory=dict)
+    """Number -> the task that the engine generates."""
+
+    def revoke(self) -> None:
+        """Forget all partitions and every call that is not in flight: those that stay with this worker are delivered again."""
+        self.partitions.clear()
+        self.tasks = {task.key: task for task in self.tasks.values() if task.sent is not None or self.generating.get(task.number) is task}
+
+    def assign(self, partition: int, *, offset: int, inherited_end: int, replies_end: int) -> None:
+        self.partitions[partition] = CallPartition(offset, inherited_end, replies_end)
+
+    def gone(self) -> list[CallTask]:
+        """Drop and return the calls of partitions that are another worker's now."""
+        gone = [task for task in self.tasks.values() if task.partition not in self.partitions]
+        for task in gone:
+            del self.tasks[task.key]
+        return gone
+
+    def add(self, call: Call, key: TurnKey, *, partition: int, offset: int) -> None:
+        """Queue a call unless it has a reply, or is queued already."""
+        owned = self.partitions.get(partition)
+        if owned is None:
+            return
+        self.passes(partition, offset)
+        if key in owned.replied:
+            owned.replied[key] = owned.replied[key][0], offset
+        elif key not in self.tasks:
+            self.tasks[key] = CallTask(call, key, partition, offset, inherited=offset < owned.inherited_end)
+
+    def passes(self, partition: int, offset: int) -> None:
+        """Record that the record at an offset was delivered, usable or not."""
+        if (owned := self.partitions.get(partition)) is not None:
+            owned.position = max(owned.position, offset + 1)
+
+    def replied(self, partition: int, key: TurnKey, offset: int) -> CallTask | None:
+        """Record that a reply is in the log, from any worker; returns the call if it was queued here."""
+        owned, task = self.partitions.get(partition), self.tasks.pop(key, None)
+        if owned is not None:
+            owned.replies_end = max(owned.replies_end, offset + 1)
+            owned.replied.setdefault(key, (offset, -1 if task is None else task.offset))
+        return task
+
+    def waiting(self) -> list[CallTask]:
+        """Calls that may be started, the lowest group first; of two for one turn one at a time."""
+        ready = {task.number: task for task in self.tasks.values() if task.sent is None and task.number not in self.generating}
+        return [task for _, task in sorted(ready.items())]
+
+    def watermarks(self) -> dict[int, tuple[int, str]]:
+        """Partition -> (offset, metadata) to commit, of those that moved since the last call."""
+        lowest: dict[int, int] = {}
+        for task in self.tasks.values():
+            lowest[task.partition] = min(task.offset, lowest.get(task.partition, task.offset))
+        moved = {}
+        for number, owned in self.partitions.items():
+            offset = min(lowest.get(number, owned.position), owned.position)
+            inherited = owned.position < owned.inherited_end  # which calls have replies is not read yet
+            while not inherited and len(owned.replied) > MAX_REPLIED and next(iter(owned.replied.values()))[1] < offset:
+                owned.replied.popitem(last=False)
+            first = min((reply for reply, _ in owned.replied.values()), default=owned.replies_end)
+            mark = offset, offset_metadata.encode(CallOffsetMetadata(first))
+            if mark != owned.committed:
+                moved[number] = owned.committed = mark
+        return moved
+
+
+IDLE_WAIT_S = 0.2
+"""How long an idle worker waits for calls or weights before it checks everything again."""
+
+
+@dataclass(slots=True)
+class CallWorker(GenerationLoop):
+    """The worker's state between two turns of its loop."""
+
+    producer: Producer
+    tasks: CallTasks = field(default_factory=CallTasks)
+    _seen: Tail | None = None
+    """Reads `replies` of the owned partitions, for replies of other workers."""
+    _completed: list[tuple[CallTask, Completion]] = field(default_factory=list)
+    """Turns that ended and are not sent."""
+    _waited_s: float = 0.0
+    """Seconds without a call to generate."""
+
+    @classmethod
+    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "CallWorker":
+        """Join the run's rollout workers; `shared`: `device` and `shared_engine`."""
+        member = session.member("calls", max_records=2048, gathers=False)
+        return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0), **shared)
+
+    def turn(self) -> None:
+        """One turn of the loop, after a check that no reply failed to be sent."""
+        self.producer.check()
+        GenerationLoop.turn(self)
+
+    def drain_samples(self) -> None:
+        self._publish_completions()
+        self.producer.flush(10.0)
+        self._acknowledge()
+        self._commit()
+        self._measure()
+        self.session.reporter.labels["calls"] = ""
+
+    def finishing(self) -> str:
+        return f"releases its partitions, {len(self.tasks.tasks)} calls without a reply (about 1 s)"
+
+    def close(self) -> None:
+        self.member.close(5.0)
+        self.producer.close()
+        if self._seen is not None:
+            self._seen.close()
+
+    def _assigned(self, event: Assigned) -> None:
+        """Drop what others own now, and read from `replies` which calls of the own partitions have one."""
+        topic, replies_topic = self.session.topic("calls"), self.session.topic("replies")
+        ends = self.session.log.end_offsets(event.partitions)
+        notes = {at: offset_metadata.decode(CallOffsetMetadata, committed.metadata) for (_, at), committed in event.partitions.items()}
+        if self._seen is not None:
+            self._seen.close()
+        first_offsets = self.session.log.beginning_offsets((replies_topic, at) for at in notes)
+        starts = {at: max(first_offsets[replies_topic, at], note.replies if note else 0) for at, note in notes.items()}
+        self._seen = self.session.log.tail({(replies_topic, at): start for at, start in starts.items()}) if notes else None
+        for (_, at), committed in event.partitions.items():
+            self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=starts[at])
+        self._read_replies()
+        for task in self.tasks.gone():
+            self._drop(task)
+        self._settled = True
+        reporter = self.session.reporter
+        reporter.labels["calls"] = ",".join(str(at) for at in sorted(notes))
+        reporter.status(force=True)
+
+    def _read_replies(self) -> None:
+        for record in read_to_current_end(self.session.log, self._seen) if self._seen is not None else ():
+            try:
+                claims = replies.check(record, run=self.session.run)
+            except Unusable:
+                continue  # the environment workers own reading `replies`
+            if (task := self.tasks.replied(record.partition, calls.key_of(claims), record.offset)) is not None:
+                self._drop(task)
+
+    def _drop(self, task: CallTask) -> None:
+        """Abort a call that is another worker's, or has a reply."""
+        if self.tasks.generating.get(task.number) is task:
+            self.engine.abort(task.number)
+            del self.tasks.generating[task.number]
+        self._completed = [(other, completion) for other, completion in self._completed if other is not task]
+
+    def _revoke(self) -> None:
+        self.tasks.revoke()
+
+    def _received(self, record: Record) -> None:
+        self.tasks.passes(record.partition, record.offset)
+        try:
+            with self.session.dead_letters.decoding(record):
+                claims, call = calls.read(record, run=self.session.run)
+        except Unusable as error:
+            self.session.dead_letters.write(record, error)
+            return
+        self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
+
+    def _refresh(self) -> None:
+        schedule = self.session.schedule
+        if schedule.loads_at != "step":
+            return
+        if self.weights.version > self.engine.version and self.tasks.generating:
+            self._load()
+        if schedule.stale_in_hand == "abort":
+            for held in self.engine.groups_in_flight():
+                if held.oldest_version is not None and self._already_stale(held.oldest_version):
+                    self._ended(self.engine.abort(held.group))
+                    self.session.reporter.add("aborted_calls")
+
+    def _has_work(self) -> bool:
+        newest, waiting = max(self.engine.version, self.weights.version), self.tasks.waiting()
+        ready = any(rules.may_start(min_version=task.call.min_version, loaded_version=newest) for task in waiting)
+        if ready and not self._already_stale(newest):
+            return True
+        if waiting:
+            self.session.reporter.doing(Activity.NO_WEIGHTS, "waiting for a version")
+        else:
+            self.session.reporter.doing(Activity.NO_CALLS, "waiting for calls")
+        return False
+
+    def _start(self) -> None:
+        schedule, newest = self.session.schedule, self.weights.version
+        if not self.engine.has_room or not self.tasks.tasks or self._already_stale(max(self.engine.version, newest)):
+            return
+        waiting = self.tasks.waiting()
+        if any(task.inherited for task in waiting):  # an earlier owner may have replied after the partition was assigned
+            self._read_replies()
+        for task in waiting:
+            oldest = task.call.min_version
+            if not self.engine.has_room:
+                return
+            if task.key not in self.tasks.tasks or not rules.may_start(min_version=oldest, loaded_version=max(self.engine.version, newest)):
+                continue
+            loaded = self.engine.version
+            if rules.version_to_load(schedule, min_version=oldest, newest_version=newest, loaded_version=loaded) is not None:
+                if not self.engine.idle and schedule.loads_at != "step":
+                    return  # the weights change between calls
+                if not self._load():
+                    return
+            self._start_task(task)
+
+    def _start_task(self, task: CallTask) -> None:
+        self.tasks.generating[task.number] = task
+        self.session.reporter.doing(Activity.BUSY, "generating")
+        self.engine.submit(self._request(task))
+
+    def _request(self, task: CallTask) -> GroupRequest:
+        call = task.call
+        sampling = Sampling(
+            temperature=call.temperature, top_p=call.top_p, top_k=call.top_k, max_new_tokens=call.max_new_tokens,
+            stop_ids=tuple(self.session.info["digests"]["stop_ids"]), seeded=bool(call.seeded),
+        )  # fmt: skip
+        return GroupRequest(
+            group=task.number, prompt_ids=call.token_ids, samples=(0,), rows=1, seed=self.session.config.run.seed, sampling=sampling,
+            stream=call.stream,
+        )  # fmt: skip
+
+    def _wait(self) -> None:
+        if any(task.sent is None for task in self.tasks.tasks.values()):
+            self.weights.wait(IDLE_WAIT_S)
+        elif self.weights.version > self.engine.version:
+            self._load()  # the calls for it are about to come
+        else:
+            started = time.monotonic()
+            self.session.reporter.doing(Activity.NO_CALLS, "waiting for calls")
+            self._take(0.01 if self.tasks.tasks else IDLE_WAIT_S)
+            self._waited_s += time.monotonic() - started
+
+    def _decode(self) -> None:
+        """One decode step; turns that ended are sent at once, as their episodes wait."""
+        GenerationLoop._decode(self)
+        self._publish_completions()
+
+    def _ended(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            if (task := self.tasks.generating.pop(completion.group, None)) is not None:
+                self._completed.append((task, completion))
+
+    def _publish_completions(self) -> None:
+        if not self._settled or not self._completed:
+            return
+        completed, self._completed = self._completed, []
+        session, topic = self.session, self.session.topic("replies")
+        for task, completion in completed:
+            reply = reply_to(task.call, task.key.sha256, completion, worker=session.worker)
+            with session.reporter.encoding:
+                value = replies.encode(reply)
+                headers = replies.headers(reply, run=session.run).encode(value)
+            outgoing = Outgoing(topic=topic, partition=task.partition, key=str(reply.group).encode(), headers=headers, value=value)
+            task.sent = self.producer.send(outgoing)
+            session.reporter.add("calls")
+            session.reporter.add("tokens", len(reply.token_ids))
+
+    def _acknowledge(self) -> None:
+        for task in [task for task in self.tasks.tasks.values() if task.sent is not None and task.sent.done()]:
+            assert task.sent is not None
+            self.tasks.replied(task.partition, task.key, task.sent.offset(0.0))
+
+    def _commit(self) -> None:
+        self._committed = time.monotonic()
+        topic = self.session.topic("calls")
+        if moved := {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}:
+            self.member.commit(moved)
+
+    def _measure(self) -> None:
+        self._measured = time.monotonic()
+        values = {f"engine_{name}": value for name, value in self.engine.stats().items()}
+        values |= {"engine_waits_s": self._waited_s, "calls_in_hand": float(len(self.tasks.tasks))}
+        self.session.reporter.values = {**self.session.reporter.values, **values}
+
+
+def reply_to(call: Call, sha256: str, completion: Completion, *, worker: str) -> Reply:
+    """The reply to a call; `sha256`: of its context."""
+    spans = completion.spans
+    return Reply(
+        group=call.group, sample=call.sample, turn=call.turn, attempt=call.attempt, sha256=sha256,
+        token_ids=np.asarray(completion.token_ids, np.int32), behaviour_logprobs=np.asarray(completion.logprobs, np.float32),
+        span_versions=np.array([span.version for span in spans], np.int32), span_starts=np.array([span.start for span in spans], np.int32),
+        finish=completion.finish, started_ns=completion.started_ns, ended_ns=completion.ended_ns, worker=worker,
+    )  # fmt: skip
