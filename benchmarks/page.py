@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.support.command import parser_of, with_numbers
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.html.build import Limits, build, write
+from penstock.pipeline.inspect.web.build import Limits, build, write
 from penstock.topics import groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.groups import Group, ScoredSample
@@ -37,8 +37,10 @@ VOCABULARY = 150_000
 BROWSER = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 BROWSER += ["--disable-component-update", "--disable-sync"]
 MEASURED = {
-    "timeline_ms": "(() => { const t = performance.now(); for (let i = 0; i < 10; i++) draw(); return (performance.now() - t) / 10; })()",
-    "group_ms": "(async () => { const t = performance.now(); await openGroup(0); return performance.now() - t; })()",
+    "timeline_ms": """(async () => { location.hash = "#/timeline"; await showTimeline(new URLSearchParams()); const t = performance.now();
+      for (let i = 0; i < 10; i++) draw(); return (performance.now() - t) / 10; })()""",
+    "group_ms": """(async () => { await loadIndex(); const t = performance.now(); await showGroup($("group"), data.g_number[0]);
+      return performance.now() - t; })()""",
 }
 CREATED_NS = 1_700_000_000 * 10**9
 

@@ -1,7 +1,6 @@
 """Commands that inspect a run: status, logs, report, audit, explain, sql, graph, ui; and `penstock stop`. They write to no topic."""
 
 import re
-import secrets
 import shutil
 import sys
 import textwrap
@@ -155,8 +154,8 @@ def _page(
 ) -> None:
     """Write the page of a run; --tokens is not limited."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.inspect.html.build import Limits, build, write
     from penstock.pipeline.inspect.report.summary import Progress
+    from penstock.pipeline.inspect.web.build import Limits, build, write
 
     if html is None:
         raise ConfigError("--tokens needs --html PATH")
@@ -422,13 +421,13 @@ def ui(
     """Show runs in a browser: live pages, comparison, groups, SQL, logs; read-only, until Ctrl-C."""
     from penstock.infra.errors import PenstockError
     from penstock.infra.paths import make_files_private, state_directory
-    from penstock.pipeline.cli.ui.server import Server
+    from penstock.pipeline.cli.ui.server import Server, stable_token
     from penstock.pipeline.launch.run_lock import UI_ADDRESS
 
     make_files_private()
     with at(bootstrap, security) as log:
         try:
-            server = Server(log, port=port, token=secrets.token_urlsafe(16))
+            server = Server(log, port=port, token=stable_token(state_directory() / "ui.token"))
         except OSError as error:
             raise PenstockError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from error
         address_file = state_directory() / UI_ADDRESS

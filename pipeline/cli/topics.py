@@ -47,8 +47,8 @@ def tail(
     json: Json = False,
 ) -> None:
     """Print the newest records of a topic, one per line; with --json, one object per line."""
-    from penstock.pipeline.inspect.html.token_texts import texts_of
     from penstock.pipeline.inspect.records import browse
+    from penstock.pipeline.inspect.tables.token_texts import texts_of
 
     with reading(run, bootstrap, security) as (log, run_id):
         if follow:

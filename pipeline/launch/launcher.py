@@ -128,7 +128,7 @@ def watch(
         log.wait_out(PATIENCE_S)
         notify(f"run {run}: starting its workers; logs in {directory / 'logs'}")
         if (address := ui_address()) is not None:
-            notify(f"in a browser: {address}run?id={run}")
+            notify(f"in a browser: {address}r/{run}")
         notify(f"threads: {threads(config)}" if placement.gpus is None else str(placement))
         view = LiveView(log, run, console=Terminal(stderr=quiet), plain=not live, screen=screen)
         tell = view.tell if live else notify

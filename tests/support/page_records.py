@@ -8,7 +8,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN
+from tests.support.a_run import CREATED_S, RUN, RecordBuilder
 
 EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
 
@@ -20,6 +20,21 @@ def log_with(records: Iterable[Outgoing], run: str = RUN) -> MemoryLog:
     log.create_topics(topics_of(run, partitions=1))
     producer = log.producer()
     for record in records:
+        producer.send(record)
+    return log
+
+
+OTHER = "demo-2"
+
+
+def two_runs(**options: Any) -> MemoryLog:
+    """A log with two runs of four steps that differ in their seeds; the first has a dead letter."""
+    first = RecordBuilder(steps=4, **options)
+    log = log_with([*first.whole(), first.letter()])
+    other = RecordBuilder(OTHER, steps=4, created_s=CREATED_S + 100, config={"run": {"name": "demo", "steps": 4, "seed": 1}}, **options)
+    log.create_topics(topics_of(OTHER, partitions=1))
+    producer = log.producer()
+    for record in other.whole():
         producer.send(record)
     return log
 

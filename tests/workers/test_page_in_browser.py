@@ -1,12 +1,11 @@
-"""The page of a finished run in a real browser: it loads without network or errors, and timeline and sample browser answer."""
+"""The one-file page of a finished run in a real browser: it opens from disk without a network or an error, and every view answers."""
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +14,27 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
-from penstock.pipeline.inspect.html.build import build, write
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.tables.run_tables import RunTables
+from penstock.pipeline.inspect.web.build import build, write
 from tests.support.a_run import RUN, RecordBuilder
+from tests.support.browser import WAIT_MS, Watched, browser, in_a_browser
 from tests.support.page_records import EVIL, log_with, rewritten
 from tests.support.paths import ROOT
 from tests.support.recorded_run import RecordedRun
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
-pytestmark = [
-    pytest.mark.costly,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install --no-install-recommends chromium"),
-]
-
-
-@dataclass(slots=True)
-class Watched:
-    """A page, and what it complained about or asked the network for."""
-
-    page: Any
-    complaints: list[str] = field(default_factory=list)
-
-    def open(self, path: Path) -> Any:
-        page = self.page
-        page.on("console", lambda said: self.complaints.append(f"console: {said.text}") if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda asked: None if asked.url.startswith(path.as_uri()) else self.complaints.append(f"request: {asked.url}"))
-        page.goto(path.as_uri(), wait_until="commit")
-        page.wait_for_selector("html[data-ready], html[data-failed]", state="attached", timeout=120_000)
-        return page
+pytestmark = in_a_browser
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+def chromium() -> Iterator[Any]:
+    with browser() as started:
         yield started
-        started.close()
 
 
-@pytest.fixture
-def watched(browser: Any) -> Iterator[Watched]:
-    """A new page; it must not have complained when its test is over."""
-    page = browser.new_page(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
-    found = Watched(page)
-    yield found
-    page.close()
-    assert found.complaints == []
+def watched(chromium: Any, path: Path, **options: Any) -> Watched:
+    page = chromium.new_page(viewport={"width": 1440, "height": 900}, reduced_motion="reduce", **options)
+    return Watched(page, path.as_uri())
 
 
 @pytest.fixture(scope="module")
@@ -79,92 +46,75 @@ def path(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def page(watched: Watched, path: Path) -> Any:
-    return watched.open(path)
+def looked(chromium: Any, path: Path) -> Iterator[Watched]:
+    """The page of the recorded run; it must not have complained when its test is over."""
+    found = watched(chromium, path)
+    yield found
+    found.page.close()
+    assert found.complaints == []
 
 
-def shown(page: Any) -> int:
-    """How many groups the list has, once a filter has answered."""
-    return int(page.get_attribute("#found", "data-shown"))
+def shown(page: Any, count: int) -> None:
+    """Wait until the list says that so many groups pass the filters."""
+    page.wait_for_function("count => document.getElementById('matches').dataset.shown === String(count)", arg=count, timeout=WAIT_MS)
 
 
-def wait_for_shown(page: Any, count: int) -> None:
-    page.wait_for_function("count => document.getElementById('found').dataset.shown === String(count)", arg=count, timeout=120_000)
+def group_is(page: Any, box: str, number: int) -> None:
+    page.wait_for_function(
+        "([box, title]) => document.querySelector(`#${box} h2`)?.textContent === title", arg=[box, f"Group {number}"], timeout=WAIT_MS
+    )
 
 
-def test_a_recorded_run_loads_and_its_head_says_what_the_report_says(page: Any, recorded: RecordedRun) -> None:
-    report = recorded.report
-    assert page.text_content("#run") == recorded.run
-    assert page.text_content("#status") == "finished"
-    assert page.locator("#verdict p").all_text_contents() == headline(report)
-    figures = page.text_content("#figures")
-    assert f"{report['reward']['first']:.3f} → {report['reward']['last']:.3f}" in figures
-    assert f"{report['samples']} samples" in figures
-    assert json.loads(page.text_content("#everything pre"))["groups"] == report["groups"]
+def test_a_recorded_run_opens_from_disk_and_says_what_the_report_says(looked: Watched, path: Path, recorded: RecordedRun) -> None:
+    report, page = recorded.report, looked.open()
+    assert path.stat().st_size < 1_000_000
+    assert page.text_content("header h1") == recorded.run
+    assert page.text_content("header .status") == "finished"
+    assert page.locator(".verdict p:not(.progress)").all_text_contents()[: len(headline(report))] == headline(report)
+    assert json.loads(page.text_content("pre[aria-label='All figures']"))["groups"] == report["groups"]
     for fate in (fate for fate, count in report["groups"].items() if count and fate != "admitted"):
-        assert re.search(rf"{fate}\s*{report['groups'][fate]}\D", page.inner_text("#statuses").replace("\t", " ")), fate
-    assert "reward-failed" in page.text_content("#letters")
-    titles = page.locator("#charts h3").all_text_contents()
-    titles += [text for line in page.locator("#still").all_text_contents() for text in line.partition(": ")[2].split(" · ")]
-    for title in ("Reward", "Fates of the groups", "Completion length", "Lag", "Effective sample size", "KL", "Loss", "Gradient norm"):
-        assert any(text.startswith(title) for text in titles), title
+        assert re.search(rf"{fate}\s*{report['groups'][fate]}\D", page.inner_text(".columns table >> nth=0").replace("\t", " ")), fate
+    titles = " ".join(page.locator(".chart h3, #still").all_text_contents())
+    for title in ("Reward", "Evaluation", "Completion length", "Lag", "Effective sample size", "KL", "Loss", "Gradient norm"):
+        assert title in titles, title
+    for view, content in (("dead-letters", "reward-failed"), ("config", "schedule.mode"), ("samples", "groups"), ("timeline", "Timeline")):
+        page.click(f"[data-tab={view}]")
+        page.wait_for_selector(f"[data-view={view}]:visible", timeout=WAIT_MS)
+        page.wait_for_function(
+            "([view, content]) => document.querySelector(`[data-view=${view}]`).innerText.includes(content)",
+            arg=[view, content],
+            timeout=WAIT_MS,
+        )
+    assert looked.serious() == []
 
 
-def test_a_page_opens_with_three_samples_of_the_newest_step_and_the_newest_trained_group(
-    page: Any, log: KafkaLog, recorded: RecordedRun
-) -> None:
-    table = RunTables(log, recorded.run).samples().to_pylist()
-    steps = RunTables(log, recorded.run).steps().to_pylist()
-    rewards = sorted(row["reward"] for row in table if row["group"] in steps[-1]["groups"])
-    cards = page.locator("#picked .card")
-    assert [text.split()[0].removesuffix("reward") for text in cards.locator("h4").all_text_contents()] == ["best", "median", "worst"]
-    shown_rewards = [float(re.search(r"reward (-?[\d.]+)", text.replace("−", "-"))[1]) for text in cards.locator("h4").all_text_contents()]
-    assert shown_rewards == pytest.approx([rewards[-1], rewards[len(rewards) - 1 - len(rewards) // 2], rewards[0]], abs=1e-2)
-    assert all(cards.locator(".answer").nth(place).is_visible() for place in range(3))
-    page.wait_for_selector("#group .card")
-    assert int(page.text_content("#group h3").removeprefix("Group ")) == max(steps[-1]["groups"])
-    assert page.url.endswith(".html"), "nobody has chosen that group"
-    lanes = page.locator("#lanes")
-    from_, to = (float(lanes.get_attribute(f"data-{end}")) for end in ("from", "to"))
-    first, last = page.evaluate("[Math.min(...data.s_start), timeline.most]")
-    assert 0 < from_ < first and to <= last, "the timeline begins with the first sample, not with loading"
+def test_it_opens_with_three_samples_of_the_newest_step(looked: Watched, log: KafkaLog, recorded: RecordedRun) -> None:
+    page = looked.open()
+    table, steps = (getattr(RunTables(log, recorded.run), name)().to_pylist() for name in ("samples", "steps"))
+    rewards = sorted((row["reward"] for row in table if row["group"] in steps[-1]["groups"]), reverse=True)
+    cards = page.locator("#live .card h3")
+    assert cards.locator("a").all_text_contents() == ["best by reward", "median", "worst"]
+    found = [float(text) for text in cards.locator("b").all_text_contents()]
+    assert found == pytest.approx([rewards[0], rewards[len(rewards) // 2], rewards[-1]], abs=1e-2)
+    cards.locator("a").first.click()
+    page.wait_for_selector("#group .card.marked", timeout=WAIT_MS)
 
 
-def test_equal_completions_are_one_card_and_groups_are_sorted_by_reward(watched: Watched, tmp_path: Path) -> None:
-    write(build(log_with(list(RecordBuilder(steps=3).whole())), RUN), tmp_path / "run.html")
-    page = watched.open(tmp_path / "run.html")
-    page.wait_for_selector("#group .card")
-    cards = page.locator("#group .card")
-    assert cards.count() == 1
-    assert page.text_content("#group .card h4 button") == "× 4"
-    page.click("#group .card h4 button")
-    assert cards.count() == 4
-
-    def groups() -> list[str]:
-        return [text.split("\n")[0] for text in page.locator("#rows .row").all_inner_texts()]
-
-    assert groups() == [str(number) for number in range(7, -1, -1)]
-    page.select_option("#f-order", "best")
-    page.wait_for_function("() => list.shown[0] === 7 && list.shown[5] < 3")
-    assert groups()[:5] == ["7", "6", "5", "4", "3"]
-    page.select_option("#f-order", "worst")
-    page.wait_for_function("() => list.shown[7] === 5")
-    assert groups()[-5:] == ["4", "3", "7", "6", "5"]
-
-
-def test_the_tracker_leaves_the_page_beside_the_report_and_with_mlflow(recorded: RecordedRun, watched: Watched) -> None:
+def test_the_tracker_leaves_the_page_beside_the_report_and_with_mlflow(recorded: RecordedRun, chromium: Any) -> None:
     import mlflow
 
-    beside = run_directory(recorded.run) / "report.html"
-    page = watched.open(beside)
-    assert page.text_content("#run") == recorded.run
-    run_id = recorded.report["mlflow_run_id"]
-    files = mlflow.MlflowClient(tracking_uri=recorded.mlflow_uri).list_artifacts(run_id)
+    looked = watched(chromium, run_directory(recorded.run) / "report.html")
+    assert looked.open().text_content("header h1") == recorded.run
+    assert looked.complaints == []
+    looked.page.close()
+    files = mlflow.MlflowClient(tracking_uri=recorded.mlflow_uri).list_artifacts(recorded.report["mlflow_run_id"])
     assert "report.html" in {file.path for file in files}
 
 
 @pytest.mark.slow
-def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_drag(page: Any) -> None:
+def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_drag(looked: Watched) -> None:
+    page = looked.open("#/timeline")
+    page.wait_for_selector("#lanes[data-from]", timeout=WAIT_MS)
     lanes = page.locator("#lanes")
     assert {"feeder", "rollout-0", "rollout-1", "scorer-0", "trainer"} <= set(lanes.get_attribute("data-lanes").split())
 
@@ -195,13 +145,15 @@ def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_
 
 
 @pytest.mark.slow
-def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(page: Any) -> None:
+def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(looked: Watched) -> None:
+    page = looked.open("#/timeline")
+    page.wait_for_selector("#lanes[data-from]", timeout=WAIT_MS)
     where = page.evaluate(
         """() => {
           const ofTrained = (one) => one.sample >= 0 && data.statuses[data.g_status[one.group]] === "trained";
           const lane = timeline.lanes.find((one) => one.items.some(ofTrained));
           const item = lane.items.find(ofTrained);
-          showGroup(item.group);
+          zoomToGroup(item.group);
           draw();
           const box = document.getElementById("lanes").getBoundingClientRect();
           const x = box.left + toX((item.start + item.end) / 2, box.width), y = box.top + lane.top + (item.row + 0.5) * lane.rowHeight;
@@ -212,142 +164,118 @@ def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(page: Any) -> 
     tip = page.inner_text("#tip")
     assert tip.startswith(f"{where[4]}: rollout") and f"group {where[2]}, sample {where[3]}: trained" in tip and "reward" in tip
     page.mouse.click(where[0], where[1])
-    page.wait_for_selector("#group h3")
-    assert page.text_content("#group h3") == f"Group {where[2]}"
-    assert page.locator(".card.marked h4").text_content().startswith(f"sample {where[3]}")
+    group_is(page, "group", where[2])
+    assert page.locator(".card.marked h3").text_content().startswith(f"#{where[3]}")
+    page.go_back()
     page.focus("#lanes")
     page.keyboard.press("n")
     assert page.is_visible("#tip")
 
 
 @pytest.mark.slow
-def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log: KafkaLog, recorded: RecordedRun) -> None:
-    counts = recorded.report["groups"]
-    assert shown(page) == counts["admitted"]
-    for fate in ("filtered", "failed", "trained"):
-        page.select_option("#f-status", label=fate)
-        wait_for_shown(page, counts[fate])
-    page.fill("#f-step-min", "2")
-    page.fill("#f-step-max", "3")
-    wait_for_shown(page, 8)
-    page.click("#filters button[type=reset]")
-    wait_for_shown(page, counts["admitted"])
-    page.fill("#f-reward-min", "0.001")
-    page.wait_for_function("all => Number(document.getElementById('found').dataset.shown) < all", arg=counts["admitted"])
-    expected = page.evaluate("Array.from(data.g_reward).filter((reward) => reward >= 0.001).length")
-    wait_for_shown(page, expected)
-    page.click("#filters button[type=reset]")
-    page.fill("#f-version-max", "0")
-    of_version_0 = "Array.from(data.g_size, (_, g) => data.s_min.subarray(data.first[g], data.first[g + 1]).includes(0))"
-    expected = page.evaluate(f"{of_version_0}.filter((one) => one).length")
-    wait_for_shown(page, expected)
-    page.click("#filters button[type=reset]")
-    any_worker, *drawers = page.locator("#f-worker option").all_text_contents()
-    assert any_worker == "any" and drawers and set(drawers) <= {"rollout-0", "rollout-1"}
-    for worker in drawers:
-        drawn = {row["group"] for row in RunTables(log, recorded.run).samples().to_pylist() if row["worker"] == worker}
-        page.select_option("#f-worker", label=worker)
-        wait_for_shown(page, len(drawn))
-
-
-@pytest.mark.slow
-def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_side(
-    page: Any, log: KafkaLog, recorded: RecordedRun
-) -> None:
+def test_the_list_filters_by_status_reward_version_step_worker_and_text(looked: Watched, log: KafkaLog, recorded: RecordedRun) -> None:
+    page, counts = looked.open("#/samples"), recorded.report["groups"]
     table = RunTables(log, recorded.run).samples().to_pylist()
-    trained = next(row for row in table if row["reward"] is not None and len(row["completion"]) >= 6)
-    wanted = trained["completion"][1:6]
+    shown(page, counts["admitted"])
+    for fate in ("filtered", "failed", "trained"):
+        page.select_option("[name=status]", fate)
+        shown(page, counts[fate])
+    page.fill("[name=step]", "2..3")
+    shown(page, 8)
+    page.click("#filters button[type=reset]")
+    page.fill("[name=reward]", "0.001..")
+    shown(page, page.evaluate("Array.from(data.g_reward).filter((reward) => reward >= 0.001).length"))
+    page.click("#filters button[type=reset]")
+    for worker in sorted({row["worker"] for row in table}):
+        page.fill("[name=worker]", worker)
+        shown(page, len({row["group"] for row in table if row["worker"] == worker}))
+    page.click("#filters button[type=reset]")
+    wanted = next(row for row in table if row["reward"] is not None and len(row["completion"]) >= 6)["completion"][1:6]
     groups = {row["group"] for row in table if row["completion"] and wanted.lower() in row["completion"].lower()}
-    page.fill("#f-text", wanted)
-    page.select_option("#f-order", "oldest")
-    wait_for_shown(page, len(groups))
-    page.focus("#list")
-    page.keyboard.press("Home")
-    page.wait_for_function("wanted => document.querySelector('#group h3')?.textContent === wanted", arg=f"Group {min(groups)}")
-    assert page.text_content("#group h3") == f"Group {min(groups)}"
-    samples = [row for row in table if row["group"] == min(groups)]
-    cards = page.locator("#group .card")
-    for fold in page.locator("#group .card h4 button").all():
-        fold.click()
-    assert cards.count() == len(samples) == 4
-    for place, row in enumerate(samples):
-        card = cards.nth(place)
-        text = card.locator(".text").text_content()
-        assert re.sub("<(eos|pad|bos|unk)>", "", text) == row["completion"], "every token's text, one after the other"
-        assert card.locator(".text span").count() == len(row["token_ids"])
-        facts = card.locator("dl").inner_text()
-        assert "digits" in facts and "brevity × 0.5" in facts and row["worker"] in facts and row["finish"] in facts
-    assert page.locator(".text span.hit").count() > 0
+    page.fill("[name=text]", wanted)
+    page.select_option("[name=sort]", "oldest")
+    shown(page, len(groups))
+    group_is(page, "pane", min(groups))
+    assert page.locator("#pane .hit, #pane mark").count() > 0
 
 
 @pytest.mark.slow
-def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page: Any, log: KafkaLog, recorded: RecordedRun) -> None:
+def test_a_group_shows_its_samples_and_tokens_which_tell_more(looked: Watched, log: KafkaLog, recorded: RecordedRun) -> None:
+    page = looked.open("#/samples")
+    page.wait_for_selector("#list [aria-selected=true]", timeout=WAIT_MS)
     number = page.evaluate("data.g_number[Array.from(data.g_status).indexOf(0)]")
-    page.evaluate("number => openGroup(data.byNumber.get(number))", number)
-    page.wait_for_function("number => document.querySelector('#group h3')?.textContent === `Group ${number}`", arg=number)
-    for fold in page.locator("#group .card h4 button").all():
+    page.evaluate("number => { location.hash = `#/g/${number}`; }", number)
+    group_is(page, "group", number)
+    for fold in page.locator("#group .card h3 button").all():
         fold.click()
-    row = next(row for row in RunTables(log, recorded.run).samples().to_pylist() if row["group"] == number and row["sample"] == 0)
+    rows = {row["sample"]: row for row in RunTables(log, recorded.run).samples().to_pylist() if row["group"] == number}
+    cards = page.locator("#group .card")
+    assert cards.count() == len(rows) == 4
+    for card in cards.all():
+        row = rows[int(card.get_attribute("aria-label").removeprefix("Sample "))]
+        assert re.sub("<(eos|pad|bos|unk)>", "", card.locator(".tokens").text_content()) == row["completion"]
+        assert card.locator(".tokens span").count() == len(row["token_ids"])
+        card.locator("summary").click()
+        facts = card.locator("dl").inner_text()
+        assert "digits" in facts and "brevity × 0.5" in facts and row["worker"] in facts
 
-    def colours() -> list[str]:
-        return page.evaluate("[...document.querySelectorAll('#group .card .text span')].map((one) => one.style.background)")
+    def looks() -> list[str]:
+        return page.evaluate("[...document.querySelectorAll('#group .tokens span')].map((one) => one.className + one.style.cssText)")
 
     by = {}
     for name in ("logprob", "advantage", "version", "none"):
-        page.click(f".colour [data-by={name}]")
-        by[name] = colours()
-        assert page.get_attribute(f".colour [data-by={name}]", "aria-pressed") == "true"
-    assert len(set(by["logprob"])) > 4
-    assert 1 < len(set(by["advantage"])) <= 4
-    assert len(set(by["version"])) >= 1 and by["version"] != by["logprob"] and set(by["none"]) == {""}
-    page.hover("#group .card .text span >> nth=0")
+        page.click(f"#group .colour [data-by={name}]")
+        by[name] = looks()
+    assert len(set(by["logprob"])) > 4 and 1 < len(set(by["advantage"])) <= 4
+    assert by["version"] != by["logprob"] and set(by["none"]) == {""}
+    first = rows[int(cards.first.get_attribute("aria-label").removeprefix("Sample "))]
+    page.hover("#group .tokens span >> nth=0")
     tip = page.inner_text("#tip")
-    assert f"token 0: id {row['token_ids'][0]}" in tip
-    records = float(re.search(r"logprob (-?[\d.]+) nat", tip)[1])
-    assert records == pytest.approx(row["behaviour_logprobs"][0], abs=6e-4)
-    assert f"policy version {row['policy_version_min']}" in tip
-    page.focus("#group .card .text >> nth=0")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert page.inner_text("#tip").startswith("token 1:")
+    assert f"token 0: id {first['token_ids'][0]}" in tip and f"policy version {first['policy_version_min']}" in tip
+    assert float(re.search(r"logprob (-?[\d.]+) nat", tip)[1]) == pytest.approx(first["behaviour_logprobs"][0], abs=6e-4)
 
 
-def test_text_that_looks_like_markup_is_shown_as_text(watched: Watched, tmp_path: Path) -> None:
+def test_text_that_looks_like_markup_is_shown_as_text(chromium: Any, tmp_path: Path) -> None:
     records = []
     for record in RecordBuilder(steps=1).whole():
         evil = lambda samples: tuple(replace(sample, completion=EVIL) for sample in samples)  # noqa: E731
         records += rewritten(record, prompt=EVIL, reason=EVIL, samples=evil) if record.topic.endswith(".groups") else [record]
     path = tmp_path / "evil.html"
     write(build(log_with(records), RUN), path)
-    page = watched.open(path)
-    page.evaluate("openGroup(0)")
-    page.wait_for_selector("#group .card")
-    assert page.text_content("#group .prompt >> nth=0") == EVIL
-    assert EVIL in page.locator("#group .card").nth(0).text_content()
-    assert EVIL in page.locator("#picked .card").nth(0).text_content()
-    assert page.locator("#group .note").nth(0).text_content() == EVIL
+    looked = watched(chromium, path)
+    page = looked.open("#/g/0")
+    page.wait_for_selector("#group .card", timeout=WAIT_MS)
+    visible = EVIL.replace("\u2028", "\\u2028")
+    assert page.text_content("#group .prompt") == page.text_content("#group .note >> nth=0") == visible
+    assert visible in page.locator("#group .card").first.text_content()
+    page.click("[data-tab='']")
+    assert visible in page.locator("#live .card").first.text_content()
     assert page.locator("img").count() == 0
-    page.fill("#f-text", "onerror=alert")
-    wait_for_shown(page, 4)
+    page.click("[data-tab=samples]")
+    page.fill("[name=text]", "onerror=alert")
+    shown(page, 4)
+    assert looked.complaints == []
+    page.close()
 
 
 @pytest.mark.slow
-def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(watched: Watched, tmp_path: Path) -> None:
+def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(chromium: Any, tmp_path: Path) -> None:
     builder = RecordBuilder(steps=3)
     begun = [builder.record(), builder.opened(), builder.version(0)]
     drawn = [record for record in builder.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
     for name, records in {"first.html": begun[:1], "open.html": [*begun, *drawn]}.items():
         write(build(log_with(records), RUN), tmp_path / name)
-    page = watched.open(tmp_path / "open.html")
-    assert page.text_content("#status") == "running"
-    page.evaluate("openGroup(0)")
-    page.wait_for_selector("#group .card")
-    assert page.locator("#group .card h4").nth(0).text_content().startswith("sample 0")
-    assert page.locator("#group .card h4").nth(0).text_content().endswith("not scored")
-    assert watched.complaints == []
-    page = watched.open(tmp_path / "first.html")
-    assert shown(page) == 0
-    watched.complaints = [one for one in watched.complaints if not one.endswith("first.html")]  # the listener of the first address
+    looked = watched(chromium, tmp_path / "open.html")
+    page = looked.open("#/g/0")
+    page.wait_for_selector("#group .card", timeout=WAIT_MS)
+    assert page.text_content("header .status") == "running"
+    assert "not scored" in page.locator("#group .card h3").first.text_content()
+    assert looked.complaints == []
+    page.close()
+    looked = watched(chromium, tmp_path / "first.html")
+    shown(looked.open("#/samples"), 0)
+    assert looked.complaints == []
+    looked.page.close()
 
 
 @pytest.mark.slow

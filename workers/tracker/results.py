@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.mlflow.tracking import ModelVersion, RegisteredCheckpoints
-from penstock.pipeline.inspect.html.build import Limits, build, write
 from penstock.pipeline.inspect.report.summary import REPORTS
 from penstock.pipeline.inspect.report.text import as_text
+from penstock.pipeline.inspect.web.build import Limits, build, write
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.ledger import Entry

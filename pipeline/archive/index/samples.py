@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.archive.index.segments import Segments
-from penstock.pipeline.inspect.html.advantages import Advantages
+from penstock.pipeline.inspect.tables.advantages import Advantages
 from penstock.pipeline.inspect.tables.run_tables import SAMPLES, sample_rows, unscored_rows
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader

@@ -1,349 +1,368 @@
-"""The pages of `penstock ui`, each a function of the runs and of what its address asks for."""
+"""The pages of `penstock ui`: each is a function of the runs and of its address, and returns its template and facts."""
 
-import contextlib
 import json
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+from starlette.datastructures import QueryParams
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Log, Tail
 from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.database import Limits
-from penstock.pipeline.archive.sql import LiveTables, question
-from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
+from penstock.pipeline.archive.index.queries import Filters
+from penstock.pipeline.archive.sql import VIEWS, LiveTables, question
+from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
 from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
-from penstock.pipeline.inspect.html.build import build
-from penstock.pipeline.inspect.live.completions import without_template
-from penstock.pipeline.inspect.live.frame import doing, ordered
 from penstock.pipeline.inspect.records import browse
-from penstock.pipeline.inspect.records.runs import list_runs, size
-from penstock.pipeline.inspect.report.formats import duration
-from penstock.pipeline.inspect.report.headline import headline
-from penstock.pipeline.inspect.report.summary import summarise
-from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended, last_reward, status_of, steps_planned
+from penstock.pipeline.inspect.records.runs import list_runs
+from penstock.pipeline.inspect.run_status import group_statuses, has_ended, last_reward, status_of
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.status import WATCHED, elapsed_s
+from penstock.pipeline.inspect.web.run_facts import config_rows, curve
 from penstock.pipeline.launch.run_lock import log_files
 from penstock.pipeline.runtime.registration.run_registry import resolve
-from penstock.pipeline.runtime.topic_reader import read_to_current_end
-from penstock.topics import groups
-from penstock.topics.catalogue import RUNS_TOPIC
-from penstock.topics.wire.errors import Unusable
 
-KEPT = 8
+COLUMNS = "select table_name, column_name, data_type from duckdb_columns() where schema_name = 'main' order by column_index"
+_COLUMNS: dict[str, list[tuple[str, str]]] = {}
+Page = tuple[str, dict[str, Any]]
+
+
+class Address(NamedTuple):
+    """The parts of an address that a page reads."""
+
+    runs: Runs
+    query: QueryParams
+    run: str = ""
+    group: int = 0
+    topic: str = ""
+
+    @property
+    def watched(self) -> WatchedRun:
+        """The run."""
+        return self.runs[self.run]
+
+
 AT_ONCE = 2
-
-
-@dataclass(slots=True)
-class Watching:
-    """Views of runs, brought up to date when they are asked for."""
-
-    log: Log
-    reading: threading.Lock = field(default_factory=threading.Lock)
-    questions: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(AT_ONCE))
-    _views: "OrderedDict[str, tuple[RunView, Tail]]" = field(default_factory=OrderedDict)
-
-    def view(self, run: str) -> RunView:
-        """The run as it is at this moment. Raises `LogError`."""
-        if run not in self._views:
-            self._views[run] = RunView(run=run), self._tail(run)
-            while len(self._views) > KEPT:
-                self._views.popitem(last=False)[1][1].close()
-        self._views.move_to_end(run)
-        view, tail = self._views[run]
-        for record in read_to_current_end(self.log, tail):
-            with contextlib.suppress(Unusable):  # its owner sets it aside
-                view.fold(record)
-        return view
-
-    def folder(self, run: str) -> Path:
-        """The run's folder on this machine, which may not exist."""
-        return run_directory(run)
-
-    def close(self) -> None:
-        """Stop reading."""
-        for _, tail in self._views.values():
-            tail.close()
-        self._views.clear()
-
-    def _tail(self, run: str) -> Tail:
-        names = [RUNS_TOPIC, f"{run}.run", *(f"{run}.{topic}" for topic in WATCHED)]
-        return self.log.tail({(name, number): "earliest" for name in names for number in range(self.log.partitions(name) or 0)})
-
-
-NEWEST_RECORDS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picked:
-    """One sample with the reference answer of its prompt's row."""
-
-    which: str
-    group: int
-    prompt: str
-    answer: str | None
-    completion: str
-    reward: float
-
-
-def newest_samples(log: Log, run: str) -> list[Picked]:
-    """Best, median and worst sample by reward of the newest groups with rewards; [] if there are none."""
-    scored = []
-    for record in browse.tail(log, run, "groups", count=NEWEST_RECORDS, follow=False):
-        try:
-            group = groups.read(record, run=run)[1]
-        except Unusable:
-            continue  # the trainer sends it to the dead-letter topic
-        scored += [(sample.reward, group, sample.completion) for sample in group.samples if sample.reward is not None]
-    if not scored:
-        return []
-    ordered = sorted(scored, key=lambda candidate: -candidate[0])
-    index_of = {"best": 0, "median": len(ordered) // 2, "worst": len(ordered) - 1}
-    prompts = sorted({group.prompt for _, group, _ in scored})
-    return [_picked(which, *ordered[index], prompts) for which, index in index_of.items()]
-
-
-def _picked(which: str, reward: float, group: groups.Group, completion: str, prompts: list[str]) -> Picked:
-    answer = json.loads(group.columns).get("answer")
-    return Picked(
-        which=which,
-        group=group.group,
-        prompt=without_template(group.prompt, prompts),
-        answer=None if answer is None else str(answer),
-        completion=completion,
-        reward=reward,
-    )
-
-
-REFRESH_S = 5
-ROWS = 200
+ROWS = 500
+DEAD_LETTERS = 200
 QUESTION_S = 30.0
-"""Longest time that the answer to a question in SQL is computed."""
-ANSWER_BYTES = 16 << 20
-LOG_LINES = 300
-COMPARED = 4
+"""Longest time that the result of a query is computed."""
+RESULT_BYTES = 16 << 20
+LOG_LINES = 500
+COMPARED = 8
+ROUNDING = 1e-6
+"""A range of the list includes values this close to its ends, as they are shown rounded."""
+RECORDS = 50
 QUESTIONS: Mapping[str, str] = {
     "worst completions": "select group_id, reward, answer, completion from samples where reward is not null order by reward limit 20",
     "why groups were dropped": "select fate, reason, count(*) as groups from groups where fate <> 'trained' group by all order by 3 desc",
-    "cut-off completions": "select group_id, sample, tokens, completion from samples where finish = 'length' limit 20",
+    "truncated completions": "select group_id, sample, tokens, completion from samples where finish = 'length' limit 20",
     "reward by prompt": "select prompt, avg(reward_mean) as reward, count(*) as groups from groups group by 1 order by 2 limit 30",
-    "slowest groups": "select group_id, epoch_ms(scored) - epoch_ms(admitted) as ms, fate from groups order by 2 desc nulls last limit 20",
+    "slowest groups": "select group_id, epoch_ms(scored) - epoch_ms(admitted) as ms from groups order by 2 desc nulls last limit 20",
 }
 
-Query = Mapping[str, Sequence[str]]
+
+def index(address: Address) -> Page:
+    """All runs, newest first; several can be chosen to be compared."""
+    text, status = address.query.get("q", "").lower(), address.query.get("status", "")
+    listed = list(reversed(list_runs(address.runs.log)))
+    rows = []
+    for row in listed:
+        if (text and text not in " ".join(map(str, row.values())).lower()) or (status and row["status"] != status):
+            continue
+        view = address.runs[row["run"]].update()
+        rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
+        solved = [measured.values.get("greedy_accuracy") for _, measured in sorted(view.evals.items())]
+        rows.append({**row, "status": status_of(view), "reward": last_reward(view), "curve": rewards, "solved": solved})
+    values = [value for row in rows for value in row["curve"] if value is not None]
+    scale = {"low": min(values, default=0.0), "high": max(values, default=1.0)}
+    return "runs.html", {"rows": rows, "total": len(listed), "scale": scale, "q": address.query.get("q", ""), "chosen_status": status}
 
 
-def one(query: Query, name: str, default: str = "") -> str:
-    """The first value that an address gives a name."""
-    return (query.get(name) or [default])[0]
+def run(address: Address) -> Page:
+    """A run at this moment; its script keeps it up to date."""
+    return "run.html", address.watched.page()
 
 
-def index(runs: Watching, _query: Query) -> bytes:
-    """All runs, newest first; up to four can be chosen to be compared."""
-    rows = [
-        (
-            Html(f'<input type="checkbox" name="run" value="{text(row["run"])}" aria-label="compare {text(row["run"])}">'),
-            link(row["run"], "run", id=row["run"]),
-            row["status"],
-            f"{row['steps_done']:,} of {row['steps'] or '?'}",
-            "" if row["reward"] is None else f"{row['reward']:.3f}",
-            chart([Curve("reward", curve_of(runs, row["run"]))], width=120, height=24, axes=False),
-            size(row["bytes"]),
-            row["model"],
-            row["parent"] and link(row["parent"], "run", id=row["parent"]),
-            row["age"],
-        )
-        for row in reversed(list_runs(runs.log))
-    ]
-    head = ("", "run", "status", "#steps", "#reward", "", "#size", "model", "parent", "age")
-    listed = Html(f'<form action="compare">{table(head, rows)}<p><button>compare</button></p></form>')
-    return page("runs", [Html("<h1>Runs</h1>"), listed if rows else Html("<p>no run is registered on this broker</p>")])
+def frame(address: Address) -> dict[str, Any]:
+    """What the head of every page of a run shows."""
+    view = address.watched.update()
+    return {"run": address.run, "status": status_of(view), "dead_letter_count": len(view.dead_letters), "live": not has_ended(view)}
 
 
-def curve_of(runs: Watching, run: str) -> Sequence[float | None]:
-    """Mean reward by version, from version 0; None if no sample was generated first under a version."""
-    rewards = runs.view(run).rewards
-    return [rewards[version].mean if version in rewards else None for version in range(max(rewards, default=-1) + 1)]
+def samples(address: Address) -> Page:
+    """The list of groups; its script reads the pages of the list and the chosen group."""
+    return "samples.html", frame(address)
 
 
-def run(runs: Watching, query: Query) -> bytes:
-    """A run at this moment; loads itself again while the run goes on."""
-    name = resolve(runs.log, one(query, "id", "latest"))
-    view, now_s = runs.view(name), time.time()
-    report, elapsed, planned = summarise(view), elapsed_s(view, now_s=now_s), steps_planned(view)
-    reward = last_reward(view)
-    facts = {
-        "status": status_of(view),
-        "step": f"{view.steps_done:,} of {planned or '?'}",
-        "reward, last tenth of the steps": "-" if reward is None else f"{reward:.3f}",
-        "groups": ", ".join(f"{count:,} {status}" for status, count in report["groups"].items() if count),
-        "time": "-" if elapsed is None else duration(elapsed),
-        "dead letters": f"{len(view.dead_letters):,}",
-    }
-    body = [
-        navigation(name),
-        Html(f"<h1>{text(name)}</h1>"),
-        *(Html(f"<p>{text(line)}</p>") for line in headline(report)),
-        pairs(facts),
-        Html("<h2>Reward</h2>"),
-        chart([Curve("all scored samples, by version", curve_of(runs, name))]),
-        Html("<h2>Newest samples</h2>"),
-        *map(_card, newest_samples(runs.log, name)),
-        Html("<h2>Workers</h2>"),
-        table(("worker", "now"), _workers(view)),
-        Html("<h2>Groups</h2>"),
-        Html(
-            "<p>"
-            + " · ".join(
-                link(f"{number} {status}", "group", id=name, group=number) for number, status in sorted(group_statuses(view).items())[-24:]
-            )
-            + "</p>"
-        ),
-    ]
-    return page(name, body, refresh_s=None if has_ended(view) else REFRESH_S)
+def timeline(address: Address) -> Page:
+    """What every worker did when."""
+    return "timeline.html", frame(address)
 
 
-def _workers(view: RunView) -> list[tuple[str, str]]:
-    """What each worker does, in the order of the pipeline; of a run that did not end well, who was killed."""
-    over = {"stopped": "killed", "failed": "killed", "finished": "ended"}.get(status_of(view))
-    return [(worker.worker, "ended" if worker.ended else over or doing(worker, now_s=time.time())) for worker in ordered(view)]
-
-
-def _card(picked: Any) -> Html:
-    answer = "" if picked.answer is None else f'<p><span class="dim">answer </span>{text(picked.answer)}</p>'
-    head = f"{picked.which}: reward {picked.reward:g}, group {picked.group}"
-    completion = f'<p><span class="dim">completion </span>{text(picked.completion)}</p>'
-    return Html(f'<div class="card"><p class="dim">{head}</p><p>{text(picked.prompt)}</p>{answer}{completion}</div>')
-
-
-def navigation(name: str) -> Html:
-    """Links to the other pages of a run."""
-    pages = (("run", "run"), ("page with timeline and tokens", "page"), ("SQL", "sql"), ("logs", "logs"), ("dead letters", "letters"))
-    return Html(f"<nav>{link('runs', './')}" + "".join(link(title, path, id=name) for title, path in pages) + "</nav>")
-
-
-def whole(runs: Watching, query: Query) -> bytes:
-    """The page that `penstock report --html` writes."""
-    return build(runs.log, resolve(runs.log, one(query, "id"))).html
-
-
-def group(runs: Watching, query: Query) -> bytes:
-    """The life of a group."""
-    name, number = resolve(runs.log, one(query, "id")), one(query, "group")
-    if not number.isdecimal():
-        raise ConfigError(f"group {number!r} is no number")
-    life = as_json.explain(runs.log, name, int(number), notify=lambda _: None)
-    return page(
-        f"group {number}", [navigation(name), Html(f"<h1>Group {number}</h1>"), Html(f'<pre class="wide">{text(as_page(life))}</pre>')]
-    )
-
-
-def sql(runs: Watching, query: Query, gone: Callable[[], bool]) -> bytes:
-    """A question in SQL, and its answer; computed while other pages are made, until the browser has `gone`."""
-    with runs.reading:
-        name = resolve(runs.log, one(query, "id"))
-    asked = one(query, "q") or QUESTIONS["worst completions"]
-    saved = " · ".join(link(title, "sql", id=name, q=saved_question) for title, saved_question in QUESTIONS.items())
-    area = f'<textarea name="q" aria-label="SQL">{text(asked)}</textarea>'
-    form = Html(f'<form action="sql"><input type="hidden" name="id" value="{text(name)}">{area}<p><button>ask</button></p></form>')
+def _range(query: QueryParams, name: str) -> tuple[float, float] | None:
+    """The range LOW..HIGH of an address; either may be missing, and a single number is both."""
+    text = query.get(name, "")
+    if not text:
+        return None
+    low, dots, high = text.partition("..")
     try:
-        found = _answer(runs, name, asked, gone)
-        rows = [tuple(str(value) if value is not None else "" for value in row.values()) for row in found.slice(0, ROWS).to_pylist()]
-        more = f"the first {ROWS} rows" if found.num_rows > ROWS else f"{found.num_rows:,} rows"
-        answer = Html(f'{table(found.column_names, rows)}<p class="dim">{more}</p>')
+        return float(low or "-inf") - ROUNDING, float((high or "inf") if dots else low) + ROUNDING
     except ValueError as error:
-        answer = Html(f'<p class="bad">{text(error)}</p>')
-    return page("SQL", [navigation(name), Html(f"<h1>{text(name)} in SQL</h1><p>{saved}</p>"), form, answer])
+        raise ConfigError(f"{name}={text}: expected a number, or LOW..HIGH") from error
 
 
-def _answer(runs: Watching, name: str, asked: str, gone: Callable[[], bool]) -> Any:
-    """The first rows of an answer. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
-    if not runs.questions.acquire(blocking=False):
-        raise ValueError("other questions are being computed: ask again when they have their answers")
+def groups(address: Address) -> dict[str, Any]:
+    """A page of the list of groups."""
+    query, (status, truncated) = address.query, (address.query.get("status"), address.query.get("truncated"))
+    where = Filters(
+        statuses=(status,) if status else (),
+        reward=_range(query, "reward"),
+        step=_range(query, "step"),
+        version=_range(query, "version"),
+        truncated=truncated == "1" if truncated else None,
+    )
+    payload = PayloadFilter(*(query.get(name, "") for name in PayloadFilter._fields))
+    return address.watched.list_groups(where, payload, order=query.get("sort") or "newest", after=query.get("after") or None)
+
+
+def detail(address: Address) -> dict[str, Any]:
+    """Texts and tokens of a group."""
+    sample = address.query.get("sample", "")
+    return address.watched.detail(address.group, sample=int(sample) if sample.isdecimal() else None)
+
+
+def columns(address: Address) -> bytes:
+    """The columns of the timeline."""
+    return address.watched.columns()
+
+
+def group(address: Address) -> Page:
+    """A group: its samples, and then its trace, which takes longer to read."""
+    if address.group not in group_statuses(address.watched.update()):
+        trace(address)  # its error says why
+    return "group.html", {**frame(address), "group": address.group}
+
+
+def trace(address: Address) -> Page:
+    """The trace of a group through the topics, a part of its page."""
+    life = as_json.explain(address.runs.log, address.run, address.group, notify=lambda _: None)
+    return "_trace.html", {"run": address.run, "group": address.group, "life": life, "text": as_page(life)}
+
+
+def sql(address: Address, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Page:
+    """An SQL query, if there is one, and its result."""
+    sql_text, started = address.query.get("q", ""), time.monotonic()
+    facts = {
+        **frame(address),
+        "q": sql_text,
+        "questions": QUESTIONS,
+        "views": _views(address),
+        "problem": None,
+        "names": (),
+        "rows": (),
+        "more": False,
+    }
+    if not sql_text.strip():
+        return "sql.html", facts
     try:
-        with runs.reading:
-            prepared = question(LiveTables(cast(KafkaLog, runs.log), name), asked)
-        return prepared.answer(Limits(rows=ROWS + 1, size=ANSWER_BYTES, seconds=QUESTION_S, disconnected=gone))
+        result = _result(address.runs, address.run, sql_text, questions, gone)
+        rows = [list(row.values()) for row in result.slice(0, ROWS).to_pylist()]
+        facts |= {"names": result.column_names, "rows": [list(map(_cell, row)) for row in rows], "more": result.num_rows > ROWS}
+    except ValueError as error:
+        facts["problem"] = str(error)
+    return "sql.html", {**facts, "took": time.monotonic() - started}
+
+
+def _views(address: Address) -> dict[str, list[tuple[str, str]]]:
+    """View -> its columns with their types, read once and in another process."""
+    if not _COLUMNS:
+        rows = question(LiveTables(cast(KafkaLog, address.runs.log), address.run), COLUMNS).answer().to_pylist()
+        _COLUMNS.update({view: [(row["column_name"], row["data_type"]) for row in rows if row["table_name"] == view] for view in VIEWS})
+    return _COLUMNS
+
+
+def _cell(value: Any) -> tuple[str, str]:
+    """A value as a cell shows it, and its kind: n for a number, "" for a text."""
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value).lower(), ""
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "n"
+    if isinstance(value, list):
+        return f"[{len(value):,} values]", ""
+    return str(value), ""
+
+
+def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Any:
+    """The first rows of a result. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
+    if not questions.acquire(blocking=False):
+        raise ValueError("other queries are being computed: address again when they have their answers")
+    try:
+        prepared = question(LiveTables(cast(KafkaLog, runs.log), name), sql_text)
+        return prepared.answer(Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone))
     finally:
-        runs.questions.release()
+        questions.release()
 
 
-def logs(runs: Watching, query: Query) -> bytes:
-    """The last lines of each worker on this machine."""
-    name = resolve(runs.log, one(query, "id"))
+def logs(address: Address) -> Page:
+    """The newest lines of the workers on this machine, in the order of their times."""
+    worker, text = address.query.get("worker", ""), address.query.get("text", "").lower()
+    facts = {**frame(address), "worker": worker, "text": address.query.get("text", ""), "lines": [], "workers": [], "problem": None}
     try:
-        files = log_files(runs.folder(name), one(query, "worker") or None)
+        every = log_files(run_directory(address.run), None)
+        files = log_files(run_directory(address.run), worker or None)
     except ConfigError as error:
-        return page("logs", [navigation(name), Html(f"<p>{text(error)}</p>")])
-    parts = [
-        Html(f"<h2>{text(file.stem)}</h2><pre>{text(chr(10).join(file.read_text('utf-8', 'replace').splitlines()[-LOG_LINES:]))}</pre>")
+        return "logs.html", {**facts, "problem": str(error)}
+    lines = [
+        (line[:19], file.stem, line)
         for file in files
+        for line in file.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+        if text in line.lower()
     ]
-    again = None if has_ended(runs.view(name)) else REFRESH_S
-    return page("logs", [navigation(name), Html(f"<h1>Logs of {text(name)}</h1>"), *parts], refresh_s=again)
+    return "logs.html", {**facts, "lines": sorted(lines, key=lambda line: line[0])[-LOG_LINES:], "workers": [file.stem for file in every]}
 
 
-def letters(runs: Watching, query: Query) -> bytes:
-    """The newest dead letters, with the reasons."""
-    name = resolve(runs.log, one(query, "id"))
-    lines = [browse.as_line(record, run=name) for record in browse.tail(runs.log, name, "dead-letters", count=ROWS, follow=False)]
-    said = Html(f"<pre>{text(chr(10).join(lines))}</pre>" if lines else "<p>none</p>")
-    return page("dead letters", [navigation(name), Html(f"<h1>Dead letters of {text(name)}</h1>"), said])
+def dead_letters(address: Address) -> Page:
+    """The newest dead letters, with their reasons."""
+    rows = []
+    for record in browse.tail(address.runs.log, address.run, "dead-letters", count=DEAD_LETTERS, follow=False):
+        shown = browse.view(record, run=address.run)
+        payload = shown["payload"] or {}
+        rows.append(
+            {
+                "kind": payload.get("kind", "undecodable"),
+                "record": "/".join(str(payload.get(name, "")) for name in ("topic", "partition", "offset")).removeprefix(f"{address.run}."),
+                "worker": payload.get("worker", ""),
+                "time_s": shown["time_s"],
+                "reason": payload.get("reason") or shown["unusable"],
+            }
+        )
+    return "dead_letters.html", {**frame(address), "dead_letters": rows}
 
 
-def compare(runs: Watching, query: Query) -> bytes:
-    """The rewards of up to four runs as curves, and what their configurations have different."""
-    names = [resolve(runs.log, name) for name in list(dict.fromkeys(query.get("run", ())))]
+def topics(address: Address) -> Page:
+    """The topics of a run with their partitions and offsets."""
+    return "topics.html", {**frame(address), "topics": browse.list_topics(address.runs.log, address.run)}
+
+
+def topic(address: Address) -> Page:
+    """The newest records of a address.topic, or one record with its payload."""
+    facts = {**frame(address), "topic": address.topic, "records": [], "record": None}
+    if address.query.get("offset", "").isdecimal() and address.query.get("partition", "").isdecimal():
+        position = {name: int(address.query[name]) for name in ("partition", "offset")}
+        record = browse.view(browse.record_at(address.runs.log, address.run, address.topic, **position), run=address.run)
+        return "topic.html", {
+            **facts,
+            "record": record,
+            "payload": json.dumps(record["payload"], indent=2, ensure_ascii=False, default=str),
+        }
+    newest = browse.tail(address.runs.log, address.run, address.topic, count=RECORDS, follow=False)
+    return "topic.html", {**facts, "records": [(record, browse.as_line(record, run=address.run)) for record in newest][::-1]}
+
+
+def config(address: Address) -> Page:
+    """The effective configuration."""
+    return "config.html", {**frame(address), "config": config_rows(address.watched.update())}
+
+
+def compare(address: Address) -> Page:
+    """Curves of several runs, what their effective configurations have different, and their completions of the same held-out prompts."""
+    names = [resolve(address.runs.log, name) for name in dict.fromkeys(address.query.getlist("run"))]
     if not 1 < len(names) <= COMPARED:
         raise ConfigError(f"choose two to {COMPARED} runs to compare, not {len(names)}")
-    flat = {name: _flat(config_of(runs.view(name))) for name in names}
-    keys = sorted({key for table_ in flat.values() for key in table_})
-    different = [key for key in keys if len({str(flat[name].get(key)) for name in names}) > 1]
-    body = [
-        Html(f"<nav>{link('runs', './')}</nav><h1>Compared</h1>"),
-        chart([Curve(name, curve_of(runs, name)) for name in names], width=900, height=260),
-        Html('<p class="dim">mean reward of all scored samples, by each run\'s own version</p>'),
-        table(
-            ("run", "#reward", "#steps", "status"),
-            [
-                (link(name, "run", id=name), _number(last_reward(runs.view(name))), len(runs.view(name).steps), status_of(runs.view(name)))
-                for name in names
-            ],
-        ),
-        Html("<h2>What is different</h2>"),
-        table(("key", *names), [(key, *(flat[name].get(key, "") for name in names)) for key in different]),
+    views_ = {name: address.runs[name].update() for name in names}
+    by = address.query.get("x", "step")
+    configs = {name: {row["key"]: row for row in config_rows(view)} for name, view in views_.items()}
+    keys = sorted({key for rows in configs.values() for key in rows})
+    different = [key for key in keys if len({configs[name].get(key, {}).get("value") for name in names}) > 1]
+    rows = [
+        {"run": name, "status": status_of(view), "reward": last_reward(view), "steps": view.steps_done, "solved": _solved(view)}
+        for name, view in views_.items()
     ]
-    return page("compare", body)
+    return "compare.html", {
+        "rows": rows,
+        "x": by,
+        "axes": tuple(AXES),
+        "curves": {"main": list(_compared(views_, by)), "charts": [], "more": [], "still": []},
+        "different": [(key, [configs[name].get(key, {}) for name in names]) for key in different],
+        "examples": _examples(views_),
+        "seeds": _seeds(names, different),
+    }
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{section}.{key}": str(value) for section, keys in config.items() if isinstance(keys, dict) for key, value in keys.items()}
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def problem(error: Exception) -> bytes:
-    """An error in one line."""
-    return page("problem", [Html(f"<nav>{link('runs', address('./'))}</nav>"), Html(f'<p class="bad">{text(error)}</p>')])
-
-
-PAGES: Mapping[str, Callable[..., bytes]] = {
-    "": index,
-    "run": run,
-    "page": whole,
-    "group": group,
-    "sql": sql,
-    "logs": logs,
-    "letters": letters,
-    "compare": compare,
+AXES: Mapping[str, str] = {"step": "", "samples": "samples", "tokens": "tokens", "time": "time"}
+MEASURES: Mapping[str, str] = {
+    "reward_trained": "Reward, trained samples",
+    "kl_behaviour_k3": "KL, behaviour to current",
+    "entropy": "Entropy",
+    "completion_tokens_mean": "Completion length",
+    "grad_norm": "Gradient norm",
 }
-"""Path below the token -> the function that makes the page, of the runs and the query; `sql` takes the lock for reading itself."""
+
+
+def _solved(view: RunView) -> float | None:
+    return view.evals[max(view.evals)].values.get("greedy_accuracy") if view.evals else None
+
+
+def _positions(view: RunView, by: str) -> dict[int, float]:
+    """Step -> its position on the axis: the step itself, samples or tokens trained up to it, or seconds since the first step started."""
+    steps, total, positions = sorted(view.steps), 0.0, {}
+    started = view.steps[steps[0]].metrics.get("started_at", view.steps[steps[0]].time_s) if steps else 0.0
+    for step in steps:
+        facts = view.steps[step]
+        total += facts.metrics.get(by, 0.0)
+        positions[step] = float(step) if by == "step" else facts.time_s - started if by == "time" else total
+    return positions
+
+
+def _compared(views_: Mapping[str, RunView], by: str) -> Iterator[dict[str, Any]]:
+    """Charts with a curve for each run."""
+    if by not in AXES:
+        raise ConfigError(f"x={by}: expected one of {', '.join(AXES)}")
+    positions = {name: _positions(view, by) for name, view in views_.items()}
+    for measure, title in MEASURES.items():
+        series = [
+            curve(name, [(positions[name][step], view.steps[step].metrics.get(measure)) for step in sorted(view.steps)])
+            for name, view in views_.items()
+        ]
+        if any(one["y"] for one in series):
+            yield {"title": title, "unit": "", "x": by, "series": series}
+    solved = [curve(name, _solved_over(view, positions[name])) for name, view in views_.items()]
+    if any(one["y"] for one in solved):
+        yield {"title": "Evaluation, share solved greedily", "unit": "", "x": by, "series": solved, "dots": True}
+
+
+def _solved_over(view: RunView, positions: Mapping[int, float]) -> Iterator[tuple[float, float | None]]:
+    """The share solved greedily at each evaluated version, at the position of the last step before it."""
+    for version, measured in sorted(view.evals.items()):
+        before = [step for step in positions if view.steps[step].version < version]
+        yield positions[max(before)] if before else 0.0, measured.values.get("greedy_accuracy")
+
+
+def _examples(views_: Mapping[str, RunView]) -> list[tuple[str, list[Any]]]:
+    """Held-out prompts that all runs have in common, with each run's newest greedy completion and its reward."""
+    newest: dict[str, dict[str, Any]] = {}
+    for name, view in views_.items():
+        recorded = json.loads(view.evals[max(view.evals)].labels.get("examples", "[]")) if view.evals else []
+        newest[name] = {str(example["prompt"]): example for example in recorded}
+    first = next(iter(newest.values()))
+    return [(prompt, [newest[name][prompt] for name in newest]) for prompt in first if all(prompt in own for own in newest.values())]
+
+
+def _seeds(names: list[str], different: list[str]) -> bool:
+    """True if the runs differ in nothing but their seeds and names, so that their spread is the noise."""
+    return len(names) > 1 and {*different} <= {"run.seed", "run.name", "rollout.seed"}
+
+
+PAGES: Mapping[str, Callable[..., Page]] = {
+    "samples": samples,
+    "timeline": timeline,
+    "config": config,
+    "dead-letters": dead_letters,
+    "topics": topics,
+    "logs": logs,
+}
+"""Name of a page below a run -> the function that makes it."""

@@ -123,7 +123,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
     times_of = turn_times(history.run.reader.log, history.run.run, group=history.number, partition=history.partition)
     texts = None
     if rollouts.keys() - scored.keys():
-        from penstock.pipeline.inspect.html.token_texts import TokenTexts
+        from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 
         texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest)
     rows = []

@@ -13,7 +13,7 @@ import pyarrow as pa
 from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Log
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.inspect.html.token_texts import TokenTexts
+from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.runtime.topic_reader import POISON, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, TURNS, topic_name

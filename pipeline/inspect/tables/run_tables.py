@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
-from penstock.pipeline.inspect.html.advantages import Advantages
 from penstock.pipeline.inspect.run_status import group_statuses
 from penstock.pipeline.inspect.run_view import read_view
 from penstock.pipeline.inspect.status import WATCHED
+from penstock.pipeline.inspect.tables.advantages import Advantages
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader

@@ -1,34 +1,36 @@
-"""`penstock ui`: every page is there for who has the token, and for nobody else; a run's texts are never markup."""
+"""`penstock ui` over HTTP: every page is there for who has the token, and for nobody else; a run's texts are never markup."""
 
+import hashlib
 import http.client
+import json
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 
-from penstock.pipeline.cli.ui import pages
-from penstock.pipeline.cli.ui.markup import Curve, chart
-from penstock.pipeline.cli.ui.server import Server
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.cli.ui import store
+from penstock.pipeline.cli.ui.server import Server, stable_token
+from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.web.run_facts import run_facts
 from tests.support.a_run import RUN, RecordBuilder, as_records
-from tests.support.page_records import EVIL, log_with
-
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+from tests.support.page_records import EVIL, OTHER, two_runs
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server over a log in memory with one run."""
-    found = Server(log_with(list(RecordBuilder(steps=4).whole())), port=0, token="secret")
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
+    """A server over a log in memory with two runs."""
+    found = Server(two_runs(), port=0, token="secret")
+    thread = threading.Thread(target=found.serve_forever)
     thread.start()
     yield found
     found.shutdown()
@@ -42,7 +44,7 @@ def asked(server: Server, path: str, *, host: str | None = None, method: str = "
     connection = http.client.HTTPConnection(where.netloc, timeout=120)
     connection.request(method, path, headers={"Host": host or where.netloc})
     reply = connection.getresponse()
-    return reply.status, reply.read().decode(), dict(reply.getheaders())
+    return reply.status, reply.read().decode(), {name.lower(): value for name, value in reply.getheaders()}
 
 
 def test_it_listens_on_loopback_and_answers_only_who_has_the_token_and_asks_this_host(server: Server) -> None:
@@ -51,32 +53,49 @@ def test_it_listens_on_loopback_and_answers_only_who_has_the_token_and_asks_this
     for path in ("/", "/secre/", "/secret2/", "/secret/../", "/secret/etc/passwd", "/secret/runs"):
         assert asked(server, path)[0] == 404, path
     assert asked(server, "/secret/", host="evil.example")[0] == 404
-    assert asked(server, "/secret/", method="POST")[0] == 501
+    assert asked(server, "/secret/", method="POST")[0] == 405
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_system_and_not_ours(server: Server) -> None:
     with pytest.raises(OSError, match="in use"):
-        Server(log_with([]), port=server.server_address[1], token="other")
+        Server(MemoryLog(), port=server.server_address[1], token="other")
 
 
-def test_a_page_allows_no_script_and_nothing_from_elsewhere(server: Server) -> None:
-    _, page, headers = asked(server, f"/secret/run?id={RUN}")
-    policy = headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy
-    assert "script-src" not in policy
-    assert "<script" not in page
-    assert headers["Referrer-Policy"] == "no-referrer"
-    assert headers["Cache-Control"] == "no-store"
+def test_a_page_allows_its_own_scripts_and_nothing_from_elsewhere(server: Server) -> None:
+    _, page, headers = asked(server, f"/secret/r/{RUN}")
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert all(address.startswith("/secret/static/") for address in re.findall(r'<script[^>]* src="([^"]*)"', page))
+    assert re.findall(r"<script(?![^>]* src=)(?![^>]*application/json)", page) == []
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-store"
+
+
+def test_vendored_files_are_those_of_their_packages() -> None:
+    folder = ROOT / "pipeline/inspect/web/static"
+    pins = dict(reversed(line.split()) for line in (folder / "vendored.sha256").read_text().splitlines() if not line.startswith("#"))
+    assert set(pins) == {"htmx.js", "uplot.css", "uplot.js"}
+    assert {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in pins} == pins
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
         ("", RUN),
-        (f"run?id={RUN}", "Newest samples"),
-        (f"group?id={RUN}&group=0", "group 0 of run"),
-        (f"letters?id={RUN}", "Dead letters"),
-        (f"page?id={RUN}", "Penstock"),
+        (f"r/{RUN}", "Newest samples"),
+        (f"r/{RUN}/samples", "Filter groups"),
+        (f"r/{RUN}/g/0", "Trace"),
+        (f"r/{RUN}/g/0/trace", "filtered"),
+        (f"r/{RUN}/timeline", "Timeline"),
+        (f"r/{RUN}/dead-letters", "groups/0/0"),
+        (f"r/{RUN}/config", "schedule.max_lag"),
+        (f"r/{RUN}/sql", "worst completions"),
+        (f"r/{RUN}/topics", "rollouts"),
+        (f"r/{RUN}/topics/groups", "0@0"),
+        (f"r/{RUN}/topics/groups?partition=0&offset=0", "reward_names"),
+        (f"compare?run={RUN}&run={OTHER}", "run.seed"),
+        ("static/app.js", "DOMContentLoaded"),
     ],
 )
 def test_every_page_of_a_run_is_there(server: Server, path: str, said: str) -> None:
@@ -88,11 +107,13 @@ def test_every_page_of_a_run_is_there(server: Server, path: str, said: str) -> N
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("run?id=nosuch", "no run"),
-        (f"group?id={RUN}&group=x", "is no number"),
-        (f"group?id={RUN}&group=99999", "was never admitted"),
-        (f"compare?run={RUN}", "choose two to 4 runs"),
-        (f"logs?id={RUN}", "has no log"),
+        ("r/nosuch", "no run"),
+        (f"r/{RUN}/g/99999", "was never admitted"),
+        (f"compare?run={RUN}", "choose two to 8 runs"),
+        (f"compare?run={RUN}&run={OTHER}&x=y", "expected one of step"),
+        (f"r/{RUN}/logs", "has no log"),
+        (f"r/{RUN}/groups?reward=x", "expected a number"),
+        (f"r/{RUN}/topics/nosuch", "there is no topic"),
     ],
 )
 def test_a_mistake_is_a_line_on_a_page(server: Server, path: str, said: str) -> None:
@@ -101,16 +122,61 @@ def test_a_mistake_is_a_line_on_a_page(server: Server, path: str, said: str) -> 
     assert said in page
 
 
+def test_latest_leads_to_the_newest_run(server: Server) -> None:
+    status, _, headers = asked(server, "/secret/r/latest/samples?status=stale")
+    assert (status, headers["location"]) == (307, f"/secret/r/{OTHER}/samples?status=stale")
+
+
+def listed(server: Server, query: str = "") -> dict[str, Any]:
+    """A page of the list of groups."""
+    status, page, _ = asked(server, f"/secret/r/{RUN}/groups?{query}")
+    assert status == 200, page
+    found: dict[str, Any] = json.loads(page)
+    return found
+
+
+def test_the_list_of_groups_is_filtered_sorted_and_read_in_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = listed(server)
+    assert (whole["total"], whole["matched"], whole["next"]) == (10, 10, None)
+    assert [row["group"] for row in whole["rows"]] == list(range(9, -1, -1))
+    assert whole["rows"][0] | {"rewards": None} == {
+        "group": 9, "status": "unused", "step": None, "reward": 1.0, "version": 3, "rewards": None, "prompt": "3 4",
+    }  # fmt: skip
+    assert [row["group"] for row in listed(server, "status=filtered")["rows"]] == [0]
+    assert [row["group"] for row in listed(server, "step=1..2&sort=oldest")["rows"]] == [3, 4, 5, 6]
+    best = [row["reward"] for row in listed(server, "sort=best")["rows"]]
+    assert best == sorted(best, reverse=True)
+    assert all(0.3 <= row["reward"] <= 0.7 for row in listed(server, "reward=0.3..0.7")["rows"])
+    assert len(listed(server, "text=5")["rows"]) == 10 and listed(server, "text=nowhere")["rows"] == []
+    assert listed(server, "finish=length")["rows"] == []
+    monkeypatch.setattr(store, "PAGE", 4)
+    pages, after = list[list[int]](), ""
+    while after is not None:
+        page = listed(server, f"after={after}")
+        pages.append([row["group"] for row in page["rows"]])
+        after = page["next"]
+    assert pages == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+
+
+def test_a_group_has_its_texts_tokens_and_versions(server: Server) -> None:
+    found = json.loads(asked(server, f"/secret/r/{RUN}/g/8/data")[1])
+    assert (found["prompt"], found["status"], found["step"]) == ("3 4", "trained", 3)
+    assert [sample["sample"] for sample in found["samples"]] == [0, 1, 2, 3]
+    detail = found["samples"][0]["detail"]
+    assert len(detail["ids"]) == len(detail["logprobs"]) == found["samples"][0]["tokens"] == 3
+    assert detail["spans"] == [[0, 3]]
+
+
 def test_texts_of_an_address_are_never_markup(server: Server) -> None:
-    page = asked(server, f"/secret/run?id={quote(EVIL)}")[1]
-    assert "<script" not in page
+    page = asked(server, f"/secret/r/{quote(EVIL, safe='')}")[1]
     assert "<img" not in page
+    assert "&lt;img" in page or "Not Found" in page
 
 
-def test_of_two_curves_the_shorter_ends_where_its_versions_do() -> None:
-    long, short = re.findall(r'points="([^"]*)"', chart([Curve("long", [0.0] * 11), Curve("short", [0.0, None, 1.0])], width=108))
-    assert [point.split(",")[0] for point in long.split()] == [f"{4 + 10 * place:.1f}" for place in range(11)]
-    assert [point.split(",")[0] for point in short.split()] == ["4.0", "24.0"]
+def test_runs_that_differ_in_their_seeds_alone_are_compared_by_effective_values(server: Server) -> None:
+    page = asked(server, f"/secret/compare?run={RUN}&run={OTHER}")[1]
+    keys = re.findall(r"<tr><td><code>([a-z_.]+)</code>", page)
+    assert keys == ["run.seed"], "a correction that follows from the schedule is the same in both"
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -126,54 +192,18 @@ def until(true: Callable[[], bool]) -> None:
     ["select sum(a.range * b.range) from range(10000000) a, range(10000000) b", "select list_sum(range(100000000)) from range(100)"],
 )
 def test_while_a_question_is_computed_other_pages_answer_and_it_ends_with_its_browser(server: Server, query: str) -> None:
-    where, free = urlsplit(server.address), server.runs.questions._value
+    where, free = urlsplit(server.address), server.questions._value
     with closing(http.client.HTTPConnection(where.netloc, timeout=120)) as asking:
-        asking.request("GET", f"/secret/sql?id={RUN}&q={quote(query)}", headers={"Host": where.netloc})
-        until(lambda: server.runs.questions._value == free - 1)
+        asking.request("GET", f"/secret/r/{RUN}/sql?q={quote(query)}", headers={"Host": where.netloc})
+        until(lambda: server.questions._value == free - 1)
         assert asked(server, "/secret/")[0] == 200
-    until(lambda: server.runs.questions._value == free)
+    until(lambda: server.questions._value == free)
 
 
 def test_an_answer_in_sql_has_its_first_rows_and_more_questions_than_two_are_refused(server: Server) -> None:
-    assert "the first 200 rows" in asked(server, f"/secret/sql?id={RUN}&q={quote('from range(1000)')}")[1]
-    with server.runs.questions, server.runs.questions:
-        assert "other questions are being computed" in asked(server, f"/secret/sql?id={RUN}&q=select")[1]
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError, ValueError])
-def test_a_browser_that_closes_the_connection_leaves_no_traceback(
-    server: Server, error: type[Exception], capfd: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        raise error("sent nothing")
-    except error:
-        server.handle_error(None, ("127.0.0.1", 1))
-    assert ("Traceback" in capfd.readouterr().err) == (error is ValueError)
-
-
-@pytest.mark.costly
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install --no-install-recommends chromium")
-@pytest.mark.parametrize(("width", "scheme"), [(420, "light"), pytest.param(1280, "dark", marks=pytest.mark.slow)])
-def test_in_a_browser_the_list_leads_to_a_run_without_complaint_or_sideways_scrolling(server: Server, width: int, scheme: Any) -> None:
-    from playwright.sync_api import sync_playwright
-
-    complaints: list[str] = []
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(server.address)
-        page.get_by_role("link", name=RUN, exact=True).click()
-        assert page.get_by_role("heading", name=RUN).is_visible()
-        assert page.locator(".card").count() == 3
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert back == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(13, 17, 23)")
-        page.get_by_role("link", name="page with timeline and tokens").click()
-        page.wait_for_selector("html[data-ready]", state="attached", timeout=120_000)
-        browser.close()
-    assert [said for said in complaints if "favicon" not in said] == []
+    assert "the first 500 rows" in asked(server, f"/secret/r/{RUN}/sql?q={quote('from range(1000)')}")[1]
+    with server.questions, server.questions:
+        assert "other queries are being computed" in asked(server, f"/secret/r/{RUN}/sql?q=select")[1]
 
 
 @pytest.mark.parametrize(("status", "said"), [("finished", "ended"), ("stopped", "killed"), ("failed", "killed")])
@@ -183,4 +213,12 @@ def test_a_run_that_ended_well_shows_no_killed_worker(status: str, said: str) ->
     for record in as_records(records):
         view.fold(record)
     view.record = replace(view.record, updated_ns=2**62)  # type: ignore[type-var]
-    assert dict(pages._workers(view)) == {"feeder": "ended", "scorer-0": said}
+    facts = run_facts(view, summarise(view), now_s=1.0)
+    assert {worker["name"]: worker["now"] for worker in facts["workers"]} == {"feeder": "ended", "scorer-0": said}
+
+
+def test_the_token_stays_the_same_over_restarts_and_belongs_to_its_user(tmp_path: Path) -> None:
+    path = tmp_path / "ui.token"
+    first = stable_token(path)
+    assert stable_token(path) == first and len(first) >= 22
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import json
 import re
 import struct
@@ -18,15 +19,15 @@ from tokenizers import Tokenizer, decoders, models
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms.advantages import group_advantages
 from penstock.pipeline.data.tokenization import digests
-from penstock.pipeline.inspect.html.build import Limits, Page, PageTooSlow, build, write
-from penstock.pipeline.inspect.html.chunks import LOGPROB_STEP, logprobs, pack
-from penstock.pipeline.inspect.html.index import MARGIN_BYTES, status_shares
-from penstock.pipeline.inspect.html.timeline import NEVER, Clock, generic
-from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.live.completions import shared
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.tables.token_texts import TokenTexts
+from penstock.pipeline.inspect.web.build import NOTES_BYTES, Limits, Page, PageTooSlow, build, write
+from penstock.pipeline.inspect.web.chunks import LOGPROB_STEP, logprobs, pack
+from penstock.pipeline.inspect.web.run_facts import status_shares
+from penstock.pipeline.inspect.web.timeline import NEVER, Clock, generic
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
@@ -55,6 +56,20 @@ def unpacked(raw: bytes) -> dict[str, Any]:
     return found
 
 
+def report_in(page: Page) -> dict[str, Any]:
+    """The report that a page shows under all figures."""
+    (text,) = re.findall(r'<pre tabindex="0" aria-label="All figures">([^<]*)</pre>', page.html.decode())
+    return json.loads(html.unescape(text))
+
+
+def curves_in(page: Page) -> dict[str, dict[str, Any]]:
+    """Title of a chart -> label -> its points."""
+    (text,) = re.findall(rb'<script type="application/json" id="curves">(.*?)</script>', page.html)
+    found = json.loads(text)
+    charts = [*found["main"], *found["charts"], *found["more"]]
+    return {chart["title"]: {one["label"]: list(zip(one["x"], one["y"], strict=True)) for one in chart["series"]} for chart in charts}
+
+
 @pytest.fixture(scope="module")
 def log() -> MemoryLog:
     """A finished run of three steps, one group filtered and one unused, with a dead letter and two records of nobody's."""
@@ -70,8 +85,8 @@ def page(log: MemoryLog) -> Page:
 
 def test_the_page_holds_the_report_and_every_group_and_sample(log: MemoryLog, page: Page) -> None:
     index, report = unpacked(blocks(page)["index"]), collect(log, RUN)
-    assert index["report"] == report
-    assert index["verdict"] == headline(report)
+    assert report_in(page) == report
+    assert all(html.escape(line) in page.html.decode() for line in headline(report))
     assert index["g_number"].tolist() == list(range(8))
     assert [index["statuses"][fate] for fate in index["g_status"]] == ["filtered", *["trained"] * 6, "unused"]
     assert index["g_step"].tolist() == [-1, 0, 0, 1, 1, 2, 2, -1]
@@ -80,9 +95,8 @@ def test_the_page_holds_the_report_and_every_group_and_sample(log: MemoryLog, pa
     assert len(index["s_reward"]) == report["samples"] == 32
     assert int(index["s_tokens"].sum()) == report["tokens"]
     assert index["reward_names"] == ["exact_match"]
-    assert index["m_step"].tolist() == [0, 1, 2]
-    assert index["m_loss"].tolist() == pytest.approx([1.0, 0.5, 1 / 3])
-    assert [letter[:4] for letter in index["letters"]] == [["undecodable", "groups", 0, 0]]
+    assert curves_in(page)["Loss"]["loss"] == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3, rel=1e-5))]
+    assert "<td>undecodable</td><td><code>groups/0/0</code></td>" in page.html.decode()
     assert page.facts["left_out"] == []
 
 
@@ -168,10 +182,9 @@ def test_a_page_never_exceeds_its_size(log: MemoryLog) -> None:
     least = build(log, RUN, limits=Limits(max_bytes=1))
     assert least.facts["texts"][0] == least.facts["tokens"][0] == 0
     assert len(least.facts["left_out"]) == 2
-    data = sum(len(text) for text in re.findall(rb'octet-stream" id="\w+">([^<]*)<', whole.html))
-    assert len(whole.html) <= data + MARGIN_BYTES
-    assert set(blocks(build(log, RUN, limits=Limits(max_bytes=data + MARGIN_BYTES)))) == set(blocks(whole))
-    tokens_dropped = build(log, RUN, limits=Limits(max_bytes=data + MARGIN_BYTES - 100))
+    assert set(blocks(build(log, RUN, limits=Limits(max_bytes=len(whole.html) + NOTES_BYTES)))) == set(blocks(whole))
+    tokens_dropped = build(log, RUN, limits=Limits(max_bytes=len(whole.html) + NOTES_BYTES - 400))
+    assert len(tokens_dropped.html) <= len(whole.html) + NOTES_BYTES - 400
     assert set(blocks(whole)) - set(blocks(tokens_dropped)) == {"k0"}
     assert set(blocks(least)) == {"index", "vocabulary"}
 
@@ -188,7 +201,7 @@ def test_of_very_many_groups_the_newest_are_listed(log: MemoryLog) -> None:
     page = build(log, RUN, limits=Limits(samples=10))
     index = unpacked(blocks(page)["index"])
     assert index["g_number"].tolist() == [6, 7]
-    assert index["report"]["samples"] == 32
+    assert report_in(page)["samples"] == 32
     assert page.facts["left_out"][0] == "2 of 8 groups are listed, the newest; figures and curves are of the whole run."
 
 
@@ -201,26 +214,27 @@ def test_no_text_of_a_run_becomes_markup() -> None:
         else:
             built.append(record)
     page = build(log_with(built), RUN)
-    assert b"onerror" not in page.html and b"\xe2\x80\xa8" not in page.html
+    assert b"<img" not in page.html and b"\xe2\x80\xa8" not in page.html
     assert json.loads(blocks(page)["x0"])[0][0] == EVIL
     # The browser's view of it: only our own elements, the code's included.
-    assert len(re.findall(rb"<script", page.html)) == len(blocks(page)) + 1 == len(re.findall(rb"</script", page.html))
+    assert len(re.findall(rb"<script", page.html)) == len(blocks(page)) + 2 == len(re.findall(rb"</script", page.html))
 
 
 def test_only_the_pages_own_code_and_style_may_run_and_nothing_may_be_fetched(page: Page) -> None:
-    html = page.html.decode()
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-    assert policy is not None
-    rules = dict(rule.strip().split(" ", 1) for rule in policy[1].split(";"))
-    assert rules["default-src"] == "'none'" and "unsafe" not in policy[1]
+    text_of_page = page.html.decode()
+    found = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text_of_page)
+    assert found is not None
+    policy = html.unescape(found[1])
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'" and "unsafe" not in policy
     for kind, text in (
-        ("script-src", re.search(r"<script>(.*?)</script>", html, re.S)),
-        ("style-src", re.search(r"<style>(.*?)</style>", html, re.S)),
+        ("script-src", re.search(r"<script>(.*?)</script>", text_of_page, re.S)),
+        ("style-src", re.search(r"<style>(.*?)</style>", text_of_page, re.S)),
     ):
         assert text is not None
         assert rules[kind] == f"'sha256-{base64.b64encode(hashlib.sha256(text[1].encode()).digest()).decode()}'"
-    assert not re.findall(r"(?:src|href)=\"(?!#)", html.split("<script>")[0])
-    assert "innerHTML" not in html and "eval(" not in html
+    assert not re.findall(r"(?:src|href)=\"(?!#)", text_of_page.split("<script>")[0])
+    assert "innerHTML" not in text_of_page and "eval(" not in text_of_page
 
 
 def test_groups_without_rewards_show_their_prompt_and_what_was_drawn() -> None:
@@ -262,13 +276,14 @@ def test_a_page_of_a_run_under_way_lists_what_its_figures_count() -> None:
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1)})
     for record in built[:20]:
         log.producer().send(record)
-    index = unpacked(blocks(build(log, RUN))["index"])
+    page = build(log, RUN)
+    index, report = unpacked(blocks(page)["index"]), report_in(page)
     assert len(log.later) < len(built) - 20
-    counts = index["report"]["groups"]
+    counts = report["groups"]
     assert len(index["g_number"]) == counts["admitted"] > 0
     for number, fate in enumerate(index["statuses"]):
         assert int((index["g_status"] == number).sum()) == counts[fate]
-    assert len(index["s_reward"]) == index["report"]["samples"]
+    assert len(index["s_reward"]) == report["samples"]
     assert int((~np.isnan(index["g_reward"])).sum()) == sum(record.topic.endswith(".groups") for record in built[:20])
 
 

@@ -106,6 +106,7 @@ function paint() {
 
 function draw() {
   const canvas = $("lanes"), scale = devicePixelRatio || 1, width = canvas.clientWidth;
+  if (!width) return; // another view is shown
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(timeline.height * scale)) {
     canvas.style.height = `${timeline.height}px`;
     canvas.width = Math.round(width * scale);
@@ -238,14 +239,16 @@ function describe({ lane, item }) {
   if (item.at >= 0) {
     const step = data.i_step[item.at], version = data.i_version[item.at];
     if (data.causes[data.i_cause[item.at]]) lines[0] += ` for ${data.causes[data.i_cause[item.at]]}`;
-    if (step >= 0) lines.push(`step ${step}${version >= 0 ? ` at version ${version}` : ""}${stepFacts(step)}`);
+    if (step >= 0) lines.push(`step ${step}${version >= 0 ? ` at version ${version}` : ""}`);
     else if (version >= 0) lines.push(`version ${version}`);
   }
   return lines.join("\n");
 }
 
-function stepFacts(step) {
-  const index = data.m_step.indexOf(step);
-  if (index < 0 || !data.m_compute_s || !data.m_wait_s) return "";
-  return `\ncomputed ${number(data.m_compute_s[index])} s, waited ${number(data.m_wait_s[index])} s for groups`;
+function buildLegend() {
+  const used = new Set(data.i_kind);
+  const present = data.kinds.filter((kind, index) => used.has(index) || (index === 0 && data.s_start.length) || (index === 1 && data.g_scorer.some((scorer) => scorer !== NOTHING)));
+  const words = { rollout: "rollout (fainter under odd versions)", load: "load weights", start: "start up" };
+  const strip = timeline.lanes.some((lane) => lane.strip.length) ? [el("li", {}, "thin lines: statuses of a worker")] : [];
+  $("legend").replaceChildren(...present.map((kind) => el("li", {}, swatch(`var(--${kind})`), words[kind] ?? kind)), ...strip);
 }

@@ -1,6 +1,6 @@
 // Mouse, wheel and key events of the timeline. Every mouse action has a key or a button.
 
-let dragging = null; // {x, time, move}: where a drag began, and whether it moves the view
+let dragging = null; // {x, time, move}: where a drag started, and whether it moves the view
 
 function zoom(factor, centre = (timeline.from + timeline.to) / 2) {
   show(centre - (centre - timeline.from) * factor, centre + (timeline.to - centre) * factor);
@@ -9,8 +9,8 @@ function zoom(factor, centre = (timeline.from + timeline.to) / 2) {
 function show(from, to) {
   const whole = timeline.most - timeline.least, least = Math.min(whole, 2 / data.tick_ms);
   const long = Math.min(whole, Math.max(least, to - from));
-  const begin = Math.min(Math.max((from + to - long) / 2, timeline.least), timeline.most - long);
-  Object.assign(timeline, { from: begin, to: begin + long });
+  const press = Math.min(Math.max((from + to - long) / 2, timeline.least), timeline.most - long);
+  Object.assign(timeline, { from: press, to: press + long });
   paint();
 }
 
@@ -24,7 +24,7 @@ function showAll() {
 }
 
 // Bring a group into view and mark it.
-function showGroup(g) {
+function zoomToGroup(g) {
   timeline.chosen = g;
   const first = data.first[g], last = data.first[g + 1];
   if (first === last) return paint();
@@ -49,7 +49,7 @@ function startTimeline() {
   const canvas = $("lanes");
   canvas.addEventListener("pointermove", hover);
   canvas.addEventListener("pointerleave", hideTip);
-  canvas.addEventListener("pointerdown", begin);
+  canvas.addEventListener("pointerdown", press);
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", () => { dragging = null; paint(); });
   canvas.addEventListener("dblclick", showAll);
@@ -58,12 +58,12 @@ function startTimeline() {
   canvas.addEventListener("blur", () => { timeline.cursor = null; hideTip(); paint(); });
   for (const button of document.querySelectorAll("#timeline [data-do]")) button.addEventListener("click", () => ACTIONS[button.dataset.do]());
   new ResizeObserver(paint).observe(canvas);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours.clear(); shades.clear(); paint(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { shades.clear(); paint(); });
 }
 
 const ACTIONS = { in: () => zoom(0.5), out: () => zoom(2), left: () => shift(-0.25), right: () => shift(0.25), all: showAll };
 
-function begin(event) {
+function press(event) {
   if (event.button !== 0 || event.offsetX < LABELS) return;
   event.target.setPointerCapture(event.pointerId);
   dragging = { x: event.offsetX, move: event.shiftKey, last: event.offsetX };
@@ -93,7 +93,7 @@ function release(event) {
     show(Math.min(...ends), Math.max(...ends));
   } else if (!drag.move) {
     const hit = itemAt(event.offsetX, event.offsetY, width);
-    if (hit && hit.item.group >= 0) openGroup(hit.item.group, { sample: hit.item.members ? -1 : hit.item.sample, scroll: true });
+    if (hit && hit.item.group >= 0) visit(hit.item);
     paint();
   }
 }
@@ -130,6 +130,10 @@ function walk(by) {
 }
 
 function openCursor() {
-  const item = timeline.cursor;
-  if (item && item.group >= 0) openGroup(item.group, { sample: item.members ? -1 : item.sample, scroll: true });
+  if (timeline.cursor && timeline.cursor.group >= 0) visit(timeline.cursor);
+}
+
+// Open an item's group, and its sample.
+function visit({ group, sample, members }) {
+  location.href = to(`g/${data.g_number[group]}${members || sample < 0 ? "" : `?s=${data.s_number[sample]}`}`);
 }

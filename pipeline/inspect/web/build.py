@@ -1,72 +1,32 @@
-"""Builds a run's page of limited size in two passes through the log: an index, then the newest details that fit."""
+"""Builds a run's one-file page of limited size in two passes through the log: an index, then the newest details that fit."""
 
-import base64
-import hashlib
-import html
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from penstock.infra.errors import PenstockError, RunNotFound
 from penstock.infra.log import Log
-from penstock.pipeline.inspect.html import index
-from penstock.pipeline.inspect.html.advantages import Advantages
-from penstock.pipeline.inspect.html.chunks import Chunks, deflated, pack
-from penstock.pipeline.inspect.html.groups import GroupPages, choose
-from penstock.pipeline.inspect.html.timeline import RunHistory
-from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.report.summary import gone_from, summarise
 from penstock.pipeline.inspect.run_status import config_of
 from penstock.pipeline.inspect.run_view import read_view
+from penstock.pipeline.inspect.tables.advantages import Advantages
+from penstock.pipeline.inspect.tables.token_texts import TokenTexts
+from penstock.pipeline.inspect.web import index
+from penstock.pipeline.inspect.web.chunks import deflated, pack
+from penstock.pipeline.inspect.web.groups import GroupPages, choose
+from penstock.pipeline.inspect.web.render import SCRIPTS, STYLES, asset, digest, render
+from penstock.pipeline.inspect.web.run_facts import cards, config_rows, curves, run_facts
+from penstock.pipeline.inspect.web.timeline import RunHistory
 from penstock.pipeline.runtime.topic_reader import RunReader
 
-CODE = ("data.js", "dom.js", "timeline.js", "pointer.js", "curves.js", "samples.js", "group.js", "picked.js", "main.js")
-
-
-def assemble(*, title: str, index: str, vocabulary: str, chunks: Chunks) -> bytes:
-    """The complete page; index and code come first, so that a browser renders before it has read the rest."""
-    style, code = _asset("page.css"), "\n".join(['"use strict";', *map(_asset, CODE)])
-    parts = {
-        **{f"x{number}": text for number, text in chunks.texts.items()},
-        **{f"k{number}": text for number, text in chunks.tokens.items()},
-    }
-    blocks = [_block(name, text) for name, text in {"vocabulary": vocabulary, **parts}.items()]
-    values = {
-        "TITLE": html.escape(title),
-        "POLICY": f"default-src 'none'; script-src '{_digest(code)}'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'",
-        "STYLE": f"<style>{style}</style>",
-        "INDEX": _block("index", index),
-        "CODE": f"<script>{code}</script>",
-        "CHUNKS": "\n".join(blocks),
-    }
-    return _fill(_asset("page.html"), values).encode("utf-8", "replace")
-
-
-def _fill(template: str, values: Mapping[str, str]) -> str:
-    """Replace `{{NAME}}`, each once, in the order of the template; inserted values are not expanded."""
-    pieces, rest = [], template
-    for name, value in values.items():
-        before, mark, rest = rest.partition(f"{{{{{name}}}}}")
-        assert mark, f"the template has no {name}"
-        pieces += [before, value]
-    return "".join([*pieces, rest])
-
-
-def _block(name: str, data: str) -> str:
-    """A script element; base64 has no character that ends it."""
-    return f'<script type="application/octet-stream" id="{name}">{data}</script>'
-
-
-def _asset(name: str) -> str:
-    return (files("penstock.pipeline.inspect.html") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+NOTES_BYTES = 16_000
+"""Space for the notes about missing parts, and for the names of the chunks."""
 
 
 class PageTooSlow(PenstockError):
@@ -117,7 +77,44 @@ def build(
     `trust_code` allows loading a function that the log names. `mlflow`: keys of the report that are not in the log yet.
     `alive` is called before every batch of records. Raises `ValueError` if there is no such run, `PageTooSlow`, `LogError`.
     """
-    reader, history = RunReader(log, run, alive=_timed(alive, limits.seconds)), RunHistory()
+    groups, history = read(log, run, limits=limits, trust_code=trust_code, alive=_timed(alive, limits.seconds))
+    view, chunks = groups.view, groups.chunks
+    report = summarise(view, gone=gone_from(log, run)) | dict(mlflow or {})
+    facts, columns = index.index(groups, history)
+    ids = sorted(chunks.ids)
+    words = json.dumps([ids, groups.texts.one_by_one(ids)], separators=(",", ":"), ensure_ascii=False)
+    vocabulary = deflated(words.encode("utf-8", "replace"))
+    style, code = "\n".join(map(asset, STYLES)), "\n".join(map(asset, SCRIPTS))
+    page = partial(
+        render,
+        "file.html",
+        policy=f"default-src 'none'; script-src {digest(code)}; style-src {digest(style)}; base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        code=Markup(code),
+        cards=cards(groups.newest),
+        curves=curves(view, components=index.component_means(groups)),
+        dead_letters=[index.dead_letter(view, dead_letter) for dead_letter in history.dead_letters],
+        config=config_rows(view),
+        **run_facts(view, report, now_s=time.time()),
+    )
+    rest = len(page(index=Markup(pack(facts, columns)), chunks={}, left_out=[])) + len(vocabulary)
+    chunks.shrink(limits.max_bytes - rest - NOTES_BYTES)
+    contents = index.contents(groups)
+    parts = {"x": chunks.texts, "k": chunks.tokens}
+    blocks = {"vocabulary": vocabulary, **{f"{kind}{number}": text for kind, texts in parts.items() for number, text in texts.items()}}
+    html = page(
+        index=Markup(pack({**facts, "contents": contents}, columns)),
+        chunks={name: Markup(text) for name, text in blocks.items()},
+        left_out=contents["left_out"],
+    )
+    return Page(html=html, facts={"bytes": len(html), **contents})
+
+
+def read(
+    log: Log, run: str, *, limits: Limits, trust_code: bool = False, alive: Callable[[], None] = lambda: None
+) -> tuple[GroupPages, RunHistory]:
+    """The newest groups of a run within the limits, and its history. Raises `RunNotFound`, `LogError`."""
+    reader, history = RunReader(log, run, alive=alive), RunHistory()
     view = read_view(reader, also=history.apply)
     history.finish()
     if view.record is None and view.opened is None:
@@ -126,19 +123,13 @@ def build(
     advantages = Advantages(config_of(view), trust_code=trust_code)
     groups = GroupPages(reader=reader, view=view, selection=selection, texts=TokenTexts.of(view), advantages=advantages)
     groups.read()
-    report = summarise(view, gone=gone_from(log, run)) | dict(mlflow or {})
-    facts, columns = index.index(groups, history, report=report)
-    ids = sorted(groups.chunks.ids)
-    words = json.dumps([ids, groups.texts.one_by_one(ids)], separators=(",", ":"), ensure_ascii=False)
-    vocabulary = deflated(words.encode("utf-8", "replace"))
-    packed = pack(facts, columns)
-    available_bytes = limits.max_bytes - len(packed) - len(vocabulary) - index.MARGIN_BYTES
-    groups.chunks.shrink(available_bytes)
-    page_contents = index.contents(groups)
-    html = assemble(
-        title=f"{run} · Penstock", index=pack({**facts, "contents": page_contents}, columns), vocabulary=vocabulary, chunks=groups.chunks
-    )
-    return Page(html=html, facts={"bytes": len(html), **page_contents})
+    return groups, history
+
+
+def index_of(log: Log, run: str, *, limits: Limits) -> str:
+    """Numbers of a run's groups, samples and intervals, packed as in the page; without texts and tokens."""
+    facts, columns = index.index(*read(log, run, limits=limits))
+    return pack(facts, columns)
 
 
 def write(page: Page, path: Path) -> None:

@@ -1,19 +1,19 @@
-"""Index of the page: the report, the curves, and one row of numbers per group and sample."""
+"""Index of the page: one row of numbers per group, sample and interval."""
 
 import math
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.pipeline.config.plugins import short_name
-from penstock.pipeline.inspect.html.chunks import LOGPROB_STEP, Column, smallest
-from penstock.pipeline.inspect.html.groups import GroupPages, Row, SampleNumbers
-from penstock.pipeline.inspect.html.timeline import (
+from penstock.pipeline.inspect.run_status import group_statuses
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.tables.timeline import Interval
+from penstock.pipeline.inspect.web.chunks import LOGPROB_STEP, Column, smallest
+from penstock.pipeline.inspect.web.groups import GroupPages, Row, SampleNumbers
+from penstock.pipeline.inspect.web.timeline import (
     KINDS,
     MAX_TEXT,
     Clock,
@@ -21,28 +21,21 @@ from penstock.pipeline.inspect.html.timeline import (
     activity_columns,
     interval_columns,
     scoring_columns,
-    time_spent,
     timeline,
 )
-from penstock.pipeline.inspect.report.headline import headline
-from penstock.pipeline.inspect.run_status import config_of, group_statuses, steps_per_version
-from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.tables.timeline import Interval
-from penstock.pipeline.runtime.roles import ROLES, order
+from penstock.pipeline.runtime.roles import order
 from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.samples import FINISHES
 
 NONE = np.iinfo(np.uint16).max
 """No value, in a uint16 column."""
-MARGIN_BYTES = 150_000
-"""Space for the page's code and for the notes about missing parts."""
 TRIMMED_FROM = 24
 """Shortest common prefix of all prompts that the list leaves out, in characters."""
 SHOWN = 160
 
 
-def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Column]]:
+def index(groups: GroupPages, history: RunHistory) -> tuple[dict[str, Any], dict[str, Column]]:
     """(facts, columns) of a page. A column's prefix names its table: g groups, s samples, i intervals, a activities, m steps."""
     view = groups.view
     spans = timeline(groups.rows, history)
@@ -60,41 +53,32 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
         **scoring_columns(groups.rows, spans, clock=clock),
         **waits,
         **activities,
-        **_steps(view, clock=clock),
     }
     facts = {
-        **_about_run(view),
-        "report": report,
-        "verdict": headline(report),
-        "penstock": _version(),
-        "made_ms": int(time.time() * 1000),
+        "run": view.run,
         "zero_ms": clock.zero_ns // 1_000_000,
         "tick_ms": clock.tick_ms,
         "statuses": (*STATUSES, OPEN),
-        "status_shares": status_shares(view),
-        "component_means": component_means(groups.rows, step_of=_step_of(view), count=len(groups.reward_names)),
         "finishes": FINISHES,
         "kinds": KINDS,
         "workers": [{"name": name, "role": _role(view, name)} for name in names],
         "labels": labels,
         "causes": causes,
-        "time_spent": time_spent(view),
-        "roles": list(ROLES),
         "prompts": prompts,
         "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in groups.rows if row.reason},
         "reward_names": [short_name(name) for name in groups.reward_names],
         "reward_weights": list(groups.reward_weights),
         "advantage": {"name": groups.advantages.name, "why_not": groups.advantages.why_not},
-        "letters": [_dead_letter(view, dead_letter) for dead_letter in history.dead_letters],
         "no_texts": groups.texts.why_not,
         "logprob_step": LOGPROB_STEP,
     }
     return facts, columns
 
 
-def _dead_letter(view: RunView, dead_letter: DeadLetter) -> list[Any]:
-    topic, time_ms = dead_letter.topic.removeprefix(f"{view.run}."), dead_letter.time_ns // 1_000_000
-    return [dead_letter.kind, topic, dead_letter.partition, dead_letter.offset, dead_letter.worker, time_ms, dead_letter.reason]
+def dead_letter(view: RunView, refused: DeadLetter) -> dict[str, Any]:
+    """A line of the list of dead letters."""
+    record = f"{refused.topic.removeprefix(f'{view.run}.')}/{refused.partition}/{refused.offset}"
+    return {"kind": refused.kind, "record": record, "worker": refused.worker, "time_s": refused.time_ns / 1e9, "reason": refused.reason}
 
 
 def contents(groups: GroupPages) -> dict[str, Any]:
@@ -119,24 +103,6 @@ def contents(groups: GroupPages) -> dict[str, Any]:
     }
     omitted = [text.format(*(f"{count:,}" for count in counts[name])) for name, text in notes.items() if counts[name][0] < counts[name][1]]
     return {**counts, "left_out": omitted}
-
-
-def _about_run(view: RunView) -> dict[str, Any]:
-    config, per_version = config_of(view), steps_per_version(view)
-    # An evaluator of an earlier release measured no reward.
-    measure = "reward" if all("greedy_reward" in measured.values for measured in view.evals.values()) else "accuracy"
-    return {
-        "run": view.run,
-        "model": config.get("model", {}).get("path"),
-        "algorithm": config.get("algorithm", {}),
-        "data": config.get("data", {}).get("source"),
-        "rewards": [[version * per_version, version, tally.mean] for version, tally in sorted(view.rewards.items())],
-        "eval_measure": measure,
-        "evals": [
-            [version * per_version, version, *(measured.values.get(f"{how}_{measure}") for how in ("greedy", "sampled"))]
-            for version, measured in sorted(view.evals.items())
-        ],
-    }
 
 
 def _workers(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> list[str]:
@@ -176,10 +142,10 @@ def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
 def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
     """The columns of the list of groups."""
     step_of = _step_of(groups.view)
-    status_of, number_of = group_statuses(groups.view), {status: number for number, status in enumerate((*STATUSES, OPEN))}
+    status_of_group, number_of = group_statuses(groups.view), {status: number for number, status in enumerate((*STATUSES, OPEN))}
     return {
         "g_number": (np.uint32, lambda row: row.group),
-        "g_status": (np.uint8, lambda row: number_of[status_of[row.group]]),
+        "g_status": (np.uint8, lambda row: number_of[status_of_group[row.group]]),
         "g_step": (np.int32, lambda row: step_of.get(row.group, -1)),
         "g_reward": (np.float32, lambda row: _mean(row.rewards)),
         "g_size": (np.uint16, lambda row: len(row.rollouts)),
@@ -232,63 +198,17 @@ def _components(groups: GroupPages) -> dict[str, Column]:
     return {f"s_component{number}": column.copy() for number, column in enumerate(table.T)}
 
 
-def _steps(view: RunView, *, clock: Clock) -> dict[str, Column]:
-    """One row per step, with all its metrics by name."""
-    steps = [view.steps[number] for number in sorted(view.steps)]
-    names = sorted({name for step in steps for name in step.metrics if not name.endswith("_at") and not name.startswith("tokens_at_lag_")})
-    return {
-        "m_step": np.array([step.step for step in steps], np.int32),
-        "m_version": np.array([step.version for step in steps], np.int32),
-        "m_time": clock.ticks([int(step.time_s * 1e9) for step in steps]),
-        **{f"m_{name}": np.array([step.metrics.get(name, np.nan) for step in steps], np.float32) for name in names},
-    }
-
-
-def _version() -> str:
-    try:
-        return version("penstock-rl")
-    except PackageNotFoundError:
-        return "?"
-
-
-LEAST_GROUPS = 16
-MOST_POINTS = 60
-
-
-def status_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
-    """(optimizer step, status -> share) over the run, for all statuses in it; a group without samples counts with the previous group."""
-    ended = [(group, status) for group, status in sorted(group_statuses(view).items()) if status != OPEN]
-    names, per_version = sorted({status for _, status in ended}), steps_per_version(view)
-    size = max(LEAST_GROUPS, -(-len(ended) // MOST_POINTS))
-    points: list[tuple[int, dict[str, float]]] = []
-    counted, version = Counter[str](), 0
-    for group, status in ended:
-        now = view.groups[group].version_min if group in view.groups else None
-        if now is not None and now > version:
-            if counted.total() >= size:
-                points.append(_point(counted, version * per_version, names))
-                counted.clear()
-            version = now
-        counted[status] += 1
-    if counted.total() >= size // 2 or not points:
-        points.append(_point(counted, version * per_version, names))
-    return points if ended else []
-
-
-def _point(counted: Counter[str], step: int, names: Sequence[str]) -> tuple[int, dict[str, float]]:
-    return step, {name: counted[name] / counted.total() for name in names}
-
-
-def component_means(rows: Sequence[Row], *, step_of: Mapping[int, int], count: int) -> list[list[list[Any]]]:
-    """For each reward function [step, mean] over the samples of each step's listed groups; None if it applies to none of them."""
+def component_means(groups: GroupPages) -> dict[str, list[tuple[int, float | None]]]:
+    """For each of several reward functions (step, mean) over the samples of each step's listed groups; None if it applies to none."""
+    step_of, names = _step_of(groups.view), [short_name(name) for name in groups.reward_names]
     by_step: dict[int, list[tuple[float | None, ...]]] = {}
-    for row in rows:
+    for row in groups.rows:
         if row.group in step_of:
             by_step.setdefault(step_of[row.group], []).extend(row.components)
-    curves: list[list[list[Any]]] = [[] for _ in range(count)]
+    curves: dict[str, list[tuple[int, float | None]]] = {name: [] for name in names}
     for step, components in sorted(by_step.items()):
-        for number, curve in enumerate(curves):
+        for number, curve in enumerate(curves.values()):
             values = [scores[number] for scores in components if number < len(scores)]
             applicable = [value for value in values if value is not None]
-            curve.append([step, float(np.mean(applicable)) if applicable else None])
-    return curves
+            curve.append((step, float(np.mean(applicable)) if applicable else None))
+    return curves if len(curves) > 1 else {}

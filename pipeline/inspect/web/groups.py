@@ -8,18 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipeline.inspect.html.advantages import Advantages
-from penstock.pipeline.inspect.html.chunks import Chunks, ChunkSlot
-from penstock.pipeline.inspect.html.token_texts import TokenTexts
 from penstock.pipeline.inspect.live.completions import shared
 from penstock.pipeline.inspect.run_status import group_statuses
 from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.tables.advantages import Advantages
+from penstock.pipeline.inspect.tables.token_texts import TokenTexts
+from penstock.pipeline.inspect.web.chunks import Chunks, ChunkSlot
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
 
+IN_MEMORY = 64
+"""Most groups that stay in memory with their texts."""
 EXCERPT = 2000
 """Characters of a prompt that are held in memory until the common prefix of all prompts has been computed."""
 
@@ -91,6 +93,8 @@ class GroupPages:
     reward_names: tuple[str, ...] = ()
     reward_weights: tuple[float, ...] = ()
     common: str | None = None
+    newest: list[Group] = field(default_factory=list)
+    """Groups of the newest step, or before the first step the newest with rewards."""
 
     def read(self) -> None:
         """Read groups with samples from `groups`, the others from `prompts` and `rollouts`."""
@@ -111,6 +115,9 @@ class GroupPages:
         self.rows.sort(key=lambda row: row.group)
 
     def _scored(self, group: Group, worker: str) -> None:
+        steps = self.view.steps
+        if group.group in steps[max(steps)].groups if steps else group.rewards:
+            self.newest = [*self.newest[-IN_MEMORY:], group]
         self.reward_names = self.reward_names or group.reward_names
         self.reward_weights = self.reward_weights or group.reward_weights
         rollouts = [sample.rollout for sample in group.samples]

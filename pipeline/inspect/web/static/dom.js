@@ -1,4 +1,10 @@
-// Helpers for the document. A text of the run only becomes a text node, never markup.
+// Helpers for the document. A text of the run only becomes a text node, never markup, and its hidden characters are shown as escapes.
+
+"use strict";
+
+const FILE = "file" in document.documentElement.dataset;
+// The address of a page of the run: below the server's token, or behind the file's #.
+const to = (path) => (FILE ? `#/${path}` : `${document.documentElement.dataset.base}/r/${document.documentElement.dataset.run}/${path}`);
 
 const $ = (id) => document.getElementById(id);
 
@@ -13,13 +19,6 @@ function el(tag, properties = {}, ...children) {
   return node;
 }
 
-function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
 function swatch(colour) {
   const node = el("i", { className: "swatch", ariaHidden: "true" });
   node.style.background = colour;
@@ -28,6 +27,11 @@ function swatch(colour) {
 
 const counted = new Intl.NumberFormat("en-US");
 const count = (value) => counted.format(Math.round(value));
+
+const HIDDEN = /[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
+const escaped = (character) => `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`;
+// A text with its hidden characters as escapes, as `penstock.topics.wire.visible` shows them.
+const visible = (text) => text.replace(HIDDEN, escaped);
 
 const minus = (text) => text.replace(/-/g, "−");
 
@@ -43,10 +47,6 @@ function number(value, digits = 3) {
 
 function fixed(value, digits = 3) {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : minus(value.toFixed(digits));
-}
-
-function bytes(value) {
-  return value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${(value / 1e3).toFixed(0)} kB`;
 }
 
 // Milliseconds for people: 12 ms, 3.42 s, 2:05.
@@ -74,11 +74,8 @@ function range(low, high) {
   return low === high ? String(low) : `${low}–${high}`;
 }
 
-const colours = new Map();
-function colour(name) {
-  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
-  return colours.get(name);
-}
+// A colour of the scheme that is in use.
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 function showTip(text, x, y) {
   const tip = $("tip");
@@ -91,18 +88,4 @@ function showTip(text, x, y) {
 
 function hideTip() {
   $("tip").hidden = true;
-}
-
-function table(names, rows) {
-  const head = el("tr", {}, ...names.map(([name, kind]) => el("th", { className: kind ?? "", scope: "col" }, name)));
-  const body = rows.map((row) => el("tr", {}, ...row.map((cell, index) => el("td", { className: names[index][1] ?? "" }, cell))));
-  return el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
-}
-
-// A bar that is that share of its cell.
-function bar(share, colourName) {
-  const node = el("i", { ariaHidden: "true" });
-  node.style.width = `${(100 * share).toFixed(1)}%`;
-  node.style.background = `var(--${colourName})`;
-  return node;
 }

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.pipeline.inspect.html.chunks import Column
-from penstock.pipeline.inspect.html.groups import Row
-from penstock.pipeline.inspect.report.figures import by_role
-from penstock.pipeline.inspect.run_view import Folded, RunView
+from penstock.pipeline.inspect.run_view import Folded
 from penstock.pipeline.inspect.tables.timeline import Ended, Facts, Interval, SampleTimes, intervals
-from penstock.pipeline.runtime.reporting.reporter import USES, kind_of
+from penstock.pipeline.inspect.web.chunks import Column
+from penstock.pipeline.inspect.web.groups import Row
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Activity, Measurement, activity_of
@@ -181,14 +179,3 @@ def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: 
         "a_end": clock.ticks([span.ended_ns for span in activities]),
     }
     return list(labels), columns
-
-
-def time_spent(view: RunView) -> list[dict[str, Any]]:
-    """Seconds by role and use of its workers' time, largest first within a role, as in the report."""
-    rows = [
-        {"role": role, "doing": use.replace("_", " "), "kind": kind_of(use), "seconds": round(seconds[f"{use}_s"], 3)}
-        for role, seconds in by_role(view).items()
-        for use in USES
-        if f"{use}_s" in seconds
-    ]
-    return sorted(rows, key=lambda row: (row["role"], -row["seconds"]))

@@ -1,0 +1,284 @@
+"""Runs as the pages of `penstock ui` show them: each view is brought up to date by one thread at a time, and no run waits for another."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Log, Tail
+from penstock.pipeline.archive.index.queries import Filters, GroupList
+from penstock.pipeline.archive.index.run_index import RunIndex, index_folder
+from penstock.pipeline.inspect.live.completions import without_template
+from penstock.pipeline.inspect.report.summary import summarise
+from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck, bottleneck
+from penstock.pipeline.inspect.tables.advantages import Advantages
+from penstock.pipeline.inspect.tables.token_texts import TokenTexts
+from penstock.pipeline.inspect.web import run_facts
+from penstock.pipeline.inspect.web.build import Limits, index_of
+from penstock.pipeline.runtime.topic_reader import read_to_current_end
+from penstock.topics import groups
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.groups import Group
+from penstock.topics.samples import generated
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Record
+
+PAGE = 100
+"""Groups of a page of the list."""
+SCANNED = 64
+SEARCH_S = 3.0
+"""Longest time of one search in texts; its result says where to continue."""
+NEWEST = 16
+EXCERPT = 240
+DETAILED_TOKENS = 40_000
+"""Tokens of a group that are sent one by one; of a larger group the samples after that are sent when they are opened."""
+
+
+class PayloadFilter(NamedTuple):
+    """Conditions on a sample that only payloads answer to; "" lets all pass."""
+
+    finish: str = ""
+    worker: str = ""
+    text: str = ""
+
+    def fits(self, group: Group) -> bool:
+        """True if a sample passes."""
+        text = self.text.lower()
+        return any(
+            (not self.finish or sample.rollout.finish == self.finish)
+            and (not self.worker or sample.rollout.worker == self.worker)
+            and (not text or text in sample.completion.lower() or text in group.prompt.lower())
+            for sample in group.samples
+        )
+
+
+@dataclass(slots=True)
+class WatchedRun:
+    """One run: its view, and where the records of its groups are."""
+
+    log: Log
+    run: str
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    view: RunView = field(init=False)
+    _tail: Tail | None = None
+    _offsets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _newest: list[int] = field(default_factory=list)
+    _index: RunIndex | None = None
+    _list: tuple[int, GroupList] | None = None
+    _bottleneck: SteadyBottleneck = field(default_factory=SteadyBottleneck)
+    _texts: TokenTexts | None = None
+    _advantages: Advantages | None = None
+    _page: tuple[float, run_facts.Facts] | None = None
+    _columns: tuple[float, int, bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.view = RunView(run=self.run)
+
+    def update(self) -> RunView:
+        """The view at this moment. Raises `LogError`."""
+        with self.lock:
+            if self._tail is None:
+                names = [RUNS_TOPIC, f"{self.run}.run", *(f"{self.run}.{topic}" for topic in WATCHED)]
+                self._tail = self.log.tail({(name, at): "earliest" for name in names for at in range(self.log.partitions(name) or 0)})
+            for record in read_to_current_end(self.log, self._tail):
+                with contextlib.suppress(Unusable):  # the role that owns reading the topic sends it to the dead letters
+                    self._note(self.view.fold(record), record)
+            return self.view
+
+    def _note(self, folded: object, record: Record) -> None:
+        if not isinstance(folded, Headers) or folded.group is None:
+            return
+        if record.topic.endswith(".groups"):
+            parts = self._offsets.setdefault(folded.group, [])
+            if folded.part == len(parts):
+                parts.append((record.partition, record.offset))
+            if folded.reward_mean is not None and folded.part == 0:
+                self._newest = [*self._newest[1 - NEWEST :], folded.group]
+
+    def page(self) -> run_facts.Facts:
+        """Facts, curves and newest samples, at most as old as a second, or as long as it takes to compute them."""
+        with self.lock:
+            started = time.monotonic()
+            if self._page is None or started >= self._page[0]:
+                view = self.update()
+                slowest = self._bottleneck.update(bottleneck(view), now_s=time.time())
+                page = run_facts.run_facts(view, summarise(view), now_s=time.time(), slowest=slowest)
+                newest = view.steps[max(view.steps)].groups if view.steps else self._newest
+                shown = list(self.read([number for number in newest if number in self._offsets]).values())
+                page |= {"cards": run_facts.cards(shown), "curves": run_facts.curves(view)}
+                took = time.monotonic() - started
+                self._page = time.monotonic() + max(0.5, 10 * took), page
+            return self._page[1]
+
+    def read(self, numbers: Sequence[int]) -> dict[int, Group]:
+        """The outcomes of these groups, in that order; without those that were deleted or cannot be decoded."""
+        wanted: dict[int, list[int]] = {}
+        for number in numbers:
+            for partition, offset in self._offsets.get(number, ()):
+                wanted.setdefault(partition, []).append(offset)
+        records: dict[tuple[int, int], Record] = {}
+        for partition, offsets in wanted.items():
+            with contextlib.suppress(LogError):
+                for record in self.log.read(f"{self.run}.groups", partition, sorted(offsets)):
+                    records[partition, record.offset] = record
+        decoded: dict[int, Group] = {}
+        for number in numbers:
+            parts = [records[at] for at in self._offsets.get(number, ()) if at in records]
+            with contextlib.suppress(Unusable, ValueError):
+                decoded[number] = groups.read(parts, run=self.run)[1]
+        return decoded
+
+    def groups(self) -> GroupList:
+        """All groups, from the run's index."""
+        with self.lock:
+            view = self.update()
+            if self._index is None:
+                created_ns = view.record.created_ns if view.record else 0
+                self._index = RunIndex(self.run, directory=index_folder(self.run), created_ns=created_ns)
+            if self._list is None or self._list[0] != view.moved_ms:
+                self._index.catch_up(self.log)
+                table = self._index.groups(ended=has_ended(view))
+                self._list = view.moved_ms, GroupList(table, dead_letters=self._index.dead_letters)
+            return self._list[1]
+
+    def list_groups(self, where: Filters, payload: PayloadFilter, *, order: str = "newest", after: str | None = None) -> dict[str, Any]:
+        """One page of the list, for JSON: `rows`, `matched` of `total` groups or those `searched`, and `next`, after which to continue."""
+        listed = self.groups()
+        if not any(payload):
+            page = listed.page(where, order=order, after=after, limit=PAGE)
+            return {"rows": _rows(page["rows"]), "matched": page["matching"], "searched": 0, "total": page["groups"], "next": page["next"]}
+        matches: list[dict[str, Any]] = []
+        searched, deadline = 0, time.monotonic() + SEARCH_S
+        while True:
+            page = listed.page(where, order=order, after=after, limit=SCANNED)
+            with self.lock:
+                read = self.read([row["group"] for row in page["rows"]])
+            matches += [row for row in page["rows"] if row["group"] in read and payload.fits(read[row["group"]])]
+            after, searched = page["next"], searched + len(page["rows"])
+            if after is None or len(matches) >= PAGE or time.monotonic() > deadline:
+                return {"rows": _rows(matches), "matched": None, "searched": searched, "total": page["groups"], "next": after}
+
+    def detail(self, number: int, *, sample: int | None = None) -> dict[str, Any]:
+        """One group with texts and tokens, for JSON; of one with many tokens those of `sample`, or of its first samples. {} if unknown."""
+        with self.lock:
+            view = self.update()
+            status = group_statuses(view).get(number)
+            if status is None:
+                return {}
+            step = next((step for step in view.steps.values() if number in step.groups), None)
+            if self._texts is None:
+                self._texts, self._advantages = TokenTexts.of(view), Advantages(config_of(view), trust_code=False)
+            group = self.read([number]).get(number)
+            known = {"group": number, "status": status, "step": step and step.step, "run": self.run, "no_texts": self._texts.why_not}
+            if group is None:
+                rows = self.groups().page(Filters(group=(number, number)))["rows"]
+                return {**known, "prompt": rows[0]["prompt"] if rows else "", "columns": "{}", "samples": [], "reason": None}
+            assert self._advantages is not None
+            return {**known, **_group(group, self._texts, self._advantages, sample=sample)}
+
+    def columns(self) -> bytes:
+        """The columns of the timeline, as the one-file report contains them; read again when the run has moved on."""
+        with self.lock:
+            progress = self.update().moved_ms
+            if self._columns is None or (self._columns[1] != progress and time.monotonic() > self._columns[0]):
+                started = time.monotonic()
+                packed = index_of(self.log, self.run, limits=Limits(tokens=0, text_tokens=0)).encode()
+                took = time.monotonic() - started
+                self._columns = time.monotonic() + 10 * took, progress, packed
+            return self._columns[2]
+
+    def close(self) -> None:
+        """Stop reading."""
+        with self.lock:
+            if self._tail is not None:
+                self._tail.close()
+                self._tail = None
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the index as the list shows them."""
+    prompts = sorted({row["prompt"] for row in rows})
+    return [
+        {
+            **{name: row[name] for name in ("group", "step", "rewards")},
+            "status": row["fate"],
+            "reward": row["reward_mean"],
+            "version": row["policy_version_min"],
+            "prompt": without_template(row["prompt"], prompts)[:EXCERPT],
+        }
+        for row in rows
+    ]
+
+
+def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: int | None) -> dict[str, Any]:
+    scores = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
+    samples, budget, ids = list[dict[str, Any]](), DETAILED_TOKENS, set[int]()
+    for scored, advantage in zip(group.samples, scores, strict=True):
+        rollout = scored.rollout
+        budget -= len(rollout.token_ids) if sample is None else 0
+        detailed = rollout.sample == sample if sample is not None else budget >= 0 or not samples
+        ids.update(rollout.token_ids.tolist() if detailed else ())
+        samples.append(
+            {
+                "sample": rollout.sample,
+                "reward": scored.reward,
+                "error": scored.reward_error,
+                "components": list(scored.components),
+                "advantage": advantage,
+                "completion": scored.completion,
+                "finish": rollout.finish,
+                "worker": rollout.worker,
+                "tokens": len(generated(rollout)),
+                "versions": [rollout.version_min, rollout.version_max],
+                "times": [rollout.started_ns // 1_000_000, rollout.ended_ns // 1_000_000],
+                "turns": [[turn.source, turn.start, turn.end] for turn in rollout.turns] if rollout.turns else None,
+                "detail": {
+                    "ids": rollout.token_ids.tolist(),
+                    "logprobs": [None if value != value else round(float(value), 3) for value in rollout.behaviour_logprobs],  # noqa: PLR0124
+                    "spans": [[int(at), int(version)] for at, version in zip(rollout.span_starts, rollout.span_versions, strict=True)],
+                    "masked": [] if rollout.loss_mask.all() else (~rollout.loss_mask).nonzero()[0].tolist(),
+                }
+                if detailed
+                else None,
+            }
+        )
+    ordered = sorted(ids)
+    words = dict(zip(ordered, texts.one_by_one(ordered), strict=True)) if texts.there else None
+    return {
+        "prompt": group.prompt,
+        "columns": group.columns,
+        "reason": group.reason,
+        "row": group.row,
+        "epoch": group.epoch,
+        "created_ms": group.created_ns // 1_000_000,
+        "scored_ms": group.scored_ns // 1_000_000,
+        "reward_names": [name.rpartition(":")[2] for name in group.reward_names],
+        "reward_weights": list(group.reward_weights),
+        "advantage": {"name": advantages.name, "why_not": advantages.why_not},
+        "samples": samples,
+        "words": words,
+    }
+
+
+@dataclass(slots=True)
+class Runs:
+    """The watched runs of a log."""
+
+    log: Log
+    _runs: dict[str, WatchedRun] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __getitem__(self, run: str) -> WatchedRun:
+        with self._lock:
+            return self._runs.setdefault(run, WatchedRun(self.log, run))
+
+    def close(self) -> None:
+        """Stop reading."""
+        for watched in self._runs.values():
+            watched.close()

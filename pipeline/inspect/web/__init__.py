@@ -1,0 +1,1 @@
+"""The web pages of runs: facts, templates and scripts, which `penstock ui` serves and the one-file report contains."""

@@ -1,0 +1,365 @@
+"""The facts of a run's page, for its template: sentences, tiles, curves, the graph of workers, and what needs attention."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.pipeline.config.load import from_json
+from penstock.pipeline.inspect.live.completions import without_template
+from penstock.pipeline.inspect.live.frame import doing, ordered
+from penstock.pipeline.inspect.report.figures import by_role, shares
+from penstock.pipeline.inspect.report.formats import duration, use_text
+from penstock.pipeline.inspect.report.headline import headline
+from penstock.pipeline.inspect.run_status import (
+    config_of,
+    group_statuses,
+    has_ended,
+    last_reward,
+    status_counts,
+    status_of,
+    steps_per_version,
+    steps_planned,
+)
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.run_view_types import WorkerView
+from penstock.pipeline.inspect.status import Bottleneck, elapsed_s, to_go_s
+from penstock.pipeline.inspect.web.render import number, share
+from penstock.pipeline.runtime.reporting.reporter import kind_of
+from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
+from penstock.topics.groups import Group
+
+Facts = dict[str, Any]
+POINTS = 600
+"""Most points of a curve; of more, the least and the greatest of each range remain."""
+STILL = 1e-6
+"""A curve that never leaves a band of this width is named and not drawn."""
+TRUNCATED, LOW_ESS = 0.2, 0.5
+"""Share of truncated samples above which, and effective sample size below which, a run needs attention."""
+
+
+def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest: Bottleneck | None = None) -> Facts:
+    """All that the page of a run says, but for its curves and samples; `slowest` is the bottleneck to show."""
+    ended, planned = has_ended(view), steps_planned(view)
+    last = view.steps[max(view.steps)].metrics if view.steps else {}
+    elapsed = elapsed_s(view, now_s=now_s)
+    return {
+        "run": view.run,
+        "status": status_of(view),
+        "reason": report["reason"] if status_of(view) in ("stopped", "failed") else None,
+        "live": not ended,
+        "verdict": headline(report),
+        "bottleneck": slowest and {"text": _bottleneck_text(slowest.who), "why": slowest.why, "advice": slowest.advice},
+        "step": view.steps_done,
+        "planned": planned,
+        "done": view.steps_done / planned if planned else None,
+        "elapsed": None if elapsed is None else duration(elapsed),
+        "to_go": None if (to_go := to_go_s(view)) is None else duration(to_go),
+        "version": view.version,
+        "lag": last.get("lag_mean"),
+        "tiles": _tiles(view, report, last),
+        "stages": _stages(view, now_s=now_s),
+        "workers": [_worker(view, worker, now_s=now_s) for worker in ordered(view)],
+        "groups": _groups(view),
+        "attention": _attention(view, report, last),
+        "time": _time(view),
+        "dead_letter_count": len(view.dead_letters),
+        "examples": report["examples"],
+        "figures": json.dumps(report, indent=2),
+        "about": _about(view, report),
+    }
+
+
+def _bottleneck_text(who: str) -> str:
+    return "rollout and trainer take turns" if who == "turns" else f"{who} is the bottleneck"
+
+
+def _about(view: RunView, report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    config, schedule = config_of(view), report["schedule"]
+    loss = config.get("algorithm", {})
+    sizes = [(schedule.get("prompts_per_step"), "prompts"), (schedule.get("samples_per_prompt"), "samples")]
+    return [
+        ("model", str(config.get("model", {}).get("path", "–"))),
+        ("data", str(config.get("data", {}).get("source", "–"))),
+        ("schedule", f"{schedule.get('mode')}, lag at most {schedule.get('max_lag')}"),
+        ("step", " × ".join(f"{size} {name}" for size, name in sizes)),
+        ("loss", " ".join(str(loss[key]) for key in ("loss", "correction") if loss.get(key))),
+        ("digest", str(report["weights"]["digest"] or "–")[:19]),
+    ]
+
+
+def _metric(view: RunView, name: str) -> list[float | None]:
+    return [view.steps[step].metrics.get(name) for step in sorted(view.steps)]
+
+
+def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[Facts]:
+    """At most six figures, each with a note and its curve."""
+    evals, groups = report["eval"], report["groups"]
+    ended = sum(groups.get(status, 0) for status in STATUSES)
+    newest = evals[-1] if evals else {}
+    measure = "reward" if all("greedy_reward" in entry for entry in evals) else "accuracy"
+    rate = sum(worker.rate("tokens") or 0.0 for worker in view.workers.values() if worker.role == "rollout")
+    tokens = rate or (report["throughput"]["tokens_per_s"] or 0.0)
+    truncated = last.get("truncated_share")
+    ess = report["ess"]["mean"]
+    rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
+    return [
+        {"name": "reward", "value": number(last_reward(view)), "note": f"from {number(report['reward']['first'])}", "curve": rewards},
+        {
+            "name": "evaluation",
+            "value": number(newest.get(f"greedy_{measure}")),
+            "note": f"greedy, {share(newest.get('greedy_accuracy'))} solved at version {newest['version']}" if newest else "none yet",
+            "curve": [entry.get(f"greedy_{measure}") for entry in evals],
+        },
+        {
+            "name": "trained",
+            "value": share(groups["trained"] / ended if ended else None),
+            "note": f"{groups['trained']:,} of {ended:,} finished groups",
+            "curve": [point["trained"] for _, point in status_shares(view) if "trained" in point],
+        },
+        {"name": "tokens/s", "value": number(tokens or None), "note": "generated", "curve": _metric(view, "tokens")},
+        {
+            "name": "truncated",
+            "value": share(truncated),
+            "note": "samples of the last step",
+            "curve": _metric(view, "truncated_share"),
+            "bad": (truncated or 0.0) > TRUNCATED,
+        },
+        {
+            "name": "ESS",
+            "value": number(ess),
+            "note": f"lag {number(report['lag']['mean'])}, at most {number(report['lag']['max'], 1)}",
+            "curve": _metric(view, "ess"),
+            "bad": ess is not None and ess < LOW_ESS,
+        },
+    ]
+
+
+def _groups(view: RunView) -> list[Facts]:
+    counts = status_counts(view)
+    total = max(1, counts.total())
+    return [{"status": status, "count": counts[status], "share": counts[status] / total} for status in (*STATUSES, OPEN) if counts[status]]
+
+
+_STAGES = (("feeder", "admitted", "groups/s"), ("rollout", "samples", "samples/s"), ("scorer", "groups", "groups/s"), ("trainer", "", ""))
+_BUSY = {"rollout": "generate_s", "scorer": "reward_busy_s"}
+
+
+def _stages(view: RunView, *, now_s: float) -> list[Facts]:
+    """Feeder, rollout, scorer and trainer: how busy each is, what it does, its rate, and the groups that wait for the next one."""
+    last = view.steps[max(view.steps)].metrics if view.steps else {}
+    waiting = {"feeder": len(view.open), "scorer": int(last.get("queued_groups", 0))}
+    at_work, stages = by_role(view), []
+    for role, total, unit in _STAGES:
+        workers = [worker for worker in view.workers.values() if worker.role == role]
+        running = [worker for worker in workers if not worker.ended]
+        busy = shares(at_work.get(role, {}))
+        rate = sum(worker.rate(total) or 0.0 for worker in running) if total else None
+        stages.append(
+            {
+                "role": role,
+                "workers": len(running or workers),
+                "busy": sum(part for use, part in busy.items() if kind_of(use) == "work"),
+                "waits": next(((use_text(use), part) for use, part in busy.items() if kind_of(use) == "wait" and part >= 0.05), None),
+                "now": doing(running[0], now_s=now_s) if running else "ended" if workers else "not started",
+                "rate": f"{number(rate)} {unit}" if rate else "",
+                "waiting": waiting.get(role, 0) if not has_ended(view) else 0,
+            }
+        )
+    return stages
+
+
+def _worker(view: RunView, worker: WorkerView, *, now_s: float) -> Facts:
+    over = {"stopped": "killed", "failed": "killed", "finished": "ended"}.get(status_of(view))
+    cpu = worker.rate("cpu_s")
+    return {
+        "name": worker.worker,
+        "role": worker.role,
+        "now": "ended" if worker.ended else over or doing(worker, now_s=now_s),
+        "error": worker.labels.get("error"),
+        "version": worker.values.get("version"),
+        "tokens": worker.rate("tokens"),
+        "cpu": share(cpu),
+        "memory": worker.values.get("rss_mib"),
+        "starts": len(worker.incarnations),
+    }
+
+
+def _time(view: RunView) -> list[Facts]:
+    """For each role the shares of its workers' time by use, the largest first."""
+    return [
+        {"role": role, "uses": [{"use": use_text(use), "kind": kind_of(use), "share": part} for use, part in shares(spent).items()]}
+        for role, spent in by_role(view).items()
+    ]
+
+
+def _attention(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[str]:
+    """What needs attention, each with the key to turn."""
+    lines = []
+    if last.get("truncated_share", 0.0) > TRUNCATED:
+        lines.append(
+            f"{share(last['truncated_share'])} of the last step's samples are truncated, and a cut-off answer counts as wrong: "
+            "raise sampling.max_new_tokens"
+        )
+    ess = report["ess"]["mean"]
+    if ess is not None and ess < LOW_ESS:
+        lines.append(f"the effective sample size is {number(ess)}: lower schedule.max_lag or trainer.lr, or set algorithm.correction")
+    lines += [f"{role} was started again {count} times; its log has the cause" for role, count in report["restarts"].items()]
+    if report["dead_letters"]["total"]:
+        lines.append(f"{report['dead_letters']['total']:,} records were refused: see Dead letters")
+    lines += [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if "error" in worker.labels]
+    return lines
+
+
+LEAST_GROUPS = 16
+MOST_POINTS = 60
+
+
+def status_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
+    """(optimizer step, status -> share) over the run, for all statuses in it; a group without samples counts with the previous group."""
+    ended = [(group, status) for group, status in sorted(group_statuses(view).items()) if status != OPEN]
+    names, per_version = sorted({status for _, status in ended}), steps_per_version(view)
+    size = max(LEAST_GROUPS, -(-len(ended) // MOST_POINTS))
+    points: list[tuple[int, dict[str, float]]] = []
+    counted, total, version = dict.fromkeys(names, 0), 0, 0
+
+    def add() -> None:
+        points.append((version * per_version, {name: count / total for name, count in counted.items()}))
+
+    for group, status in ended:
+        now = view.groups[group].version_min if group in view.groups else None
+        if now is not None and now > version:
+            if total >= size:
+                add()
+                counted, total = dict.fromkeys(names, 0), 0
+            version = now
+        counted[status], total = counted[status] + 1, total + 1
+    if ended and (total >= size // 2 or not points):
+        add()
+    return points
+
+
+_STEP_CHARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
+    ("Spread of rewards", "standard deviation", {"reward_std": "all samples", "reward_group_std": "within a group"}),
+    ("Entropy", "nat a token", {"entropy": "entropy"}),
+    ("Completion length", "tokens", {"completion_tokens_mean": "mean", "completion_tokens_p95": "95 %"}),
+    ("Truncated", "share of the samples", {"truncated_share": "truncated"}),
+    ("Lag", "versions", {"lag_mean": "mean", "lag_max": "max"}),
+    ("Effective sample size", "1 is on-policy", {"ess": "ESS"}),
+    ("KL", "nat a token, k3", {"kl_behaviour_k3": "behaviour to current", "kl_reference": "to reference"}),
+    ("Loss", "", {"loss": "loss"}),
+    ("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+    ("Time of a step", "s", {"compute_s": "computed", "wait_s": "waited for groups"}),
+)
+
+
+def curves(view: RunView, *, components: Mapping[str, Iterable[tuple[int, float | None]]] | None = None) -> Facts:
+    """All curves over optimizer steps: `main` two, `charts`, the other measures by name in `more`, and in `still` what never changes."""
+    steps, per_version = sorted(view.steps), steps_per_version(view)
+
+    def by_step(name: str, label: str) -> Facts:
+        return curve(label, [(step, view.steps[step].metrics.get(name)) for step in steps])
+
+    measure = "reward" if all("greedy_reward" in measured.values for measured in view.evals.values()) else "accuracy"
+    rewards = [(version * per_version, tally.mean) for version, tally in sorted(view.rewards.items())]
+    evals = {
+        how: curve(how, [(at * per_version, done.values.get(f"{how}_{measure}")) for at, done in sorted(view.evals.items())])
+        for how in ("greedy", "sampled")
+    }
+    by_status = status_shares(view)
+    named = sorted({status for _, point in by_status for status in point}) if len(by_status) > 1 else []
+    main = [
+        _chart("Reward", "mean", [curve("all scored samples", rewards), by_step("reward_trained", "trained samples")]),
+        {**_chart(f"Evaluation, held-out {measure}", "", [*evals.values()]), "dots": True},
+    ]
+    status_curves = [{**curve(status, [(step, point.get(status)) for step, point in by_status]), "colour": status} for status in named]
+    parts = [curve(name, points) for name, points in (components or {}).items()]
+    charts = [_chart("Reward by function", "mean of the trained, unweighted", parts), _chart("Statuses of groups", "share", status_curves)]
+    charts += [_chart(title, unit, [by_step(name, label) for name, label in names.items()]) for title, unit, names in _STEP_CHARTS]
+    used = {"reward_trained", *(name for _, _, names in _STEP_CHARTS for name in names)}
+    all_names = sorted({name for step in steps for name in view.steps[step].metrics} - used)
+    more = [_chart(name, "", [by_step(name, name)]) for name in all_names if not name.endswith("_at") and "tokens_at_lag_" not in name]
+    moving, still = (
+        [chart for chart in charts if _moves(chart)],
+        [chart["title"] for chart in charts if chart["series"] and not _moves(chart)],
+    )
+    return {"main": main, "charts": moving, "more": [chart for chart in more if _moves(chart)], "still": still}
+
+
+def _chart(title: str, unit: str, series: Sequence[Facts]) -> Facts:
+    return {"title": title, "unit": unit, "series": [one for one in series if one["y"]]}
+
+
+def _moves(chart: Facts) -> bool:
+    values = [value for curve in chart["series"] for value in curve["y"]]
+    return bool(values) and (max(values) - min(values) >= STILL or len(values) == len(chart["series"]))
+
+
+def curve(label: str, points: Iterable[tuple[float, float | None]]) -> Facts:
+    """The finite points of a curve; of more than `POINTS` the least and the greatest of each range."""
+    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    if len(finite) > POINTS:
+        long = -(-2 * len(finite) // POINTS)
+        ranges = (finite[at : at + long] for at in range(0, len(finite), long))
+        finite = [point for part in ranges for point in sorted({min(part, key=_value), max(part, key=_value)})]
+    return {"label": label, "x": [x for x, _ in finite], "y": [float(f"{y:.6g}") for _, y in finite]}
+
+
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def cards(groups: Sequence[Group]) -> list[Facts]:
+    """Best, median and worst sample by reward of some groups; [] without a reward."""
+    samples = [(sample.reward, group, sample) for group in groups for sample in group.samples if sample.reward is not None]
+    scored = sorted(samples, key=lambda entry: -entry[0])
+    if not scored:
+        return []
+    prompts = sorted({group.prompt for group in groups})
+    chosen = {"best by reward": 0, "median": len(scored) // 2, "worst": len(scored) - 1}
+    return [
+        {
+            "which": which,
+            "group": group.group,
+            "sample": sample.rollout.sample,
+            "prompt": without_template(group.prompt, prompts),
+            "answer": answer_of(group.columns),
+            "completion": sample.completion,
+            "reward": reward,
+            "tokens": len(sample.rollout.token_ids),
+            "finish": sample.rollout.finish,
+        }
+        for which, (reward, group, sample) in ((which, scored[index]) for which, index in chosen.items())
+    ]
+
+
+def answer_of(columns: str) -> str | None:
+    """The reference answer in a row's columns; None if they have none."""
+    answer = json.loads(columns or "{}").get("answer")
+    return None if answer is None else str(answer)
+
+
+DERIVED = {
+    "algorithm": ("advantage", "aggregate", "clip_low", "clip_high", "clip_dual", "kl_weighted", "proximal", "correction"),
+    "rollout": ("slots",),
+    "kafka": ("partitions",),
+}
+"""Keys whose effective value is a property of the configuration."""
+
+
+def config_rows(view: RunView) -> list[Facts]:
+    """The effective configuration: key, value as JSON, and True if it differs from the default. [] before it is known."""
+    recorded = config_of(view)
+    if not recorded:
+        return []
+    config, rows = from_json(json.dumps(recorded)), []
+    for section, keys in config.model_dump(mode="json").items():
+        defaults = {name: field.default for name, field in type(getattr(config, section)).model_fields.items()}
+        for key, plain in keys.items():
+            value = getattr(config, key) if key in DERIVED.get(section, ()) else plain
+            own = recorded.get(section, {}).get(key)
+            changed = own is not None and json.dumps(own) != json.dumps(defaults.get(key), default=str)
+            rows.append(
+                {"key": f"{section}.{key}", "value": "" if value is None else json.dumps(value, ensure_ascii=False), "set": changed}
+            )
+    return rows
