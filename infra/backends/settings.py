@@ -63,7 +63,7 @@ class BackendSettings:
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass."""
     compile: bool = False
-    """Compile the model's layers by torch.compile: fewer kernels, less memory, other last bits, seconds at the first passes."""
+    """Compile the model's layers, with gradient checkpointing their norms and MLPs: fewer kernels, other last bits, a slower start."""
     share_prompts: str = "auto"
     """Compute common prefixes of rows once: if the logprobs stay equal (`auto`), always or fail (`on`), or never (`off`)."""
     lora_rank: int = 0

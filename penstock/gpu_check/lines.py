@@ -26,7 +26,7 @@ LINES: dict[str, tuple[str, int]] = {
     "turns": ("training", 90),
     "out": ("lane", 60),
     "in": ("lane", 60),
-    "vllm": ("vllm_engine", 240),
+    "vllm": ("vllm_engine", 360),
     "run": ("whole_run", 300),
     "colocated": ("whole_run", 150),
 }

@@ -85,7 +85,7 @@ DEVICE_DEFAULTS = (
     DeviceDefault(
         key="trainer.compile",
         gpu=True,
-        why="a pass of a 1.5 B model takes a fifth less time, and the first ones 15 seconds more",
+        why="a pass takes up to a quarter less time, and the first ones 15 seconds more",
         unless=("zero_stage", 3),
     ),
     DeviceDefault(key="eval.engine", gpu="rollout", why="an evaluator's own GPU would be idle between evaluations"),

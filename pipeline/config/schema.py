@@ -331,7 +331,7 @@ class TrainerSection(Section):
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     compile: bool = Field(
-        False, description="compile the model's layers with torch.compile: fewer kernels, other last bits; on a GPU true if absent"
+        False, description="compile layers, with gradient checkpointing norms and MLPs, by torch.compile; on a GPU true if absent"
     )
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto", description="compute common prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"

@@ -134,10 +134,15 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
     return Forward(in_pieces=in_pieces)
 
 
-def _set_compiled(model: torch.nn.Module, compiled: bool) -> None:
-    """Run the model's layers as torch.compile makes them, for sizes of all kinds, or as they are written."""
+def _set_compiled(model: Any, compiled: bool) -> None:
+    """Run the model's layers as torch.compile makes them, for sizes of all kinds, or as they are written.
+
+    With gradient checkpointing only normalisations and MLPs are compiled: a compiled layer with attention may save other tensors when it
+    is repeated, which torch rejects.
+    """
+    parts = ("Norm", "MLP") if model.is_gradient_checkpointing else ()
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+        if type(module).__name__.endswith(parts) if parts else isinstance(module, GradientCheckpointingLayer):
             if compiled:
                 module.compile(dynamic=True)
             else:
