@@ -32,6 +32,8 @@ from penstock.topics.wire.record import Record
 PAGE = 100
 """Groups of a page of the list."""
 SCANNED = 64
+PAUSE = 25
+"""The page of a live run is computed again after this many times the seconds that it took, so that it costs the run little."""
 SEARCH_S = 3.0
 """Longest time of one search in texts; its result says where to continue."""
 NEWEST = 16
@@ -105,15 +107,15 @@ class WatchedRun:
         """Facts, curves and newest samples, at most as old as a second, or as long as it takes to compute them."""
         with self.lock:
             started = time.monotonic()
-            if self._page is None or started >= self._page[0]:
-                view = self.update()
+            view = self.update()
+            if self._page is None or (started >= self._page[0] and (self._page[1]["live"] or not has_ended(view))):
                 slowest = self._bottleneck.update(bottleneck(view), now_s=time.time())
                 page = run_facts.run_facts(view, summarise(view), now_s=time.time(), slowest=slowest)
                 newest = view.steps[max(view.steps)].groups if view.steps else self._newest
                 shown = list(self.read([number for number in newest if number in self._offsets]).values())
                 page |= {"cards": run_facts.cards(shown), "curves": run_facts.curves(view)}
                 took = time.monotonic() - started
-                self._page = time.monotonic() + max(0.5, 10 * took), page
+                self._page = time.monotonic() + max(1.0, PAUSE * took), page
             return self._page[1]
 
     def read(self, numbers: Sequence[int]) -> dict[int, Group]:

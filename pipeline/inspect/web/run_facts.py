@@ -99,7 +99,7 @@ def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) 
     newest = evals[-1] if evals else {}
     measure = "reward" if all("greedy_reward" in entry for entry in evals) else "accuracy"
     rate = sum(worker.rate("tokens") or 0.0 for worker in view.workers.values() if worker.role == "rollout")
-    tokens = rate or (report["throughput"]["tokens_per_s"] or 0.0)
+    tokens = rate or sum(group.tokens for group in view.groups.values()) / (report["time"]["train_s"] or math.inf)
     truncated = last.get("truncated_share")
     ess = report["ess"]["mean"]
     rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
