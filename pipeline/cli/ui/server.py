@@ -28,6 +28,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import write_private
 from penstock.pipeline.cli.ui import pages
 from penstock.pipeline.cli.ui.store import Runs
+from penstock.pipeline.inspect.report.summary import finite
 from penstock.pipeline.inspect.web.render import render
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
@@ -183,11 +184,11 @@ def _event(name: str, data: str) -> bytes:
 
 
 class AsciiJson(JSONResponse):
-    """JSON without characters that UTF-8 cannot have."""
+    """JSON as browsers read it: no NaN, and no characters that UTF-8 cannot have."""
 
     def render(self, content: Any) -> bytes:
         """The body of the response."""
-        return json.dumps(content, separators=(",", ":")).encode()
+        return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).encode()
 
 
 def static(request: Request) -> Response:

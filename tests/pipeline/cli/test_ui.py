@@ -17,7 +17,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.cli.ui import store
-from penstock.pipeline.cli.ui.server import Server, stable_token
+from penstock.pipeline.cli.ui.server import AsciiJson, Server, stable_token
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import run_facts
@@ -165,6 +165,12 @@ def test_a_group_has_its_texts_tokens_and_versions(server: Server) -> None:
     detail = found["samples"][0]["detail"]
     assert len(detail["ids"]) == len(detail["logprobs"]) == found["samples"][0]["tokens"] == 3
     assert detail["spans"] == [[0, 3]]
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    assert (
+        AsciiJson({"reward": [float("nan"), float("-inf"), 0.5], "text": "\ud800"}).body == b'{"reward":[null,null,0.5],"text":"\\ud800"}'
+    )
 
 
 def test_texts_of_an_address_are_never_markup(server: Server) -> None:

@@ -44,8 +44,8 @@ HOSTILE = {
 class Serving:
     """A server over a log that a test can append to."""
 
-    def __init__(self, log: MemoryLog) -> None:
-        self.log, self.server = log, Server(log, port=0, token="secret")
+    def __init__(self, log: MemoryLog, *, port: int = 0) -> None:
+        self.log, self.server = log, Server(log, port=port, token="secret")
         self._thread = threading.Thread(target=self.server.serve_forever)
         self._thread.start()
 
@@ -120,6 +120,26 @@ def test_a_run_that_goes_on_is_patched_in_place(chromium: Any) -> None:
     finally:
         looked.page.close()
         serving.close()
+
+
+def test_a_page_of_a_server_that_comes_back_is_updated_again(chromium: Any) -> None:
+    builder = RecordBuilder(steps=6)
+    records = list(builder.whole())
+    serving = Serving(log_with(records[:30]))
+    looked = watched(chromium, serving)
+    page = looked.open(f"r/{RUN}")
+    page.wait_for_function("() => document.documentElement.dataset.updates", timeout=WAIT_MS)
+    port = serving.server.server_address[1]
+    serving.close()
+    page.wait_for_selector("#live-problem:visible", timeout=WAIT_MS)
+    again = Serving(log_with(records), port=port)
+    try:
+        page.wait_for_selector("#live[data-live=false]", timeout=WAIT_MS)
+        assert page.text_content(".status") == "finished"
+        assert page.is_hidden("#live-problem")
+    finally:
+        page.close()
+        again.close()
 
 
 def test_a_filter_leads_to_a_sample_and_to_a_token_by_the_keyboard_alone(chromium: Any, two: Serving) -> None:
