@@ -86,8 +86,8 @@ class GroupList:
         Raises `ValueError` for an unknown order or a cursor that no page gave.
         """
         numbers, ranked = self.numbers("group"), self._ranked(order)
-        mask = self.matching(where)
-        ranked = ranked[mask[ranked]]
+        if where != Filters():
+            ranked = ranked[self.matching(where)[ranked]]
         start = self._position(ranked, order, after) if after else 0
         shown = ranked[start : start + max(1, min(limit, MOST_ROWS))]
         more = start + len(shown) < len(ranked)
@@ -200,7 +200,10 @@ class GroupList:
             value, group = float(value_text), int(group_text)
         except ValueError:
             raise ValueError(f"cursor {after[:60]!r}: expected the `next` of a page") from None
-        values, numbers = self.numbers(name)[ranked], self.numbers("group")[ranked]
+        numbers = self.numbers("group")[ranked]
+        if len(same := np.flatnonzero(numbers == group)):
+            return int(same[0]) + 1
+        values = self.numbers(name)[ranked]  # the group is not in this list any more
         if descending:
             values, value = -values, -value
         missing = np.isnan(values)

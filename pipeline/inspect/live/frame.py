@@ -11,7 +11,7 @@ from rich.text import Text
 from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out
-from penstock.pipeline.inspect.report.formats import duration, sparkline
+from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
 from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
@@ -38,7 +38,7 @@ GONE_S, PATIENCE_S = 60.0, 20.0
 """A worker without a report for `GONE_S` has left; one may start up to `PATIENCE_S` later than the others."""
 HEADER_LINES = 12
 FAILURES = 2
-BORDER = 4
+BORDER, LEAST_CURVE = 4, 8
 WIDE, NARROW = 96, 72
 """Columns of a terminal with room for every number of a worker, or for some."""
 COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
@@ -65,7 +65,7 @@ def frame(
     slowest = slowest if steady is None else steady.update(slowest, now_s=now_s)
     ended = end_reason(closing(view).get("reason"))
     parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
-    parts += [_learning(view), _progress(view, now_s=now_s, over=status not in ("created", "running"))]
+    parts += [_learning(view, width=width - BORDER), _progress(view, now_s=now_s, over=status not in ("created", "running"))]
     if slowest is not None:
         parts.append(Text.assemble((_named(slowest), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
@@ -183,15 +183,17 @@ def _progress(view: RunView, *, now_s: float, over: bool) -> Table:
     return grid
 
 
-def _learning(view: RunView) -> Text:
-    """The report's sentence on the reward, and its curve."""
+def _learning(view: RunView, *, width: int) -> Text:
+    """The report's sentence on the reward, and its curve if there is room beside it."""
     if last_reward(view) is None:
         return Text("no samples are scored yet", style="dim")
     reward = reward_ends(view, steps=view.steps_done, per_version=steps_per_version(view))
     if not view.steps:
         return Text(f"no step yet; reward {last_reward(view):.3f}")
     sentence = learned({"steps": view.steps_done, "reward": reward, "eval": evaluations(view)})
-    return Text.assemble((sentence, "bold"), " ", (sparkline(reward["curve"]), "green"))
+    room = width - len(sentence) - 1
+    curve = sparkline(reward["curve"], width=min(room, CURVE_WIDTH)) if room >= LEAST_CURVE else ""
+    return Text.assemble((sentence, "bold"), " ", (curve, "green"))
 
 
 def _held_out(view: RunView) -> list[Text]:

@@ -21,6 +21,7 @@ from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report.figures import held_out
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck
+from penstock.pipeline.runtime.reporting.log_lines import exact_output
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
@@ -71,6 +72,10 @@ def notebook_screen() -> NotebookScreen | None:
 
 class Terminal(Console):
     """A rich console that shows hidden characters of texts escaped; rich itself removes only some."""
+
+    def __init__(self, **options: Any) -> None:
+        # A `Live` replaces standard output; without a file of its own, the console would write its control characters escaped.
+        super().__init__(**{"file": exact_output(), **options})
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(part if part.control else part._replace(text=visible(part.text)) for part in buffer)
