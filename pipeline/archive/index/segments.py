@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ ROWS = 256
 MERGED = 16
 MERGED_BYTES = 256 << 20
 """Most bytes of the files that become one."""
+GRACE_S = 600.0
+"""Files that a merge has replaced are removed after this time: a query may have their names."""
 _NAME = re.compile(r"(\d{10})-(\d{10})\.(arrow|parquet)")
 _STATE = b"penstock.index"
 
@@ -140,9 +143,13 @@ class Segments:
         return state.get("format") == FORMAT and self._identity in (None, state.get("identity"))
 
     def _clear(self) -> None:
-        """Remove unfinished files, those that a merge has replaced, and those of another identity."""
-        names = {file.path.name for file in self._files}
+        """Remove unfinished files, those of another identity, and those that a merge replaced so long ago that no query reads them."""
+        names, now_s = {file.path.name for file in self._files}, time.time()
+        recent = [(file.first, file.last) for file in self._files if now_s - file.path.stat().st_mtime < GRACE_S]
         for path in self.directory.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and any(first <= int(match[1]) and int(match[2]) <= last for first, last in recent):
+                continue
             if path.name not in names and path.suffix in (".arrow", ".parquet", ".part"):
                 with contextlib.suppress(OSError):
                     path.unlink()

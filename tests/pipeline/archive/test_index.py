@@ -99,7 +99,22 @@ def test_an_index_that_is_killed_and_continued_at_any_record_equals_a_full_read(
     continued = RunIndex(RUN, directory=tmp_path)
     continued.catch_up(log)
     assert plain(continued.groups(), *continued.groups().column_names) == plain(rebuilt.groups(), *rebuilt.groups().column_names)
-    assert len(list((tmp_path / "groups").glob("*.arrow"))) < 8  # of 12 pairs: files were merged
+    assert len(segments.Segments(tmp_path / "groups", None).paths) < 8  # of 12 pairs: files were merged
+
+
+def test_files_that_were_merged_stay_for_the_queries_that_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, rows = segments.Segments(tmp_path, "1", parquet=True), pa.table({"a": [1, 2]})
+    assert files.lock()
+    for _ in range(2):
+        files.append(rows, {})
+    named = files.paths
+    files.append(rows, {})
+    assert len(files.paths) == 1 and pq.read_table(files.paths[0])["a"].to_pylist() == [1, 2] * 3
+    assert all(path.exists() for path in named)
+    files.close()
+    monkeypatch.setattr(segments, "GRACE_S", 0.0)
+    later = segments.Segments(tmp_path, "1", parquet=True)
+    assert later.lock() and later.paths == files.paths and not any(path.exists() for path in named)
 
 
 def test_files_of_another_run_of_that_name_do_not_count(tmp_path: Path) -> None:
