@@ -65,8 +65,9 @@ def stored_report(log: Log, run: str, *, alive: Callable[[], None] = lambda: Non
     if record is None or record.status not in ENDED or not path.parent.is_dir():
         return collect(log, run, alive=alive)
     topics = [f"{run}.{topic}" for topic in (*COUNTED, "dead-letters")]
-    ends = log.end_offsets([(topic, number) for topic in topics for number in range(log.partitions(topic) or 0)])
-    state = [STORED_FORMAT, record.updated_ns, sorted([*tp, end] for tp, end in ends.items())]
+    partitions = [(topic, number) for topic in topics for number in range(log.partitions(topic) or 0)]
+    starts, ends = log.beginning_offsets(partitions), log.end_offsets(partitions)
+    state = [STORED_FORMAT, record.updated_ns, [[*tp, starts[tp], ends[tp]] for tp in partitions]]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["state"] == state:

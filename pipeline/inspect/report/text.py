@@ -410,4 +410,5 @@ def _links(report: Report, directory: Path | None, *, full: bool) -> list[str]:
         "penstock ui",
     ]
     names = [f"{name}/" if (directory / name).is_dir() else name for name in FILES if (directory / name).exists()] if directory else []
-    return ["    ".join(commands), *([f"{directory}: {'  '.join(names)}"] if names else [])]
+    # A line each: a terminal would fold them within a name.
+    return [*commands, *([str(directory), f"  {'  '.join(names)}"] if names else [])]
