@@ -36,9 +36,8 @@ class SampleCopy:
         if directory is not None:
             with contextlib.suppress(OSError):
                 self._files = Segments(directory, str(record.created_ns if record else 0), parquet=True)
-        state = {} if self._files is None else self._files.state
-        self._positions: dict[Partition, int] = {(f"{run}.groups", number): offset for number, offset in state.get("positions", ())}
-        self._done = IdSet.from_json(state["groups"]) if state else IdSet()
+        self._positions: dict[Partition, int] = {}
+        self._done = IdSet()
         self._tables: list[pa.Table] = []
 
     @property
@@ -52,7 +51,7 @@ class SampleCopy:
         `waiting` are groups without scored samples, of which the oldest was admitted at `since_ms`: their samples come from `rollouts`.
         """
         reader, assembler, advantages = RunReader(self.log, self.run), GroupAssembler(), Advantages(self._config, trust_code=False)
-        writable = self._files is not None and self._locked(self._files)
+        writable, waiting = self._open(), set(waiting)
         rows: list[pa.Table] = []
         reached = dict(self._positions)
         for record in reader.records("groups", since=self._positions):
@@ -65,6 +64,8 @@ class SampleCopy:
                     continue
                 _, group = groups.read(parts, run=self.run)
                 self._done.add(group.group)
+                if group.samples:
+                    waiting.discard(group.group)  # it was scored after the caller had read the index
                 rows.append(sample_rows(group, [groups.CODEC.batch(part.value) for part in parts], advantages.of(group).tolist()))
             if len(rows) >= GROUPS and not any(assembler.held()):
                 self._keep(rows, reached, writable=writable)
@@ -74,17 +75,20 @@ class SampleCopy:
             rows = []
         if self._files is not None:
             self._files.close()
-        late = unscored_rows(reader, set(waiting), since=self._since(since_ms)) if waiting else []
+        late = unscored_rows(reader, waiting, since=self._since(since_ms)) if waiting else []
         return pa.concat_tables([_EMPTY, *self._tables, *rows, *late])
 
-    def _locked(self, files: Segments) -> bool:
-        """True if this process may write, and no other has written since this object was made."""
-        try:
-            return files.lock() and {tuple(item) for item in files.state.get("positions", ())} == {
-                (number, offset) for (_, number), offset in self._positions.items()
-            }
-        except OSError:
+    def _open(self) -> bool:
+        """Continue after the files; True if this process may write more."""
+        if self._files is None:
             return False
+        writable = False
+        with contextlib.suppress(OSError):
+            writable = self._files.lock()
+        if state := self._files.state:
+            self._positions = {(f"{self.run}.groups", number): offset for number, offset in state["positions"]}
+            self._done = IdSet.from_json(state["groups"])
+        return writable
 
     def _keep(self, rows: list[pa.Table], reached: dict[Partition, int], *, writable: bool) -> None:
         if not rows:
