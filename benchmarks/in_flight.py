@@ -5,17 +5,23 @@
 Three runs a seed, one after the other: `synchronous` and `in_flight` with one core for rollouts and one for training, and `synchronous`
 with both cores for either phase. Wall time is from the start of the first sample to the last step. The limit is the share of a synchronous
 round that is left if the shorter of its two phases is hidden behind the longer one.
+`--conventional 1 2 4 8 16` adds PipelineRL's baseline (arXiv 2509.19128): G optimizer steps on G batches of one version, which both cores
+generate before. It prints the time to the reward that all variants reach; `--plot` shows reward and effective sample size.
 """
 
+import itertools
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks.overlap import IN_TURNS, ONE_CORE_EACH, SYNCHRONOUS
 from benchmarks.support.command import report_of, run_parser
+from penstock.infra.paths import run_directory
 
 IN_FLIGHT = "in_flight"
 SETTINGS: Mapping[str, Sequence[str]] = {
@@ -23,6 +29,50 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     IN_FLIGHT: ("schedule.mode=in_flight", "schedule.max_lag=4", *ONE_CORE_EACH),
     IN_TURNS: ("schedule.mode=synchronous", "schedule.max_lag=0", "rollout.workers=2", "trainer.threads=2"),
 }
+SMOOTHED = 10
+"""Steps over which the reward of a curve is averaged."""
+REACHED = 0.95
+"""Share of the lowest final reward that counts as the same reward."""
+
+
+class Point(NamedTuple):
+    """One step of a run: samples trained so far, seconds since the start of the first step, mean reward, effective sample size."""
+
+    samples: float
+    seconds: float
+    reward: float
+    ess: float
+
+
+def conventional(versions: Sequence[int]) -> dict[str, Sequence[str]]:
+    """Variants with G steps to a version, which have both cores for either phase."""
+    return {f"conventional, G = {count}": (*SETTINGS[IN_TURNS], f"schedule.steps_per_version={count}") for count in versions}
+
+
+def curve(run: str) -> list[Point]:
+    """The steps of a finished run; the reward is the mean over the last steps."""
+    lines = [json.loads(line) for line in (run_directory(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    samples = list(itertools.accumulate(step["samples"] for step in steps))
+    return [
+        Point(
+            samples=samples[index],
+            seconds=step["time"] - steps[0]["first_sample_at"],
+            reward=statistics.fmean(each["reward_trained"] for each in steps[max(0, index - SMOOTHED + 1) : index + 1]),
+            ess=step.get("ess", 1.0),
+        )
+        for index, step in enumerate(steps)
+    ]
+
+
+def times_to(curves: Mapping[str, Sequence[Sequence[Point]]]) -> tuple[float, dict[str, tuple[float, float]]]:
+    """(the reward that every run reaches, variant -> (median seconds, median samples) until then)."""
+    target = REACHED * min(max(point.reward for point in points) for runs in curves.values() for points in runs)
+    first = {name: [next(point for point in points if point.reward >= target) for points in runs] for name, runs in curves.items()}
+    return target, {
+        name: (statistics.median(point.seconds for point in points), statistics.median(point.samples for point in points))
+        for name, points in first.items()
+    }
 
 
 def phases(report: Mapping[str, Any]) -> tuple[float, float]:
@@ -53,15 +103,48 @@ def main(arguments: Sequence[str]) -> None:
     parser = run_parser(__name__, __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--skip-both-cores", action="store_true", help="leave out the third variant")
+    parser.add_argument("--conventional", type=int, nargs="+", default=[], metavar="G")
+    parser.add_argument("--plot", type=Path, help="an .svg file")
     chosen = parser.parse_args(arguments)
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS if name != IN_TURNS or not chosen.skip_both_cores}
+    settings = {name: each for name, each in SETTINGS.items() if name != IN_TURNS or not chosen.skip_both_cores}
+    settings |= conventional(chosen.conventional)
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
+    curves: dict[str, list[list[Point]]] = {name: [] for name in settings}
     for seed in chosen.seeds:
         for number, (name, finished) in enumerate(reports.items()):
             run = f"in-flight-{os.getpid()}-{number}-{seed}-{int(time.time())}"
-            finished.append(report_of(chosen.config, run, [*chosen.settings, *SETTINGS[name], f"run.seed={seed}"]))
+            finished.append(report_of(chosen.config, run, [*chosen.settings, *settings[name], f"run.seed={seed}"]))
+            curves[name].append(curve(run))
             wall_s = finished[-1]["time"]["train_s"]
             print(f"seed {seed} {name}: {wall_s:.1f} s, accuracy {accuracy(finished[-1]):.3f}", file=sys.stderr, flush=True)
     show(reports)
+    target, times = times_to(curves)
+    for name, (seconds, samples) in times.items():
+        ratio = seconds / times[IN_FLIGHT][0]
+        print(f"{name}: reward {target:.3f} after {seconds:.1f} s ({ratio:.2f} of in_flight's) and {samples:.0f} samples")
+    if chosen.plot is not None:
+        plot(curves, chosen.plot)
+
+
+def plot(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
+    """Reward by samples and by seconds, and effective sample size by samples; a line for each variant, the mean over its seeds."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = (("samples", "reward"), ("seconds", "reward"), ("samples", "ess"))
+    for axes, (across, up) in zip(figure.subplots(1, 3), panels, strict=True):
+        for name, runs in curves.items():
+            steps = list(zip(*runs, strict=False))
+            axes.plot(
+                [statistics.fmean(getattr(point, across) for point in step) for step in steps],
+                [statistics.fmean(getattr(point, up) for point in step) for step in steps],
+                label=name, lw=1,
+            )  # fmt: skip
+        axes.set_xlabel(across)
+        axes.set_ylabel({"ess": "effective sample size"}.get(up, up))
+    figure.legend(loc="outside upper center", ncol=4, fontsize=7)
+    FigureCanvasSVG(figure).print_figure(path, metadata={"Date": None})
 
 
 def show(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -1,13 +1,17 @@
 """PipelineRL's case study (arXiv 2509.19128): in-flight updates against rollout and training in turns, on 128 accelerators.
 
 The paper's formulas are pure functions; the simulator runs the split that they give, under the scheduling rules of a run.
+`--measure` runs both on the system, with an engine and a backend that take the paper's time, on a quarter of the machines: the ratio of
+rates depends on the samples for each accelerator only, g_max·B/N. An optimizer step lasts `--step-s` seconds. `--write` writes
+docs/explanation/papers.md.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.support.comparison import Comparison, Figure, show
+from benchmarks.support.command import with_numbers
+from benchmarks.support.comparison import Comparison, Figure, comparison_parser, show
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear, uniform
@@ -178,5 +182,13 @@ def reproduce() -> Comparison:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the comparison."""
-    show(reproduce, arguments, module=__name__, doc=__doc__)
+    """Print the comparison; with `--measure`, that of the running system."""
+    parser = comparison_parser(__name__, __doc__)
+    with_numbers(parser, step_s=1.5)
+    chosen = parser.parse_args(arguments)
+    if not chosen.measure:
+        show(reproduce, as_json=chosen.json)
+        return
+    from benchmarks.support.timed import pipelinerl
+
+    pipelinerl.main(chosen)

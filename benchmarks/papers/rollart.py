@@ -1,6 +1,8 @@
 """RollArt's environments of uneven latency (arXiv 2512.22560): trajectory-level rollout and redundancy.
 
 Both arrangements have the same latencies, sampled for each trajectory and turn from the seed.
+`--measure` switches one rule off at a time on the running system, with environments, rewards, an engine and a backend that take time.
+`--write` writes docs/explanation/papers.md. `benchmarks environments` measures latencies and redundancy.
 """
 
 import statistics
@@ -12,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import simpy
 
-from benchmarks.support.comparison import Comparison, Figure, show
+from benchmarks.support.command import with_numbers
+from benchmarks.support.comparison import Comparison, Figure, comparison_parser, show
 
 GROUPS, GROUP_SIZE = 32, 8
 REDUNDANT_GROUPS, REDUNDANT_SIZE = 36, 12
@@ -126,5 +129,17 @@ def reproduce() -> Comparison:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the comparison."""
-    show(reproduce, arguments, module=__name__, doc=__doc__)
+    """Print the comparison; with `--measure`, that of the running system."""
+    parser = comparison_parser(__name__, __doc__)
+    with_numbers(parser, speed_up=40.0, at_once=4)
+    parser.add_argument("--variants", nargs="+")
+    chosen = parser.parse_args(arguments)
+    if not chosen.measure:
+        show(reproduce, as_json=chosen.json)
+        return
+    from benchmarks.support.timed import rollart
+
+    chosen.variants = chosen.variants or list(rollart.VARIANTS)
+    if unknown := set(chosen.variants) - set(rollart.VARIANTS):
+        parser.error(f"unknown variants {sorted(unknown)}: choose from {list(rollart.VARIANTS)}")
+    rollart.main(chosen)

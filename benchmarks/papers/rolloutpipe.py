@@ -1,13 +1,16 @@
 """RolloutPipe's settings (arXiv 2606.26997): pipelined against synchronous, R = 32, 64 and 96 groups a round.
 
 Each workload is calibrated on its round of 96 groups; the rounds of 32 and 64 groups are predicted from that.
+`--measure` runs them on the system: broker, feeder, rollout workers, scorer and trainer as in every run, with an engine and a backend
+that take the paper's time, `--speed-up` times faster. A simulated round has the same samples. `--write` writes docs/explanation/papers.md.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.support.comparison import Comparison, Figure, show
+from benchmarks.support.command import with_numbers
+from benchmarks.support.comparison import Comparison, Figure, comparison_parser, show
 from penstock.pipeline.launch.planning.engine import Outcome
 from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, lognormal
@@ -216,5 +219,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the comparison."""
-    show(reproduce, arguments, module=__name__, doc=__doc__)
+    """Print the comparison; with `--measure`, that of the running system."""
+    parser = comparison_parser(__name__, __doc__)
+    with_numbers(parser, speed_up=10.0, at_once=12)
+    parser.add_argument("--workloads", nargs="+", choices=[each.name for each in PUBLISHED], default=[each.name for each in PUBLISHED])
+    parser.add_argument("--groups", nargs="+", type=int, choices=ROUNDS, default=ROUNDS)
+    chosen = parser.parse_args(arguments)
+    if not chosen.measure:
+        show(reproduce, as_json=chosen.json)
+        return
+    from benchmarks.support.timed import rolloutpipe
+
+    rolloutpipe.main(chosen)

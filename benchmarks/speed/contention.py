@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.learning_curves import Groups
 from benchmarks.speed.bare_loop import generate_round
@@ -73,20 +74,37 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="contention-") as directory:
         sized = random_model(Path(directory), size=chosen.size, tokens=chosen.tokens) if chosen.size else []
         settings = [*TRAINING_ONLY, "trainer.threads=1", *sized, *chosen.settings, "trainer.lr=1e-12"]
-        workers = {phase: start(phase, chosen.config, settings) for phase in PHASES}
-        alone: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        together: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        for _ in range(chosen.repeats):
-            for phase, worker in workers.items():
-                alone[phase] += measured([worker], chosen.seconds)
-            for phase, seconds in zip(PHASES, measured(list(workers.values()), chosen.seconds), strict=True):
-                together[phase].append(seconds)
-        for worker in workers.values():
-            worker.communicate()
-    for phase in PHASES:
-        slowdown = statistics.median(both / single for single, both in zip(alone[phase], together[phase], strict=True))
-        times = f"{statistics.median(alone[phase]):.3f} s alone, {statistics.median(together[phase]):.3f} s together"
-        print(f"{phase}: {times}, {slowdown:.2f} times as long")
+        for phase, times in side_by_side(chosen.config, settings, repeats=chosen.repeats, seconds=chosen.seconds).items():
+            print(f"{phase}: {times.alone:.3f} s alone, {times.together:.3f} s together, {times.slowdown:.2f} times as long")
+
+
+class Times(NamedTuple):
+    """Medians of a phase: seconds of a turn alone and together with the other phase, and the second as a multiple of the first."""
+
+    alone: float
+    together: float
+    slowdown: float
+
+
+def side_by_side(config: str, settings: Sequence[str], *, repeats: int, seconds: float) -> dict[str, Times]:
+    """Each phase alone and at the same time as the other, alternating."""
+    workers = {phase: start(phase, config, settings) for phase in PHASES}
+    alone: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    together: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for _ in range(repeats):
+        for phase, worker in workers.items():
+            alone[phase] += measured([worker], seconds)
+        for phase, time_s in zip(PHASES, measured(list(workers.values()), seconds), strict=True):
+            together[phase].append(time_s)
+    for worker in workers.values():
+        worker.communicate()
+    return {
+        phase: Times(
+            statistics.median(alone[phase]), statistics.median(together[phase]),
+            statistics.median(both / single for single, both in zip(alone[phase], together[phase], strict=True)),
+        )
+        for phase in PHASES
+    }  # fmt: skip
 
 
 def start(phase: str, config: str, settings: Sequence[str]) -> "subprocess.Popen[str]":

@@ -1,8 +1,9 @@
 """Published figures next to simulated ones. Figures that calibrate a simulation are inputs, which are listed and not compared."""
 
+import argparse
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,10 +103,16 @@ def _flat(values: Any) -> str:
     return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
 
 
-def show(reproduce: Callable[[], Comparison], arguments: Sequence[str], *, module: str, doc: str | None) -> None:
-    """Print a paper's comparison, as text or with `--json`."""
+def comparison_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Parser of the options of every paper."""
     parser = parser_of(module, doc)
     parser.add_argument("--json", action="store_true")
-    as_json = parser.parse_args(arguments).json
+    parser.add_argument("--measure", action="store_true", help="measure on the running system instead of simulating")
+    parser.add_argument("--write", action="store_true", help="write what was measured into the page of the papers")
+    return parser
+
+
+def show(reproduce: Callable[[], Comparison], *, as_json: bool) -> None:
+    """Print a paper's comparison, as text or JSON."""
     comparison = reproduce()
     print(json.dumps(comparison.as_json(), indent=1) if as_json else comparison_as_text(comparison).rstrip("\n"))

@@ -22,11 +22,11 @@ def test_a_saving_is_shown_with_its_share_of_the_attainable_and_of_the_predicted
     reports = {"synchronous": synchronous, "pipelined": [report(wall=22.0, rollout=10.0, train=1.0, waiting=0.1)]}
     variants = [{"mode": mode, "workers": 1, "wall_s": wall} for mode, wall in (("synchronous", 40.0), ("pipelined", 21.0))]
     assert phases(synchronous) == (10.0, 10.0)
-    base, pipelined = rows(reports, {"workers": 1, "variants": variants})
+    base, pipelined = rows(reports, {"workers": 1, "variants": variants}, slowdown=(1.0, 1.0))
     assert base["saving"] == 0.0
     assert base["spread_s"] == [39.0, 41.0]
     assert pipelined["saving"] == pytest.approx(0.45)
     assert pipelined["of_attainable"] == pytest.approx(0.9)
     assert pipelined["of_predicted"] == pytest.approx(0.45 / 0.475)
-    show([base, pipelined], rollout=10.0, train=10.0)
-    assert "attainable saving 50.0%" in capsys.readouterr().out
+    show([base, pipelined], rollout=10.0, train=10.0, slowdown=(1.25, 1.25))
+    assert "attainable saving 37.5% here, 50.0% without slowdown" in capsys.readouterr().out

@@ -1,0 +1,143 @@
+"""RollArt's rules on the system, one switched off at a time: timed environments, rewards, engine and trainer, all else real."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.support.command import ROOT
+from benchmarks.support.timed import pages
+from benchmarks.support.timed.stages import Stages
+from benchmarks.support.timed.workers import Fleet, Measured, fleet
+from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, constant
+from penstock.pipeline.scheduling.rules import preset
+
+GROUPS, SAMPLES, STEPS, LEFT_OUT = 16, 8, 12, 3
+"""Steps until the pipeline is full are left out."""
+TURN_TOKENS, TURN_S = 5, 2.0
+ENVIRONMENT = {"mean": 10.0, "sigma": 5.0, "turns": 10, "uneven": 0.6}
+TRAIN_S = 150.0
+"""Seconds of a step's training: as long as most trajectories, so that rollout with its stragglers takes about twice as long."""
+REWARD_S = 4.0
+"""Seconds of the reward of one group."""
+SLOTS = 8
+"""Groups that the reward service scores at the same time."""
+IN_SECONDS = ("mean", "sigma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One arrangement: its schedule, and what is switched off."""
+
+    mode: str = "bounded"
+    max_lag: int | None = None
+    together: bool = False
+    """Lock-step: each turn waits for the slowest environment of all."""
+    inline: bool = False
+    """Rewards of all groups are computed one after another."""
+    slots: int = SLOTS
+    published: str = "-"
+    """The paper's step time over RollArt's, if it has one."""
+    environment: Mapping[str, float] = field(default_factory=dict)
+
+
+FULL = "all rules"
+VARIANTS: Mapping[str, Variant] = {
+    FULL: Variant(published="1"),
+    "no overlap (Sync+)": Variant(mode="synchronous", published="2.05"),
+    "weights between rounds (One-off)": Variant(mode="one_step_off", published="1.35"),
+    "no bound of 1, lag 4 (AReaL)": Variant(mode="in_flight", max_lag=4, published="1.31"),
+    "lock-step environments (R2 off)": Variant(mode="synchronous", together=True),
+    "rewards one after another (R3 off)": Variant(inline=True),
+    "alpha = 2": Variant(max_lag=2),
+    "4 reward slots": Variant(slots=4),
+    "2 reward slots": Variant(slots=2),
+    "32 reward slots": Variant(slots=32),
+    "1 in 10 resets fails": Variant(environment={"failing": 0.1, "failing_s": 30.0}, published="1.40"),
+}
+
+
+def job(variant: Variant, *, speed_up: float) -> tuple[Workload, Stages, dict[str, Any]]:
+    """Workload, stages, and sections of the configuration."""
+    sizes = {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "steps_per_version": 1}
+    schedule = preset(variant.mode, max_lag=variant.max_lag, **sizes)
+    work = Workload(
+        schedule=schedule, steps=STEPS, lengths=constant(TURN_TOKENS), engines=1, concurrency=1 << 14, slots=4 * GROUPS,
+        decode=DecodeTimes((1.0, 1e6), (TURN_S / TURN_TOKENS,) * 2), train_group_s=TRAIN_S / GROUPS,
+    )  # fmt: skip
+    options = {**ENVIRONMENT, **variant.environment}
+    options = {name: value / speed_up if name in IN_SECONDS or name.endswith("_s") else value for name, value in options.items()}
+    options |= {"together": GROUPS * SAMPLES} if variant.together else {}
+    words = "&".join(f"{name}={value}" for name, value in options.items())
+    reward = f"{ROOT / 'benchmarks/support/timed/rewards.py'}:{'inline' if variant.inline else 'served'}?seconds={REWARD_S / speed_up}"
+    sections = {
+        "environment": {
+            "source": f"{ROOT / 'benchmarks/support/sleeping_environment.py'}:Sleeping?{words}", "processes": 1, "in_flight": 1 << 12,
+            "max_turns": 100, "max_tokens": 2048, "retries": 8,
+        },
+        "reward": {"functions": [reward], "concurrency": variant.slots}, "sampling": {"max_new_tokens": TURN_TOKENS + 1},
+    }  # fmt: skip
+    return work, replace(Stages.of(work, speed_up=speed_up), samples=1), sections
+
+
+def figures(name: str, measured: Measured, *, speed_up: float) -> dict[str, Any]:
+    """A variant's step time, lag, and utilisation of the reward service."""
+    ends = [speed_up * ended for ended, _ in measured.steps]
+    step_s = (ends[-1] - ends[LEFT_OUT]) / (len(ends) - 1 - LEFT_OUT)
+    report = measured.report
+    return {
+        "variant": name, "step_s": step_s, "published": VARIANTS[name].published, "lag_mean": report["lag"]["mean"],
+        "reward_utilisation": report["scoring"]["utilisation"], "waiting": report["time"]["trainer_waiting_ratio"],
+        "losses": report["episodes"]["losses"], "stale": report["groups"]["stale"] + report["groups"]["abandoned"],
+    }  # fmt: skip
+
+
+def measure(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """All variants, several at once."""
+    with fleet("rollart") as runs, ThreadPoolExecutor(chosen.at_once) as pool:
+        rows = []
+        for row in pool.map(lambda name: _one(runs, name, speed_up=chosen.speed_up), chosen.variants):
+            rows.append(row)
+            print(f"{row['variant']}: {row['step_s']:.0f} s a step", file=sys.stderr, flush=True)
+    return rows
+
+
+def _one(runs: Fleet, name: str, *, speed_up: float) -> dict[str, Any]:
+    work, stages, sections = job(VARIANTS[name], speed_up=speed_up)
+    return figures(name, runs.run(work, stages, **sections), speed_up=speed_up)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The variants for the page."""
+    full = next((row["step_s"] for row in rows if row["variant"] == FULL), statistics.fmean(row["step_s"] for row in rows))
+    lines = [
+        [
+            row["variant"], f"{row['step_s']:.0f}", f"{row['step_s'] / full:.2f}", row["published"], f"{row['waiting']:.0%}",
+            f"{row['lag_mean']:.2f}", f"{row['reward_utilisation']:.0%}", str(row["stale"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heads = ("", "step s", "of all rules", "paper", "trainer waits", "mean lag", "reward service used", "groups aborted or stale")
+    return pages.markdown(heads, lines)
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> None:
+    """Step times as bars."""
+    canvas, axes = pages.figure(width=7.0)
+    axes.barh([row["variant"] for row in rows], [row["step_s"] for row in rows], color="#0b7285", height=0.6)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step, in the paper's time")
+    pages.save(canvas, "papers-rollart")
+
+
+def main(chosen: argparse.Namespace) -> None:
+    """Measure, print, and write the page if asked."""
+    rows = measure(chosen)
+    print(json.dumps(rows, indent=1) if chosen.json else table(rows))
+    if chosen.write:
+        pages.replace_table("rollart", table(rows))
+        plot(rows)
