@@ -109,20 +109,35 @@ def log(broker: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables, to be copied. Making one takes seconds: the testers of a run share it."""
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Makes a file or folder that takes seconds, under a name: the testers of a run share it, and none changes it."""
     own = tmp_path_factory.getbasetemp()
     place = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    path, unfinished = place / "empty-mlflow.db", own / "unfinished-mlflow.db"
-    with (place / "empty-mlflow.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            from penstock.infra.mlflow.tracking import MlflowRun, Target
 
-            MlflowRun(Target(run="none", uri=f"sqlite:///{unfinished}", experiment="none", artifacts=(own / "art").as_uri()))
-            shutil.copy(unfinished, path.with_suffix(".tmp"))
-            path.with_suffix(".tmp").rename(path)
-    return path
+    def path_of(name: str, make: Callable[[Path], object]) -> Path:
+        path, unfinished = place / name, own / f"unfinished-{name}"
+        with (place / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(unfinished)
+                unfinished.rename(path)
+        return path
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def empty_database(made_once: Callable[[str, Callable[[Path], object]], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables, to be copied."""
+
+    def make(path: Path) -> None:
+        from penstock.infra.mlflow.tracking import MlflowRun, Target
+
+        folder = tmp_path_factory.mktemp("mlflow")  # MLflow keeps its database open
+        MlflowRun(Target(run="none", uri=f"sqlite:///{folder / 'db'}", experiment="none", artifacts=(folder / "art").as_uri()))
+        shutil.copy(folder / "db", path)
+
+    return made_once("empty-mlflow.db", make)
 
 
 @pytest.fixture

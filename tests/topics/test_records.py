@@ -236,7 +236,7 @@ def records_of(parts):
     return [record_of(headers, value) for headers, value in parts]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(group=group_records(max_samples=6), max_bytes=st.integers(1, 40_000))
 def test_a_group_comes_back_from_any_number_of_parts(group, max_bytes):
     parts = groups.encode_parts(group, run="r", worker="scorer-0", max_bytes=max_bytes)

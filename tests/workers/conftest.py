@@ -2,7 +2,7 @@
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,16 @@ from tests.support.worker_set import complete, config_of
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """A Qwen3-shaped model with random weights and a character tokenizer."""
+    return made_once("tiny-qwen3", _make_model)
+
+
+def _make_model(directory: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    directory = tmp_path_factory.mktemp("model")
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     vocabulary = {token: number for number, token in enumerate(special + [chr(code) for code in range(32, 127)] + ["\n"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -35,7 +38,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ class Run:
         return self.admitted, len(self.log), self.fed, self.read, len(self.trained)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(MODES)),
     st.lists(st.sampled_from(OUTCOMES), min_size=1, max_size=24),

@@ -12,7 +12,7 @@ from tests.support.worker_set import audited, complete, config_of, records_of
 
 
 @pytest.mark.parametrize("steps_per_version", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_synchronous_pipelined_and_pipelined_again_end_in_the_same_weights(run_id, tiny_model, tmp_path: Path, steps_per_version: int):
+def test_synchronous_and_pipelined_end_in_the_same_weights(run_id, tiny_model, tmp_path: Path, steps_per_version: int):
     def outcome(name: str, mode: str, workers: int) -> dict[str, object]:
         config = config_of(
             tiny_model,
@@ -22,9 +22,8 @@ def test_synchronous_pipelined_and_pipelined_again_end_in_the_same_weights(run_i
         )
         return complete(MemoryLog(), f"{run_id}.{name}".replace(".", "-"), config)
 
-    first, second, third = outcome("sync", "synchronous", 1), outcome("pipe", "pipelined", 2), outcome("again", "pipelined", 2)
-    assert first["weights"]["digest"] == second["weights"]["digest"] == third["weights"]["digest"]
-    assert first["reward"] == second["reward"] == third["reward"]
+    first, second = outcome("sync", "synchronous", 1), outcome("pipe", "pipelined", 2)
+    assert (first["weights"]["digest"], first["reward"]) == (second["weights"]["digest"], second["reward"])
     assert first["groups"]["trained"] == 16
     assert second["lag"]["max"] == 0
 

@@ -2,7 +2,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.algorithms.advantages import (
@@ -36,7 +36,6 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
     np.testing.assert_allclose(leave_one_out_advantages(rewards), expected, rtol=1e-6)
 
 
-@settings(deadline=None)
 @given(REWARDS, st.sampled_from(BASELINED))
 def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_its_rewards(rewards, name):
     advantages = pass_at_k_advantages(rewards, k=1) if name == "pass_at_k" else ADVANTAGES[name](rewards)

@@ -57,7 +57,7 @@ def test_bounds_that_exclude_the_weight_one_are_refused(bounds):
 LOG_RATIOS = st.sampled_from([-1e4, -80.0, -3.0, -0.1, 0.0, 0.1, 3.0, 80.0, 1e4])
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.tuples(LOG_RATIOS, st.booleans()), min_size=3, max_size=3), min_size=1, max_size=3),
     st.sampled_from([*CORRECTIONS]),
@@ -88,7 +88,7 @@ def decoupled_in_plain_words(logprobs, near, behaviour, advantages, mask, *, cap
     return total
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000))
 def test_decoupled_ppo_has_the_value_and_the_gradient_of_its_objective_written_out(seed):
     random = np.random.default_rng(seed)

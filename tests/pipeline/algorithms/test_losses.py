@@ -147,7 +147,7 @@ def gspo_in_plain_words(logprobs, near, advantages, mask, *, clip_low, clip_high
     return total, clipped
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000))
 def test_gspo_has_the_value_and_the_gradient_of_its_objective_written_out(seed):
     current, batch = random_batch(seed)
@@ -213,7 +213,7 @@ def test_cispo_cuts_the_weight_and_keeps_every_gradient():
 EXTREMES = st.sampled_from([-1e4, -800.0, -80.0, -1.0, 0.0, 1.0, 80.0, 800.0, 1e4])
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(EXTREMES, st.booleans(), st.sampled_from([-3.0, 0.0, 3.0])), min_size=1, max_size=6),
     st.sampled_from([*SURROGATES]),
@@ -240,7 +240,6 @@ def test_extreme_log_ratios_empty_masks_and_single_tokens_give_finite_numbers(ro
 # ---- importance, KL, effective sample size
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.floats(-5, 5), st.floats(-5, 5))
 def test_k3_is_never_negative_and_zero_only_for_equal_policies(current, reference):
     pair = torch.tensor([[[current]], [[reference]]], dtype=torch.float64)
@@ -309,7 +308,6 @@ def test_a_step_is_divided_by_all_samples_of_its_plan_those_that_are_not_trained
     assert denominator(masks, plan, aggregate=aggregate, counts_untrained=counts) == expected
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
 @given(
     st.integers(0, 10_000),
     st.sampled_from(AGGREGATES),

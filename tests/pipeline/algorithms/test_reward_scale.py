@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.algorithms.advantages import HIGH, LOW, RANGES, RewardScale
@@ -43,7 +43,6 @@ def test_every_function_with_a_known_range_exists() -> None:
     assert RANGES.keys() <= BUILTINS.keys()
 
 
-@settings(max_examples=30, deadline=None)
 @given(REWARDS, st.floats(0.01, 100), st.floats(-100, 100))
 def test_a_position_lies_between_0_and_1_and_depends_on_no_unit_or_offset(rewards: list[float], unit: float, offset: float) -> None:
     scale, other = RewardScale(), RewardScale()
@@ -57,7 +56,6 @@ def test_a_position_lies_between_0_and_1_and_depends_on_no_unit_or_offset(reward
         assert math.isclose(position, same, abs_tol=1e-3)
 
 
-@settings(max_examples=30, deadline=None)
 @given(REWARDS)
 def test_the_order_in_which_rewards_are_seen_does_not_matter(rewards: list[float]) -> None:
     scale, other = RewardScale(), RewardScale()

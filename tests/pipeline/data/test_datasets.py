@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.data import DataError, check, open_dataset
@@ -23,7 +23,6 @@ def lines(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> Path:
     return file
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**70), size=st.integers(1, 300), epoch=st.integers(0, 5))
 def test_each_epoch_visits_every_row_once(seed: int, size: int, epoch: int) -> None:
     drawn = [order(seed, epoch * size + place, size) for place in range(size)]
@@ -31,7 +30,6 @@ def test_each_epoch_visits_every_row_once(seed: int, size: int, epoch: int) -> N
     assert sorted(row for _, row in drawn) == list(range(size))
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 200), groups=st.lists(st.integers(0, 2000), min_size=1, max_size=20))
 def test_a_groups_row_depends_on_nothing_that_was_asked_before(seed: int, size: int, groups: list[int]) -> None:
     forwards = [order(seed, n, size) for n in groups]

@@ -179,7 +179,7 @@ MESSAGES = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("name", ["calls", "strict"])
 @given(messages=st.lists(MESSAGES, max_size=4), tools=st.none() | st.just([WEATHER]) | ANY_TEXT)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_conversation_is_rendered_or_refused_in_one_line_with_its_row(
     folders: Mapping[str, Path], name: str, messages: Any, tools: Any
 ) -> None:

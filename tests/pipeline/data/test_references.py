@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.data.references import InvalidReference, accepted, matches_reference, with_facts
@@ -104,7 +104,6 @@ def test_a_64_bit_float_is_no_other_number_of_fewer_digits(number: float) -> Non
     assert not matches_reference(f"{number:.7g}", number) or float(f"{number:.7g}") == number
 
 
-@settings(deadline=None)
 @given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text().filter(str.strip)))
 def test_every_accepted_text_is_the_answer(answer: Any) -> None:
     assert all(matches_reference(text, answer) for text in accepted(answer))

@@ -419,7 +419,7 @@ def test_a_reward_that_prefers_wrong_answers_is_refused_with_both_rewards(reward
     assert "the answer of rows.jsonl line 3" in line and "\n" not in line
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text("abc", max_size=3), min_size=1, max_size=6), st.dictionaries(st.text("abc", max_size=3), st.floats(-9, 9)))
 def test_a_reward_that_does_not_look_at_the_row_is_never_refused(answers: list[str], rewards: dict[str, float]) -> None:
     assert refused(answers, lambda text, _: rewards.get(text, 0.0)) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.algorithms.losses import batch_loss
@@ -51,7 +51,6 @@ def made(lengths):
     return [sequence(prompt, tokens, sample=index) for index, (prompt, tokens) in enumerate(lengths)]
 
 
-@settings(deadline=None)
 @given(LENGTHS, BUDGETS)
 def test_micro_batches_keep_the_order_and_the_budget(lengths, budget):
     sequences = made(lengths)
@@ -62,7 +61,6 @@ def test_micro_batches_keep_the_order_and_the_budget(lengths, budget):
     assert boundaries(batches) == tuple(np.cumsum([len(batch) for batch in batches]))
 
 
-@settings(deadline=None)
 @given(LENGTHS, BUDGETS)
 def test_a_micro_batch_is_closed_only_by_a_sequence_that_does_not_fit(lengths, budget):
     batches = micro_batches(made(lengths), token_budget=budget)
@@ -71,7 +69,6 @@ def test_a_micro_batch_is_closed_only_by_a_sequence_that_does_not_fit(lengths, b
         assert len(widened) * max(s.length for s in widened) > budget
 
 
-@settings(deadline=None)
 @given(LENGTHS, BUDGETS, st.integers(0, 30))
 def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
     sequences = made(lengths)
@@ -84,7 +81,6 @@ def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
     assert batcher.close() == []
 
 
-@settings(deadline=None)
 @given(LENGTHS, BUDGETS, BUDGETS)
 def test_recorded_boundaries_give_the_recorded_micro_batches_under_any_budget(lengths, budget, other):
     sequences = made(lengths)

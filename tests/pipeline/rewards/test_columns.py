@@ -149,7 +149,7 @@ def seen_by_a_reward(folder: Path, columns: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), kind=TYPES)
 def test_a_parquet_column_of_any_type_reaches_a_reward_unchanged_or_is_named(folder: Path, data: st.DataObject, kind: pa.DataType) -> None:
     column = data.draw(st.lists(values(kind), min_size=1, max_size=3))
@@ -171,7 +171,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(value=JSON)
 def test_a_value_of_a_json_line_reaches_a_reward_unchanged(folder: Path, value: Any) -> None:
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "p", "answer": "a", "value": value}) + "\n")
@@ -180,7 +180,6 @@ def test_a_value_of_a_json_line_reaches_a_reward_unchanged(folder: Path, value: 
     assert seen["answer"] == ["a", "a"]
 
 
-@settings(deadline=None, max_examples=30)
 @given(columns=st.dictionaries(st.sampled_from(["answer", "level", "tests", "prompts", "completion_ids", "columns"]), JSON, max_size=4))
 def test_what_a_function_does_to_its_arguments_no_other_function_or_completion_sees(folder: Path, columns: dict[str, Any]) -> None:
     found, before = resolve(["changes.py:first", "changes.py:second"], base_dir=folder), json.dumps(columns)

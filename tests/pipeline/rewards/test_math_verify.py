@@ -87,7 +87,7 @@ SOUP = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(st.text(max_size=20) | SOUP, (st.text(max_size=20) | SOUP).filter(str.strip))
 def test_any_text_gets_a_verdict_and_no_error(completion: str, answer: str) -> None:
     assert verdict(completion, answer) in (0.0, 1.0, None)
@@ -108,7 +108,7 @@ def written(number: Fraction) -> list[str]:
 NUMBERS = st.fractions(-2000, 2000, max_denominator=60)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(NUMBERS, NUMBERS, st.randoms(use_true_random=False))
 def test_equal_numbers_are_equal_however_they_are_written_and_different_ones_never(first: Fraction, second: Fraction, chance: Any) -> None:
     one, other, third = chance.choice(written(first)), chance.choice(written(first)), chance.choice(written(second))
@@ -126,7 +126,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(EXPRESSIONS)
 def test_rewritten_expressions_are_equal_and_changed_ones_are_not(text: str) -> None:
     rewritten = rf"\frac{{2({text})^2+({text})}}{{1+2({text})}}"

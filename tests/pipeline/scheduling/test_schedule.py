@@ -119,7 +119,7 @@ def test_a_group_that_is_too_old_is_set_aside_as_stale_and_counts_as_dropped():
     assert selector.drops == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(sorted(MODES)),

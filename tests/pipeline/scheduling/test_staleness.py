@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.backends.base import StepResult
@@ -24,7 +24,6 @@ def test_a_summary_worked_out_by_hand() -> None:
     assert fractions_by_lag([]) == {}
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=50))
 def test_a_summary_is_ordered_and_fractions_add_up(lags: list[int]) -> None:
     found = lag_summary(lags)

@@ -51,7 +51,6 @@ def refused(raw, **required):
     return error.value.kind
 
 
-@settings(deadline=None, derandomize=True)
 @given(headers=HEADERS, value=st.binary(max_size=30))
 def test_headers_come_back_as_they_were(headers, value):
     raw = headers.encode(value)
@@ -61,7 +60,7 @@ def test_headers_come_back_as_they_were(headers, value):
     assert raw == signed(raw[:-1], value)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(
     raw=st.lists(st.tuples(st.sampled_from(["run", "schema", "group", "reward-mean", "worker", "x"]), st.binary(max_size=8)), max_size=5)
 )
@@ -136,7 +135,6 @@ WHOLE = Headers(run="r", schema="rollouts/1", group=3, sample=1, policy_version_
 
 
 @pytest.mark.parametrize("part", ["payload", *dict(WHOLE.encode(b""))])
-@settings(deadline=None, derandomize=True, max_examples=30)
 @given(data=st.data())
 def test_one_bit_turned_anywhere_in_payload_or_headers_is_noticed(part, data):
     raw, value = list(WHOLE.encode(b"payload")), b"payload"

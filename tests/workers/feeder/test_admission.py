@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.log import Committed, Partition
@@ -93,7 +93,6 @@ MOVES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(moves=MOVES)
 def test_a_restarted_feeder_knows_what_one_that_never_died_knows(moves) -> None:
     feeders = Feeders()
@@ -104,7 +103,6 @@ def test_a_restarted_feeder_knows_what_one_that_never_died_knows(moves) -> None:
         assert feeders.now.choices.next() == feeders.whole.choices.next()
 
 
-@settings(deadline=None)
 @given(moves=MOVES, kept=st.integers(0, 3))
 def test_a_feeder_without_a_note_counts_on_from_the_ledger_where_records_were_deleted(moves, kept: int) -> None:
     feeders = Feeders()

@@ -125,7 +125,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(OPERATIONS)
 def test_every_call_is_answered_and_none_is_drawn_although_its_reply_is_there(operations: list[tuple[str, int, int]]) -> None:
     site = Site()

@@ -284,7 +284,7 @@ def play(moves: list[tuple[str, int]]) -> Site:
 
 
 @pytest.mark.costly  # ten runs of several workers
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(moves=moves())
 def test_whatever_joins_leaves_and_dies_every_sample_is_drawn_once(moves: list[tuple[str, int]]) -> None:
     site = play(moves)
@@ -293,7 +293,7 @@ def test_whatever_joins_leaves_and_dies_every_sample_is_drawn_once(moves: list[t
 
 
 @pytest.mark.costly
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(moves=moves("stop", "continue"))
 def test_whatever_is_stopped_and_goes_on_no_sample_is_lost_and_repeated_ones_are_equal(moves: list[tuple[str, int]]) -> None:
     assert_as_drawn_by_one(play(moves))

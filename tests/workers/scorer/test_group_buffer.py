@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.topics.wire.record import Record
@@ -93,7 +93,6 @@ class Owners:
 MOVES = st.lists(st.sampled_from(["prompt", "sample", "sample", "assign"]), max_size=60)
 
 
-@settings(deadline=None)
 @given(
     groups=st.lists(st.integers(0, 40), unique=True, max_size=10).map(sorted),
     order=st.randoms(use_true_random=False),
@@ -115,7 +114,6 @@ def test_each_group_ends_once_whatever_is_lost_between_and_however_often_samples
     assert owners.orphans == []  # samples of groups that ended long ago are nobody's dead letters
 
 
-@settings(deadline=None)
 @given(
     groups=st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=8).map(sorted),
     strange=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 60)), max_size=3),

@@ -135,7 +135,7 @@ def check_trained(sample: Rollout, prompt_ids: list[int], engine: Engine) -> Non
 @pytest.mark.parametrize("history", ["exact", "template"])
 @pytest.mark.parametrize("chat", [True, False], ids=["with a template", "without"])
 @given(actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=8), seed=st.integers(0, 1 << 30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whatever_an_agent_does_to_its_history_what_was_generated_is_trained_once(
     chat: bool, history: Any, actions: list[str], seed: int
 ) -> None:

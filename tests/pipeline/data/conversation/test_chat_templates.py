@@ -85,7 +85,7 @@ def drawn_ids(draw: Any, name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_whatever_is_drawn_and_said_every_drawn_token_is_trained_once_after_what_the_engine_was_given(name: str, data: Any) -> None:
     talk = Talk(name, history=data.draw(st.sampled_from(["exact", "template"])))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -99,7 +99,7 @@ def test_whatever_is_drawn_and_said_every_drawn_token_is_trained_once_after_what
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].appends])
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_conversation_that_only_grows_is_one_segment_and_what_is_added_is_what_the_template_writes(name: str, data: Any) -> None:
     talk = Talk(name)
     # The hostile template leaves out the end of an answer before a question.
@@ -118,7 +118,7 @@ def test_a_conversation_that_only_grows_is_one_segment_and_what_is_added_is_what
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "smollm2", "gemma", "phi", "hostile"])
 @given(questions=st.lists(WORDS.filter(lambda text: not text.endswith("?") and len(text) > 2), min_size=1, max_size=4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_where_the_engine_draws_what_a_tokenizer_would_write_the_ids_are_those_of_the_whole_rendering(
     name: str, questions: list[str]
 ) -> None:

@@ -27,7 +27,7 @@ def spoken(name: str, messages: list[dict[str, Any]], tools: Any = None) -> list
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_text_of_users_or_tools_becomes_a_control_token_and_all_of_it_is_there(name: str, data: Any) -> None:
     texts = st.lists(st.sampled_from(controls(name)) | st.text("a <|>[]QZJX0\n", max_size=4), min_size=1, max_size=5).map("".join)
     text = data.draw(texts.filter(lambda text: text.strip() == text != ""))
@@ -130,7 +130,6 @@ def test_two_texts_form_no_control_token_together() -> None:
 
 
 @given(text=ANY_TEXT)
-@settings(deadline=None)
 def test_any_text_is_rendered_and_its_ids_are_those_of_the_tokenizer_unless_it_spells_a_control_token(text: str) -> None:
     shown, ids = template("smollm2").rendered([{"role": "user", "content": text}], None)
     assert ids == ids_of("smollm2", shown)

@@ -57,7 +57,7 @@ def test_a_version_goes_out_while_the_next_step_is_trained_and_no_step_ends_befo
     assert simulate(replace(work, hold_s=2.0)).wall_s == pytest.approx(10 + 6 * 20 + 5 * 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     mode=st.sampled_from(sorted(MODES)),
     seed=st.integers(0, 1000),
