@@ -1,7 +1,7 @@
-"""Pages, histograms and curves of an index, computed in memory, as rows ready for JSON.
+"""Pages of the groups of an index, computed in memory, as rows ready for JSON.
 
 `GroupList` is a snapshot of `RunIndex.groups()`; build a new one when the index has grown. `page` gives rows and the cursor of the next
-page, `histogram` counts, `curve` a thinned series of one column of the steps.
+page.
 
 Example:
     rows = GroupList(index.groups(ended=ended), dead_letters=index.dead_letters)
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 MOST_ROWS = 1_000
 EXCERPT = 400
 """Characters of a prompt in a row; its end counts, as it often starts with a template."""
-BUCKETS = 64
 _TIMES = ("admitted", "scored")
 
 Range = tuple[float | None, float | None]
@@ -98,33 +97,6 @@ class GroupList:
             "matching": len(ranked),
             "groups": len(self.table),
         }
-
-    def histogram(self, where: Filters = Filters(), *, of: str = "reward_mean", buckets: int = BUCKETS) -> dict[str, Any]:
-        """`counts` of equal intervals from `low` to `high`, and `without`: the groups that have no value."""
-        values = self.numbers(of)[self.matching(where)]
-        numbers = values[~np.isnan(values)]
-        low, high = (float(numbers.min()), float(numbers.max())) if len(numbers) else (0.0, 0.0)
-        counts, _ = np.histogram(numbers, buckets, (low, high if high > low else low + 1.0))
-        return {"low": low, "high": high, "counts": counts.tolist(), "without": len(values) - len(numbers)}
-
-    def counts(self, where: Filters = Filters()) -> dict[str, int]:
-        """Status -> number of groups."""
-        counted = self.table["fate"].filter(pa.array(self.matching(where))).value_counts()
-        return {str(item["values"]): int(item["counts"].as_py()) for item in counted}
-
-    def neighbours(self, group: int) -> dict[str, int | None]:
-        """The admitted groups before and after a group, by number."""
-        numbers = self.numbers("group")
-        before, behind = numbers[numbers < group], numbers[numbers > group]
-        return {"before": int(before.max()) if len(before) else None, "after": int(behind.min()) if len(behind) else None}
-
-    def same_row(self, group: int, *, limit: int = 100) -> list[dict[str, Any]]:
-        """The groups of the same row of the data, by number: one for each epoch and retry."""
-        index = np.flatnonzero(self.numbers("group") == group)
-        if not len(index):
-            return []
-        same = np.flatnonzero(self.numbers("row") == self.numbers("row")[index[0]])
-        return self.rows(same[np.argsort(self.numbers("group")[same])][:limit])
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         """[G] a numeric column, `spread` or `seconds` from admission to scoring; NaN for no value. Raises `ValueError` for any other."""
@@ -209,31 +181,6 @@ class GroupList:
         missing = np.isnan(values)
         same, before = (missing, ~missing) if np.isnan(value) else (values == value, values < value)
         return int(np.count_nonzero(before | (same & (numbers >= group))))
-
-
-def curve(steps: pa.Table, name: str, *, points: int = 1200) -> dict[str, list[Any]]:
-    """`step`, `version`, `time_s` and `value` of a column of the steps; above 2 x `points` steps the first, smallest, largest and last
-    value of equal ranges. Raises `ValueError` for an unknown column."""
-    if name not in steps.column_names:
-        raise ValueError(f"the steps have no column {name!r}")
-    values = _numbers(steps, name)
-    indices = np.flatnonzero(~np.isnan(values))
-    if len(indices) > 2 * points:
-        ranges = np.array_split(indices, max(1, points // 4))
-        thinned = {int(index) for part in ranges for index in (part[0], part[-1], part[values[part].argmin()], part[values[part].argmax()])}
-        indices = np.array(sorted(thinned), np.int64)
-    x = {column: _numbers(steps, column)[indices] for column in ("step", "version", "committed")}
-    return {
-        "step": x["step"].astype(int).tolist(),
-        "version": x["version"].astype(int).tolist(),
-        "time_s": (x["committed"] / 1e9).tolist(),
-        "value": values[indices].tolist(),
-    }
-
-
-def measures(steps: pa.Table) -> list[str]:
-    """The columns of the steps that `curve` takes."""
-    return [column.name for column in steps.schema if pa.types.is_floating(column.type)]
 
 
 def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from starlette.datastructures import QueryParams
 from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
-from penstock.pipeline.archive.database import Limits
+from penstock.pipeline.archive.database import Limits, prepare
 from penstock.pipeline.archive.index.queries import Filters
 from penstock.pipeline.archive.sql import VIEWS, LiveTables, question
 from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
@@ -204,6 +204,7 @@ def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSe
         prepared = question(LiveTables(cast(KafkaLog, runs.log), name), sql_text)
         return prepared.answer(Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone))
     finally:
+        prepare()  # the next question finds a process that has loaded its libraries
         questions.release()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.index import run_index, samples, segments
-from penstock.pipeline.archive.index.queries import ORDERS, Filters, GroupList, curve
+from penstock.pipeline.archive.index.queries import ORDERS, Filters, GroupList
 from penstock.pipeline.archive.index.run_index import RunIndex
 from penstock.pipeline.archive.index.samples import SampleCopy
 from penstock.pipeline.inspect.tables.run_tables import RunTables
@@ -184,14 +184,6 @@ def test_a_filter_selects_the_groups_for_which_its_conditions_hold(listed: Group
         == sum(listed.histogram(where)["counts"]) + listed.histogram(where)["without"]
         == page["matching"]
     )
-
-
-def test_a_curve_of_many_steps_holds_its_extremes() -> None:
-    values = [float(number % 97) for number in range(10_000)]
-    values[4321] = -500.0
-    steps = pa.table({"step": range(10_000), "version": range(10_000), "committed": range(10_000), "reward": values})
-    thinned = curve(steps, "reward", points=100)
-    assert len(thinned["value"]) <= 100 and min(thinned["value"]) == -500.0 and thinned["step"][0] == 0 and thinned["step"][-1] == 9_999
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "1.0:", ":4"])
