@@ -67,6 +67,7 @@ class WatchedRun:
     log: Log
     run: str
     lock: threading.RLock = field(default_factory=threading.RLock)
+    _timeline: threading.Lock = field(default_factory=threading.Lock)
     view: RunView = field(init=False)
     _tail: Tail | None = None
     _offsets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -186,8 +187,8 @@ class WatchedRun:
 
     def columns(self) -> bytes:
         """The columns of the timeline, as the one-file report contains them; read again when the run has moved on."""
-        with self.lock:
-            progress = self.update().moved_ms
+        progress = self.update().moved_ms
+        with self._timeline:  # the other pages of the run do not wait for it
             if self._columns is None or (self._columns[1] != progress and time.monotonic() > self._columns[0]):
                 started = time.monotonic()
                 packed = index_of(self.log, self.run, limits=Limits(tokens=0, text_tokens=0)).encode()
