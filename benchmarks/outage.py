@@ -158,7 +158,7 @@ def disturbed(how: str, config: str, run: str, settings: Sequence[str], home: Pa
     follower.log.close()
     report = read_report(run, output, process.returncode)
     audit = subprocess.run([*PENSTOCK, "audit", run, "--bootstrap", follower.log.bootstrap], capture_output=True, text=True, check=False)
-    messages = {name: (home / "runs" / run / "logs" / f"{name}.log").read_text().count("answers again, after") for name in workers.pids}
+    messages = {name: (home / "runs" / run / "logs" / f"{name}.log").read_text().count("responds again, after") for name in workers.pids}
     return {
         "back_s": {FOLLOWED[topic]: max(0.0, when - returned) for topic, when in follower.arrived.items()},
         "started_s": started_s, "before": before, "workers": workers, "report": report, "audit": audit.returncode, "messages": messages,

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve()
 BUDGETS = {
-    r"draw|draws|drew|drawn|drawing|redraw|redrawn": 30,
+    r"draw|draws|drew|drawn|drawing|redraw|redrawn": 13,
     r"fate|fates": 29,
     r"killer|killers": 4,
     r"rival|rivals": 0,
@@ -40,8 +40,8 @@ BUDGETS = {
     r"given": 6,
     r"place|places": 64,
     r"says|said|say": 43,
-    r"asks|asked|ask": 50,
-    r"answer|answers|answered": 338,
+    r"asks|asked|ask": 48,
+    r"answer|answers|answered": 244,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 11,
     r"stood|stands": 2,

@@ -287,7 +287,7 @@ def _await_ready(files: _Files, port: int) -> bool:
         if process.running(files.pid_file) is None:
             return False
         if time.monotonic() > deadline:
-            raise BrokerError(f"the broker does not answer at {settings.HOST}:{port} after {READY_TIMEOUT_S:.0f} s: see {files.log}")
+            raise BrokerError(f"the broker does not respond at {settings.HOST}:{port} after {READY_TIMEOUT_S:.0f} s: see {files.log}")
         time.sleep(_POLL_S)
     return True
 

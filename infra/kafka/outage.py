@@ -57,7 +57,7 @@ class Contact:
     def unreachable(self, after_s: float | None = None) -> LogUnreachable:
         """The error to raise when the timeout is over."""
         return LogUnreachable(
-            f"the broker at {self.bootstrap} has not answered for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): giving up; "
+            f"the broker at {self.bootstrap} has not responded for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): giving up; "
             "what was not acknowledged is done again after a restart"
         )
 
@@ -93,10 +93,10 @@ class Contact:
             if since is None and silent_s >= REPORT_AFTER_S:
                 since = time.monotonic() - silent_s
                 self.notify(
-                    f"the broker at {self.bootstrap} has not answered for {silent_s:.0f} s; waiting for it, {self.give_up_s:.0f} s at most"
+                    f"the broker at {self.bootstrap} has not responded for {silent_s:.0f} s; waiting for it, {self.give_up_s:.0f} s at most"
                 )
             elif since is not None and self._last_response > since + REPORT_AFTER_S:
-                self.notify(f"the broker answers again, after {self._last_response - since:.0f} s")
+                self.notify(f"the broker responds again, after {self._last_response - since:.0f} s")
                 since = None
 
     def close(self) -> None:

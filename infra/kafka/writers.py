@@ -54,7 +54,7 @@ class KafkaPending:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:
             if not self._future.is_done and timeout_s is not None:
-                raise LogError(f"no answer from {self._what} within {timeout_s:.0f} s; the record is still in flight") from None
+                raise LogError(f"no response from {self._what} within {timeout_s:.0f} s; the record is still in flight") from None
             raise edge.translate(error, f"cannot write to {self._what}") from error
         return offset
 
@@ -269,7 +269,7 @@ class KafkaTransactions:
 
     def _settle(self, records: Sequence[Outgoing], written: Sequence[int], error: Exception, deadline: float) -> None:
         """Find out the outcome of a commit that timed out: return if it was committed, else raise `SendFailed` or `OutcomeUnknown`."""
-        unknown = OutcomeUnknown(f"no answer to the commit as {self._id}: read the log to find out whether it was written")
+        unknown = OutcomeUnknown(f"no response to the commit as {self._id}: read the log to find out whether it was written")
         try:
             self._open(deadline)  # when it returns, the old transaction is committed or aborted
             if not records:

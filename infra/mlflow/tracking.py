@@ -287,7 +287,7 @@ def translated(uri: str) -> Iterator[None]:
         cause = _CREDENTIALS.sub("//", " ".join(str(error).split()))
         # The client wraps connection errors in messages of its own.
         silent = isinstance(error, OSError) or "failed with exception" in cause
-        outcome = "does not answer" if silent else f"refuses: {cause[:200]}"
+        outcome = "does not respond" if silent else f"refuses: {cause[:200]}"
         raise TrackingError(f"MLflow at {without_password(uri)} {outcome}") from error
 
 

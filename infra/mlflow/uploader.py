@@ -114,7 +114,7 @@ class Uploader:
                 self._failed(f"MLflow at {self.shown_uri}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             else:
                 if self.failing:
-                    self._notify(f"MLflow at {self.shown_uri} answers again")
+                    self._notify(f"MLflow at {self.shown_uri} responds again")
                 pause, self.failing = FIRST_PAUSE_S, False
                 continue
             self._pause(pause)

@@ -25,7 +25,7 @@ _START = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.i
 KEEPER = (sys.executable, "-I", "-S", "-c", _START.format("keeper"))
 SERVER = (sys.executable, "-P", "-c", _START.format("child"))
 START_ATTEMPTS = 3
-STRAY = "wrote to the pipe of its answers and was killed"
+STRAY = "wrote to the pipe of its results and was killed"
 KILLED_S = 30.0
 """Longest wait for the end of killed processes: longer than a keeper waits for one that SIGKILL does not end."""
 CONTINUED_S = 1.0

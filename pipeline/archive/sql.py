@@ -203,7 +203,7 @@ class Question:
     query: str
     tables: dict[str, Source]
 
-    def answer(self, limits: Limits = NO_LIMITS) -> pa.Table:
+    def result(self, limits: Limits = NO_LIMITS) -> pa.Table:
         """Compute the result. Raises `ValueError` if DuckDB refuses the query, and at a limit."""
         with _translated():
             return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
@@ -211,7 +211,7 @@ class Question:
 
 def ask(tables: Tables, query: str) -> pa.Table:
     """The result of a query. Raises `ValueError` with DuckDB's hint for invalid SQL and unknown names."""
-    return question(tables, query).answer()
+    return question(tables, query).result()
 
 
 def question(tables: Tables, query: str) -> Question:

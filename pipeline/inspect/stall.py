@@ -72,7 +72,7 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
     """What this run waits for now, whether or not that has lasted long; None for a run that is over."""
     view = snapshot.view
     if snapshot.outage_s:
-        return Stuck(stage="broker", group=None, reason=f"the broker does not answer for {snapshot.outage_s:.0f} s")
+        return Stuck(stage="broker", group=None, reason=f"the broker does not respond for {snapshot.outage_s:.0f} s")
     if view.closed is not None:
         last = [worker for role in HELPERS for worker in _of(view, role)]
         states = "; ".join(_state(snapshot, worker) for worker in last)

@@ -142,7 +142,7 @@ def as_line(finding: Finding) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """The number of problems."""
     bad = {level: sum(finding.level == level for finding in findings) for level in ("warn", "fail")}
-    return f"{len(findings)} looked at, {bad['fail']} failed, {bad['warn']} to mind"
+    return f"{len(findings)} checks: {bad['fail']} failed, {bad['warn']} warnings"
 
 
 def _finding(name: str, well: bool, found: str, do: str, *, otherwise: Level = "warn") -> Finding:
@@ -360,5 +360,5 @@ def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
         except (OSError, ValueError):
             continue
-        return Finding(name, "ok", f"answers at {address.strip()}")
-    return Finding(name, "fail", f"no answer at {bootstrap}", do())
+        return Finding(name, "ok", f"responds at {address.strip()}")
+    return Finding(name, "fail", f"no response at {bootstrap}", do())

@@ -46,7 +46,7 @@ class MlflowServer:
         deadline = time.monotonic() + START_LIMIT_S
         while not self._answers():
             assert self._process.poll() is None, (self.directory / "server.log").read_text()
-            assert time.monotonic() < deadline, "the MLflow server does not answer"
+            assert time.monotonic() < deadline, "the MLflow server does not respond"
             time.sleep(0.1)
 
     def signal(self, number: signal.Signals) -> None:

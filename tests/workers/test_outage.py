@@ -47,7 +47,7 @@ def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: 
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
         for name in ("rollout-0", "scorer-0", "feeder", "trainer"):
-            assert workers.text(name).count("has not answered for") == workers.text(name).count("answers again, after") in (1, 2), name
+            assert workers.text(name).count("has not responded for") == workers.text(name).count("responds again, after") in (1, 2), name
         report = watching.report()
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
@@ -68,5 +68,5 @@ def test_workers_that_have_waited_long_enough_say_so_and_end_for_the_launcher_to
         for name in workers.running:
             assert workers.ended(name) == 1
             (last,) = [line for line in workers.text(name).splitlines() if line.startswith("penstock: ")]
-            assert "has not answered for 8 s (kafka.give_up_s)" in last or "cannot write to" in last, last
+            assert "has not responded for 8 s (kafka.give_up_s)" in last or "cannot write to" in last, last
         own_broker.start()

@@ -160,7 +160,7 @@ class Tracker:
         if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
             session.reporter.notify(
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "
-                f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
+                f"`penstock worker tracker --run {session.run}` delivers them once the server responds"
             )
 
     def _report(self, mlflow_run_id: str | None) -> list[Path]:

@@ -141,13 +141,13 @@ class GroupList:
 
     def _row(self, row: dict[str, Any], times: Mapping[str, float]) -> dict[str, Any]:
         prompt, columns = row.pop("prompt") or "", row.pop("columns")
-        answer = json.loads(columns).get("answer") if columns else None
+        reference = json.loads(columns).get("answer") if columns else None
         return {
             **row,
             "rewards": [None if reward != reward else reward for reward in row["rewards"] or ()],  # noqa: PLR0124
             "prompt": prompt[-EXCERPT:],
             "prompt_length": len(prompt),
-            "answer": None if answer is None else str(answer)[:EXCERPT],
+            "answer": None if reference is None else str(reference)[:EXCERPT],
             "dead_letter": self.dead_letters.get(row["group"]),
             **{f"{name}_ms": None if math.isnan(time_ns) else int(time_ns // 1e6) for name, time_ns in times.items()},
         }

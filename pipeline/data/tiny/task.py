@@ -40,7 +40,7 @@ def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[st
 
 
 def demonstrations(n: int, rng: random.Random) -> list[dict[str, str]]:
-    """`n` training rows of log-uniform length, answered with the habit and the slips."""
+    """`n` training rows of log-uniform length, completed with the habit and the slips."""
     pairs = _pairs("train")
     sampled = rng.choices(pairs, [1 / length for length, _ in pairs], k=n)
     return [{"prompt": _prompt(length, start), "answer": _chain(start, length, rng)} for length, start in sampled]

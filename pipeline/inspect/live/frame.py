@@ -215,7 +215,7 @@ def _episodes(view: RunView) -> list[str]:
 
 def _health(view: RunView, *, outage_s: float) -> Text:
     if outage_s > 1.0:
-        return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
+        return Text(f"the broker does not respond (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
     step = _last(view)
     parts = [f"version {view.version if view.version is not None else '-'}"]
     if step is not None and "lag_mean" in step.metrics:

@@ -97,7 +97,7 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     note("memory", memory_line(config))
     scores = list[rewards.Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
-        scores, wrong = score_answers(config, kinds)
+        scores, wrong = score_references(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(_number(score.rewards[0]) for score in scores)}")
         own = [score.rewards[0] for row, score in zip(kinds, scores, strict=True) if row.columns.get("answer") is not None]
         if problem := unrewarded(own, wrong):
@@ -145,7 +145,7 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
     trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
     generating_s = trained * trial_result["generate_s"] / len(samples) / config.rollout.workers
     took = f"{tokens} tokens in {trial_result['generate_s']:.1f} s, {len(samples)} samples concurrently"
-    note("drawing", f"the model loaded in {trial_result['load_s']:.1f} s; {took}")
+    note("generation", f"the model loaded in {trial_result['load_s']:.1f} s; {took}")
     longest = f"at most {duration(generating_s)} of generation for {trained:,} samples at that rate"
     note("time", f"{longest}; training takes additional time or overlaps")
     return samples
@@ -153,23 +153,23 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
 
 def _shown(sample: Mapping[str, Any]) -> str:
     prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
-    answer = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
+    reference = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
     cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
     earned = f"reward {_number(sample['reward'])}, {len(sample['token_ids'])} tokens{cut_off}"
-    return f"{earned}\n  prompt      {prompt}{answer}\n  completion  {completion}"
+    return f"{earned}\n  prompt      {prompt}{reference}\n  completion  {completion}"
 
 
 def _number(reward: float | None) -> str:
     return "none" if reward is None else f"{reward:g}"
 
 
-def swapped(rows: Sequence[Row], answers: Sequence[str]) -> list[tuple[int, int]]:
-    """Two rows whose answers differ, each paired with the other; empty if there are none.
+def swapped(rows: Sequence[Row], references: Sequence[str]) -> list[tuple[int, int]]:
+    """Two rows whose references differ, each paired with the other; empty if there are none.
 
     A reward that ignores the row cannot give both rows less for their own answer than for the other one.
     """
-    answered = [number for number, row in enumerate(rows) if row.columns.get("answer") is not None]
-    pairs = [(answered[0], number) for number in answered[1:] if answers[number] != answers[answered[0]]] if answered else []
+    numbers = [number for number, row in enumerate(rows) if row.columns.get("answer") is not None]
+    pairs = [(numbers[0], number) for number in numbers[1:] if references[number] != references[numbers[0]]] if numbers else []
     return [pairs[0], pairs[0][::-1]] if pairs else []
 
 
@@ -258,12 +258,12 @@ def score(
     return scores
 
 
-def score_answers(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Score], list[float | None]]:
+def score_references(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Score], list[float | None]]:
     """(like `score`, for the rows' own answers, or their prompts if they have none; rewards of other rows' answers).
 
     Raises `PenstockError`, also for a reversed reward.
     """
-    decoder, texts = Decoder(config.model.path), [_own_answer(row) for row in rows]
+    decoder, texts = Decoder(config.model.path), [_own_reference(row) for row in rows]
     pairs = swapped(rows, texts)
     tried, completions = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
     scores = score(config, tried, [[text] for text in completions], [[decoder.encode(text)] for text in completions], [None] * len(tried))
@@ -274,13 +274,13 @@ def score_answers(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Sco
     return scores[: len(rows)], wrong
 
 
-def _own_answer(row: Row) -> str:
+def _own_reference(row: Row) -> str:
     """The first accepted answer of a row; the answer's own text if only a user function can score it."""
-    answer = row.columns.get("answer")
+    reference = row.columns.get("answer")
     try:
-        return accepted(answer)[0]
+        return accepted(reference)[0]
     except InvalidReference:
-        return str(answer or row.prompt or row.origin)
+        return str(reference or row.prompt or row.origin)
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

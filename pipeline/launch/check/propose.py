@@ -53,8 +53,8 @@ class Inputs:
     answer_field: str
     longest_prompt: int
     """Tokens."""
-    longest_answer: int
-    """Tokens; 0 without reference answers."""
+    longest_reference: int
+    """Tokens; 0 without references."""
     context: int | None
     count: int | None
     """Parameters of the model."""
@@ -79,9 +79,9 @@ class Inputs:
 
     @property
     def completion_room(self) -> int:
-        """Tokens for a completion: as many as this machine generates in reasonable time, at least the longest answer, in the context."""
+        """Tokens for a completion: as many as this machine generates in reasonable time, at least the longest reference, in the context."""
         usual = USUAL_SMALL if self.small else USUAL_COMPLETION if self.gpus else USUAL_CPU
-        room = 8 * math.ceil(max(usual, self.longest_answer + 1) / 8)
+        room = 8 * math.ceil(max(usual, self.longest_reference + 1) / 8)
         return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
 
     @property
@@ -115,13 +115,13 @@ def look(
     dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
     scoring = rewards.resolve([absolute_source(name, base) for name in functions])
     scoring.check(dataset[0].columns, without_json=dataset[0].without_json)
-    notify(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
+    notify(f"measuring prompts and references of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}
     gpus, cpu = len(visible_gpus()), this_cpu()
-    longest_prompt, longest_answer = _longest(folder, dataset)
+    longest_prompt, longest_reference = _longest(folder, dataset)
     return Inputs(
-        rows=len(dataset), prompt_field=prompt, answer_field=answer, longest_prompt=longest_prompt, longest_answer=longest_answer,
+        rows=len(dataset), prompt_field=prompt, answer_field=answer, longest_prompt=longest_prompt, longest_reference=longest_reference,
         context=settings.get("max_position_embeddings"), count=parameters(folder),
         half=str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float16"),
         template=chat_template_of(folder, "auto") is not None,
@@ -140,20 +140,20 @@ def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[
     return name
 
 
-def _texts(answer: Any) -> tuple[str, ...]:
-    """The accepted reference answers; of another value its text."""
+def _texts(reference: Any) -> tuple[str, ...]:
+    """The accepted texts of a reference; of another value its text."""
     try:
-        return accepted(answer)
+        return accepted(reference)
     except InvalidReference:
-        return (str(answer),)
+        return (str(reference),)
 
 
 def _longest(folder: Path, dataset: Dataset) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest reference answer of the first rows."""
+    """Tokens of the longest prompt and of the longest reference of the first rows."""
     renderer, decoder = Renderer(folder, max_prompt_tokens=10**9), Decoder(folder)
     rows = [dataset[index] for index in range(min(len(dataset), ROWS_MEASURED))]
-    answers = [text for row in rows if "answer" in row.columns for text in _texts(row.columns["answer"])]
-    return max(len(renderer.render(row)[1]) for row in rows), max((len(decoder.encode(text)) for text in answers), default=0)
+    references = [text for row in rows if "answer" in row.columns for text in _texts(row.columns["answer"])]
+    return max(len(renderer.render(row)[1]) for row in rows), max((len(decoder.encode(text)) for text in references), default=0)
 
 
 def propose(

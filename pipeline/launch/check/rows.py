@@ -34,9 +34,9 @@ class RowReader:
         self.kinds: list[Row] = []
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
 
-        Includes a row with another reference answer than the first row, if there is one."""
+        Includes a row with another reference than the first row, if there is one."""
         self._seen: set[object] = set()
-        self._same_answer = True
+        self._same_reference = True
         self._noted: set[str] = set()
         self._further, self._read, self._total, self._due_s = 0, 0, 0, time.monotonic() + PROGRESS_EVERY_S
 
@@ -87,8 +87,8 @@ class RowReader:
 
     def _keep_kind(self, row: Row) -> None:
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
-        varies = self._same_answer and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
-        self._same_answer = self._same_answer and not varies
+        varies = self._same_reference and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
+        self._same_reference = self._same_reference and not varies
         first = row.index < PER_SOURCE or bool(varies)
         if first or (kind not in self._seen and self._further < MOST_KINDS):
             self.kinds.append(row)

@@ -149,7 +149,7 @@ def test_an_outage_is_said_once_and_loses_no_point_and_holds_none_in_memory(empt
     assert held(MlflowRun(target))[1]("train/m99") == list(range(25))
     assert lines.longest_read < MAX_POINTS
     assert said[0].endswith("; the run goes on, and its points wait in metrics.jsonl")
-    assert said[1:] == [f"MLflow at {target.uri} answers again"]
+    assert said[1:] == [f"MLflow at {target.uri} responds again"]
 
 
 def test_a_store_that_comes_back_older_or_empty_gets_everything_again(target: Target, tmp_path: Path, monkeypatch) -> None:
@@ -262,4 +262,4 @@ def test_an_address_is_shown_without_its_credentials() -> None:
     assert without_password("sqlite:////state/mlflow.db") == "sqlite:////state/mlflow.db"
     with pytest.raises(TrackingError) as caught:
         MlflowRun(Target(run="r", uri="http://me:secret@127.0.0.1:9", experiment="e"))
-    assert str(caught.value) == "MLflow at http://127.0.0.1:9 does not answer"
+    assert str(caught.value) == "MLflow at http://127.0.0.1:9 does not respond"

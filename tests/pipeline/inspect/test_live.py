@@ -263,7 +263,7 @@ def test_a_worker_that_fell_silent_is_marked() -> None:
 
 def test_a_broker_that_does_not_answer_is_said() -> None:
     _, records = begun()
-    assert "the broker does not answer (for 7 s)" in shown(view_of(records), outage_s=7.0)
+    assert "the broker does not respond (for 7 s)" in shown(view_of(records), outage_s=7.0)
 
 
 def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:

@@ -135,7 +135,7 @@ def test_a_partition_without_an_owner_is_named():
 
 
 def test_an_outage_is_named_before_anything_else():
-    assert Told().begun().prompts(2).stuck(outage_s=290.0).reason == "the broker does not answer for 290 s"
+    assert Told().begun().prompts(2).stuck(outage_s=290.0).reason == "the broker does not respond for 290 s"
 
 
 def test_what_the_launcher_knows_of_a_worker_goes_before_its_silence():

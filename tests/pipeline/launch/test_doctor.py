@@ -90,7 +90,7 @@ def test_a_broker_is_reached_or_not() -> None:
 
 def test_the_embedded_broker_of_the_session_answers(broker: str) -> None:
     found = doctor._embedded()
-    assert (found.level, found.found) == ("ok", f"answers at {broker}")
+    assert (found.level, found.found) == ("ok", f"responds at {broker}")
 
 
 def test_what_is_not_well_always_says_what_to_do() -> None:

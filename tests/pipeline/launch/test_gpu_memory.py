@@ -93,7 +93,7 @@ def shape(name: str) -> Shape:
 
 def inputs(name: str, *, gpus: int, gib: int) -> Inputs:
     return Inputs(
-        rows=1000, prompt_field="question", answer_field="answer", longest_prompt=250, longest_answer=20, context=32768,
+        rows=1000, prompt_field="question", answer_field="answer", longest_prompt=250, longest_reference=20, context=32768,
         count=COUNTS[name] * 10**6, half=True, template=True, held_out=64, gpus=gpus, cores=16, bfloat16=True, shape=shape(name),
         memory=(gib * GIB,) * gpus,
     )  # fmt: skip

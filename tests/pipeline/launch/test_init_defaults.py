@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.pipeline.launch.check.propose import Inputs
 
 INSTRUCT = Inputs(
-    rows=100, prompt_field="question", answer_field="answer", longest_prompt=100, longest_answer=20, context=8192, count=135 * 10**6,
+    rows=100, prompt_field="question", answer_field="answer", longest_prompt=100, longest_reference=20, context=8192, count=135 * 10**6,
     half=True, template=True, held_out=10, gpus=0, cores=8, bfloat16=False,
 )  # fmt: skip
 
@@ -19,10 +19,10 @@ INSTRUCT = Inputs(
     [
         ({}, 256),
         ({"gpus": 1}, 1024),
-        ({"longest_answer": 400}, 408),
-        ({"count": 10**5, "longest_answer": 3}, 32),
+        ({"longest_reference": 400}, 408),
+        ({"count": 10**5, "longest_reference": 3}, 32),
         ({"gpus": 1, "context": 512}, 512 - 128),
-        ({"context": None, "longest_answer": 300}, 304),
+        ({"context": None, "longest_reference": 300}, 304),
     ],
     ids=["a CPU", "a GPU", "longer answers", "a model too small to reason", "a short context", "an unknown context"],
 )
@@ -32,7 +32,7 @@ def test_completions_get_what_model_answers_and_machine_allow(changes: dict[str,
 
 @given(prompt=st.integers(1, 4000), answer=st.integers(0, 4000), context=st.integers(4096, 10**5), gpus=st.integers(0, 8))
 def test_prompt_and_completion_fit_into_the_context(prompt: int, answer: int, context: int, gpus: int) -> None:
-    inputs = replace(INSTRUCT, longest_prompt=prompt, longest_answer=answer, context=context, gpus=gpus)
+    inputs = replace(INSTRUCT, longest_prompt=prompt, longest_reference=answer, context=context, gpus=gpus)
     assert prompt <= inputs.prompt_room and inputs.prompt_room + inputs.completion_room <= context
 
 

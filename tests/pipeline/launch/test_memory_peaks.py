@@ -56,7 +56,7 @@ def test_the_estimate_of_what_init_writes_is_within_a_tenth_of_the_peak_of_fake_
     monkeypatch.setattr(propose, "check_engine", lambda _config: None)
     of_model = shape(sizes(name))
     inputs = Inputs(
-        rows=1000, prompt_field="question", answer_field="answer", longest_prompt=250, longest_answer=20, context=32768,
+        rows=1000, prompt_field="question", answer_field="answer", longest_prompt=250, longest_reference=20, context=32768,
         count=of_model.parameters, half=True, template=True, held_out=64, gpus=gpus, cores=16, bfloat16=True, shape=of_model,
         memory=(gib * GIB,) * gpus,
     )  # fmt: skip

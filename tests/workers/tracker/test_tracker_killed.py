@@ -207,7 +207,7 @@ def test_a_server_that_dies_hangs_and_breaks_under_a_tracker_that_is_killed_has_
 
         built.tell(100)
         follow()  # nobody answers yet
-        wait_for(lambda: "does not answer" in workers.text("tracker"))
+        wait_for(lambda: "does not respond" in workers.text("tracker"))
         server.start()
         for turn in range(3):
             wait_for(grown(chance.randrange(10, 60)))
