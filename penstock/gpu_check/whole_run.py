@@ -67,7 +67,7 @@ def run(here: Machine) -> Iterator[Figure]:
 
 
 def colocated(here: Machine) -> Iterator[Figure]:
-    """Trainer and the engine of transformers have one GPU by turns."""
+    """Trainer and `transformers` engine time-share one GPU."""
     if not here.on_gpu:
         raise Skipped("there is no GPU to be shared")
     with _Commands(here) as commands:

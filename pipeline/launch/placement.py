@@ -31,10 +31,10 @@ class Placement:
     def __str__(self) -> str:
         if self.gpus is None:
             return (
-                "trainer and rollout worker by turns on the CPU" if self.time_shared else "not placed: every worker sees all GPUs there are"
+                "trainer and rollout worker time-share the CPU" if self.time_shared else "not placed: every worker sees all GPUs there are"
             )
         if self.time_shared:
-            return f"{', '.join(self.gpus)}: GPU {next(iter(self.gpus.values()))[0]} by turns; the others: none"
+            return f"{', '.join(self.gpus)}: GPU {next(iter(self.gpus.values()))[0]}, time-shared; the other workers: none"
         placed = [f"{worker}: GPU {', '.join(numbers)}" for worker, numbers in self.gpus.items() if numbers]
         return "; ".join([*placed, "the others: none"])
 
@@ -92,7 +92,7 @@ def _by_turns(config: Config, available: Sequence[str]) -> Placement:
 def _or_by_turns(config: Config) -> str:
     """The alternative if there is one GPU."""
     backend = "" if BACKENDS[config.trainer.backend].sleeps else " and trainer.backend = 'torch'"
-    return f"; or set launch.placement = 'colocated'{backend}: trainer and rollout worker have the GPU by turns"
+    return f"; or set launch.placement = 'colocated'{backend}: trainer and rollout worker time-share the GPU"
 
 
 def _check_parallel(config: Config) -> None:

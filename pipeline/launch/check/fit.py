@@ -56,9 +56,9 @@ def memory_line(config: Config) -> str:
     if memory and (excess := exceeded(config, shape, memory)):
         raise ConfigError(f"{excess}; {_advice(config, shape, memory)}")
     gpu, host = time_shared(workers)
-    shared = f", {size(gpu)} of the GPU by turns" if config.colocated else ""
+    shared = f", {size(gpu)} of the time-shared GPU" if config.colocated else ""
     together = host if config.colocated else sum(each.host * counts.get(each.role, 1) for each in workers)
-    there = f"{size(min(memory))} are there" if memory else f"how much is there is unknown: set {MEMORY} to compare"
+    there = f"each GPU has {size(min(memory))}" if memory else f"the GPU's memory is unknown: set {MEMORY} to its GiB"
     rows = (
         f"; each engine's cache holds {cached_rows(config, shape, min(memory))} of the longest samples"
         if memory and _cached(config)

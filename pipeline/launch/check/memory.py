@@ -154,7 +154,7 @@ def estimates(config: Config, shape: Shape, *, gpu: bool = False) -> list[Estima
 
 
 def time_shared(workers: Sequence[Estimate]) -> tuple[int, int]:
-    """(bytes on the GPU, bytes on the host) at the peak, where the workers have one GPU by turns."""
+    """(bytes on the GPU, bytes on the host) at the peak, if the workers time-share one GPU."""
     asleep = {each.role: each.parts.get("context", 0) for each in workers}
     on_gpu = [each.gpu + sum(size for role, size in asleep.items() if role != each.role) for each in workers]
     moved = [sum(each.parts.get(part, 0) for part in MOVED) for each in workers if each.role == "trainer"]

@@ -213,7 +213,7 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
         _rollout(inputs, engine=engine, fitting=fitting),
         _trainer(inputs, fitting=fitting),
         _eval(data, inputs),
-        ["[launch]", _line("placement", "colocated", "trainer and engine have the one GPU by turns")] if inputs.gpus == 1 else [],
+        ["[launch]", _line("placement", "colocated", "trainer and engine time-share the one GPU")] if inputs.gpus == 1 else [],
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 

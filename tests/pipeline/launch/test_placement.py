@@ -43,13 +43,13 @@ def test_an_evaluator_without_an_engine_of_its_own_has_no_gpu_and_two_do_for_the
 
 
 def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_do() -> None:
-    with pytest.raises(ConfigError, match=r"or set launch.placement = 'colocated' and trainer.backend = 'torch': .* by turns") as caught:
+    with pytest.raises(ConfigError, match=r"or set launch.placement = 'colocated' and trainer.backend = 'torch': .* time-share") as caught:
         place(load(EXAMPLE, gpus=1), ["4"])
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"'deepspeed' does not free it; set trainer\.backend = 'torch'"):
         load(EXAMPLE, ["launch.placement=colocated"], gpus=1)
     shared = place(load(EXAMPLE, ["launch.placement=colocated", "trainer.backend=torch"], gpus=1), ["4"])
-    assert str(shared) == "trainer, rollout-0: GPU 4 by turns; the others: none"
+    assert str(shared) == "trainer, rollout-0: GPU 4, time-shared; the other workers: none"
     assert shared.environment("trainer") == shared.environment("rollout-0") == {VISIBLE: "4"} and shared.environment("scorer-0") == {
         VISIBLE: ""
     }
@@ -57,7 +57,7 @@ def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_
 
 def test_a_device_is_shared_by_two_on_a_cpu_too_and_by_no_more() -> None:
     config = config_of(rollout={"workers": 1}, placement="colocated")
-    assert str(place(config, [])) == "trainer and rollout worker by turns on the CPU" and place(config, []).environment("trainer") == {}
+    assert str(place(config, [])) == "trainer and rollout worker time-share the CPU" and place(config, []).environment("trainer") == {}
     with pytest.raises(ConfigError, match=r"rollout.gpus_per_worker: 2, but launch.placement = 'colocated' is for one GPU"):
         place(config_of(rollout={"workers": 1, "gpus_per_worker": 2}, placement="colocated"), ["0", "1"])
     for trainer, rollout, evaluated, said in (
