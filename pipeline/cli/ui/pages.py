@@ -180,7 +180,7 @@ def sql(address: Address, questions: threading.BoundedSemaphore, gone: Callable[
 def _views(address: Address) -> dict[str, list[tuple[str, str]]]:
     """View -> its columns with their types, read once and in another process."""
     if not _COLUMNS:
-        rows = question(LiveTables(cast(KafkaLog, address.runs.log), address.run), COLUMNS).answer().to_pylist()
+        rows = question(LiveTables(cast(KafkaLog, address.runs.log), address.run), COLUMNS).result().to_pylist()
         _COLUMNS.update({view: [(row["column_name"], row["data_type"]) for row in rows if row["table_name"] == view] for view in VIEWS})
     return _COLUMNS
 
@@ -202,7 +202,7 @@ def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSe
         raise ValueError("other queries are being computed: address again when they have their answers")
     try:
         prepared = question(LiveTables(cast(KafkaLog, runs.log), name), sql_text)
-        return prepared.answer(Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone))
+        return prepared.result(Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone))
     finally:
         prepare()  # the next question finds a process that has loaded its libraries
         questions.release()
