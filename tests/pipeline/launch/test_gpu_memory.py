@@ -219,7 +219,7 @@ def test_an_engine_leaves_room_to_stage_new_weights_if_256_samples_fit_all_the_s
 def test_a_gpu_whose_memory_is_unknown_is_not_compared(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(node, monkeypatch, "trainer.gradient_checkpointing=false")
     monkeypatch.delenv(MEMORY)
-    assert f"how much is there is unknown: set {MEMORY}" in memory_line(config)
+    assert f"the GPU's memory is unknown: set {MEMORY}" in memory_line(config)
 
 
 def test_what_shares_a_gpu_is_added_up(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
