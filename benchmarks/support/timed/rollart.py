@@ -5,7 +5,6 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +21,8 @@ TURN_TOKENS, TURN_S = 5, 2.0
 ENVIRONMENT = {"mean": 10.0, "sigma": 5.0, "turns": 10, "uneven": 0.6}
 TRAIN_S = 150.0
 """Seconds of a step's training: as long as most trajectories, so that rollout with its stragglers takes about twice as long."""
-REWARD_S = 4.0
-"""Seconds of the reward of one group."""
+REWARD_S = 40.0
+"""Seconds of the reward of one group, as of a judge model."""
 SLOTS = 8
 """Groups that the reward service scores at the same time."""
 IN_SECONDS = ("mean", "sigma")
@@ -98,9 +97,9 @@ def figures(name: str, measured: Measured, *, speed_up: float) -> dict[str, Any]
 
 def measure(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """All variants, several at once."""
-    with fleet("rollart") as runs, ThreadPoolExecutor(chosen.at_once) as pool:
+    with fleet("rollart") as runs:
         rows = []
-        for row in pool.map(lambda name: _one(runs, name, speed_up=chosen.speed_up), chosen.variants):
+        for row in runs.map(lambda name: _one(runs, name, speed_up=chosen.speed_up), chosen.variants, at_once=chosen.at_once):
             rows.append(row)
             print(f"{row['variant']}: {row['step_s']:.0f} s a step", file=sys.stderr, flush=True)
     return rows

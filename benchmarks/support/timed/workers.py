@@ -6,12 +6,12 @@ import resource
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -34,6 +34,9 @@ from penstock.pipeline.runtime.roles import ROLES
 PIPELINE = ("trainer", "rollout", "scorer", "feeder")
 PRELOADED = [ROLES[role].module for role in PIPELINE]
 LIMIT_S = 900.0
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 def register(stages: Stages) -> None:
@@ -77,6 +80,7 @@ class Fleet:
     names: Iterator[str] = field(default_factory=lambda: iter(lambda: uuid.uuid4().hex[:8], ""))
     _context: Any = field(default_factory=lambda: multiprocessing.get_context("forkserver"))
     _starting: threading.Lock = field(default_factory=threading.Lock)
+    _processes: list[Any] = field(default_factory=list)
 
     def broker_cpu_s(self) -> float:
         """Processor seconds of the broker so far."""
@@ -136,6 +140,7 @@ class Fleet:
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(target=work, args=(role, slot, run, self.broker.bootstrap, stages, self.folder, sender))
         process.start()
+        self._processes.append(process)
         sender.close()
         return process, receiver
 
@@ -158,11 +163,21 @@ class Fleet:
     def run_all(self, jobs: Sequence[tuple[Workload, Stages]], *, at_once: int, notify: Callable[[str], None]) -> list[Measured]:
         """Several runs, at most `at_once` concurrently, in order."""
         results = []
-        with ThreadPoolExecutor(at_once) as pool:
-            for result in pool.map(lambda job: self.run(*job), jobs):
-                results.append(result)
-                notify(f"{len(results)} of {len(jobs)} runs: {result.report['time']['train_s']:.1f} s")
+        for result in self.map(lambda job: self.run(*job), jobs, at_once=at_once):
+            results.append(result)
+            notify(f"{len(results)} of {len(jobs)} runs: {result.report['time']['train_s']:.1f} s")
         return results
+
+    def map(self, run_one: Callable[[Job], Result], jobs: Iterable[Job], *, at_once: int) -> Iterator[Result]:
+        """Results in the order of the jobs. The first failure, or an interrupt, ends all workers."""
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                yield from pool.map(run_one, jobs)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self._processes:
+                    process.kill()
+                raise
 
 
 @contextmanager
