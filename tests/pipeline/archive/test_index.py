@@ -179,11 +179,7 @@ def test_a_filter_selects_the_groups_for_which_its_conditions_hold(listed: Group
     everything = listed.page(limit=1000)["rows"]
     page = listed.page(where, limit=1000)
     assert page["rows"] == [row for row in everything if condition(row)]
-    assert (
-        sum(listed.counts(where).values())
-        == sum(listed.histogram(where)["counts"]) + listed.histogram(where)["without"]
-        == page["matching"]
-    )
+    assert page["matching"] == len(page["rows"])
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "1.0:", ":4"])
