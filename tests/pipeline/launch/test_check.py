@@ -346,7 +346,7 @@ def test_init_prints_a_configuration_and_nothing_else_on_stdout(
     monkeypatch.chdir(project(tmp_path))
     assert cli.main(["init", "--model", "model", "--data", "rows.jsonl", "--reward", "rew.py:right"]) == OK
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[0].endswith("measuring prompts and answers of 50 rows with the model's tokenizer")
+    assert captured.err.splitlines()[0].endswith("measuring prompts and references of 50 rows with the model's tokenizer")
     (tmp_path / "my.toml").write_text(captured.out, encoding="utf-8")
     assert load(tmp_path / "my.toml").data.source == str(tmp_path / "rows.jsonl")
 
