@@ -211,13 +211,13 @@ def _engine(config: Config | None) -> Iterator[Finding]:
         elif config is None and importlib.util.find_spec("vllm") is not None:
             check_installed("auto")
     except (ConfigError, EngineRefused) as error:
-        yield Finding("engine", "fail", "unusable", str(error))
+        yield Finding("engine", "fail", "the engine cannot run on this machine", str(error))
 
 
 def _gpu(driver_file: Path = DRIVER_FILE) -> Finding:
     gpus = visible_gpus()
     if not gpus:  # importing torch takes seconds
-        return Finding("gpu", "ok", "none: models run on the CPU")
+        return Finding("gpu", "ok", "no NVIDIA GPU: models run on the CPU")
     try:
         import torch
     except ImportError:
@@ -261,18 +261,18 @@ def _state() -> Finding:
         "state directory",
         free >= MIN_DISK_GIB,
         f"{directory}, {free:.0f} GiB free",
-        f"free some: runs want {MIN_DISK_GIB:.0f} GiB, or set PENSTOCK_HOME",
+        f"free disk space: a run needs {MIN_DISK_GIB:.0f} GiB; or set PENSTOCK_HOME to another disk",
     )
 
 
 def _memory() -> Finding:
     free = psutil.virtual_memory().available / 2**30
-    return _finding("memory", free >= MIN_MEMORY_GIB, f"{free:.1f} GiB free", f"the demo wants {MIN_MEMORY_GIB:.0f} GiB")
+    return _finding("memory", free >= MIN_MEMORY_GIB, f"{free:.1f} GiB free", f"free memory: the demo needs {MIN_MEMORY_GIB:.0f} GiB")
 
 
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _finding("cores", cores >= 2, str(cores), "with one core every worker waits for the others")
+    return _finding("cores", cores >= 2, str(cores), "use at least 2: with one core the workers wait for each other")
 
 
 def _java() -> Finding:
