@@ -73,9 +73,9 @@ def notebook_screen() -> NotebookScreen | None:
 class Terminal(Console):
     """A rich console that shows hidden characters of texts escaped; rich itself removes only some."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         # A `Live` replaces standard output; without a file of its own, the console would write its control characters escaped.
-        super().__init__(**{"file": exact_output(), **options})
+        super().__init__(**{"file": exact_output(error=stderr), **options})
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(part if part.control else part._replace(text=visible(part.text)) for part in buffer)

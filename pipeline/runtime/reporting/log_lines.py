@@ -68,9 +68,10 @@ def visible_errors() -> Iterator[None]:
         sys.stderr = before
 
 
-def exact_output() -> TextIO:
-    """Standard output that does not escape anything, for data."""
-    output: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+def exact_output(*, error: bool = False) -> TextIO:
+    """Standard output, or standard error, that does not escape anything, for data."""
+    stream = sys.stderr if error else sys.stdout
+    output: TextIO = getattr(stream, "rich_proxied_file", stream)
     return output
 
 
