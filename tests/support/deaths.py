@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import psutil
+
 from penstock.infra import faults
 from penstock.topics.wire.codec import Codec
 
@@ -55,6 +57,19 @@ def dying_of(payloads: Mapping[str, tuple[str, bytes]], *, times: int) -> Iterat
 
     with patch.object(Codec, "decode", deadly):
         yield deaths
+
+
+def kill_rank_at(rank: int, fault: str) -> None:
+    """In a trainer's first process: kill one of its other ranks at a fault point, and stay there."""
+    chosen = faults.parse(fault)
+
+    def reach(name: str) -> None:
+        chosen.passes -= name == chosen.name
+        if name == chosen.name and not chosen.passes:
+            sorted(psutil.Process().children(), key=psutil.Process.create_time)[rank - 1].kill()
+            _never_go_on()
+
+    faults.reach = reach
 
 
 def _never_go_on() -> None:

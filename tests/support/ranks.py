@@ -19,7 +19,7 @@ from penstock.topics.groups import Group
 from penstock.topics.ledger import Planned
 from tests.support.trainer_alone import group_of
 
-STEPS = 10
+STEPS = 20
 GRADIENT = {"eps": 1e4, "lr": 1e8}
 """AdamW with so large an `eps` moves every weight by ten thousand times its gradient: so far that the rounding of the weight, which is
 1 in norms, does not show."""
@@ -30,8 +30,8 @@ def group_in(step: int, place: int) -> Group:
     return group_of(10 * step + place, version=0, tokens=6 if place == 0 and step % 2 == 0 else 2)
 
 
-def trained(backend: Backend, objective: Objective, *, groups: int, steps: int, ranks: Any = None) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step."""
+def trained(backend: Backend, objective: Objective, *, groups: int, steps: int, ranks: Any = None) -> list[tuple[float, float, int]]:
+    """Loss, gradient norm and number of micro-batches of each step."""
     results = []
     for number in range(steps):
         step = Step(backend, objective, number, None if ranks is None else ranks())
@@ -39,7 +39,7 @@ def trained(backend: Backend, objective: Objective, *, groups: int, steps: int, 
             planned = Planned(group=10 * number + place, sha256="", partition=0, offset=0)
             step.add(group_in(number, place), planned)
         outcome = step.finish(learner_version=0)
-        results.append((outcome.loss, outcome.grad_norm))
+        results.append((outcome.loss, outcome.grad_norm, len(outcome.boundaries)))
     return results
 
 

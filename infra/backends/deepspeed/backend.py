@@ -7,6 +7,7 @@ tensors, plain values and the three classes that ZeRO stores. Files that other u
 """
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -314,10 +315,11 @@ class DeepSpeedBackend(LocalModel):
         }
 
     def close(self) -> None:
-        """Free DeepSpeed's buffers and hooks; the process group stays until the process ends."""
+        """Free DeepSpeed's state and hooks; the process group stays until the process ends, as does what DeepSpeed caches under ZeRO-3."""
         self.engine.destroy()
-        self.engine = self.optimizer = None
+        self.engine = self.optimizer = self.forward = None
         super().close()
+        gc.collect()  # engine, hooks and model refer to each other
 
     def _config(self) -> dict[str, Any]:
         clip = self.settings.max_grad_norm if self.zero_stage else 0.0  # stage 0 clips in `_divide_and_clip`

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.workers.trainer import other_ranks
 from penstock.workers.trainer.other_ranks import PARENT
+from tests.support.deaths import kill_rank_at
 from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
@@ -41,33 +43,42 @@ that what was rounded in it is relative to them and not to what is left."""
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("size", "groups", "cases"),
+    ("size", "groups", "by", "cases"),
     [
-        pytest.param(2, 2, CASES[:1], id="two"),
-        pytest.param(2, 2, CASES, id="two, all stages", marks=pytest.mark.slow),
-        pytest.param(2, 1, CASES, id="one of two has nothing", marks=pytest.mark.slow),
-        pytest.param(3, 3, CASES, id="three", marks=pytest.mark.slow),
-        pytest.param(3, 2, CASES, id="one of three has nothing", marks=pytest.mark.slow),
+        pytest.param(2, 2, "computed", CASES[:1], id="two"),
+        pytest.param(2, 2, "computed", CASES, id="two, all stages", marks=pytest.mark.slow),
+        pytest.param(2, 1, "padded", CASES, id="one of two has nothing", marks=pytest.mark.slow),
+        pytest.param(3, 3, "computed", CASES, id="three", marks=pytest.mark.slow),
+        pytest.param(3, 2, "padded", CASES, id="one of three has nothing", marks=pytest.mark.slow),
+        pytest.param(4, 2, "computed", CASES, id="four with a sample each", marks=pytest.mark.slow),
     ],
 )
 def test_several_processes_give_the_losses_gradients_and_weights_of_one(
-    tiny_model: Path, tmp_path: Path, size: int, groups: int, cases: list[Any]
+    tiny_model: Path, tmp_path: Path, size: int, groups: int, by: str, cases: list[Any]
 ) -> None:
+    # The gradient of a value head's bias, the sum of a step's advantages, is zero but for rounding, which AdamW scales to the learning
+    # rate: with a head the one process divides the step like the others.
     value_head = {"value_lr": 1e-2} if cases == CASES[:1] else {}
     settings: dict[str, Any] = {"model_path": str(tiny_model), "lr": 1e-3, "max_grad_norm": 1e9, **value_head}
-    config = config_for(tiny_model, tmp_path, trainer={"processes": size}, schedule={"prompts_per_step": groups})
-    alone = measured(settings, "torch", config, groups=groups)
-    assert min(norm for _, norm in alone["trained_steps"]) > 0
+    config, of_one = (
+        config_for(tiny_model, tmp_path, trainer={"processes": count, "micro_batch_by": by}, schedule={"prompts_per_step": groups})
+        for count in (size, size if value_head else 1)
+    )
+    limit = 2e-6 if size == 3 else 1e-6  # an average of three rounds
+    alone = measured(settings, "torch", of_one, groups=groups)
+    assert min(norm for _, norm, _ in alone["trained_steps"]) > 0
     for (name, own), found in zip(cases, on_ranks(size, cases, settings, config, groups=groups, directory=tmp_path), strict=True):
         case = f"{name} {own}"
         print(f"{size} processes, {groups} groups, {case}: {apart(found, alone)}")
-        (losses, norms), (alone_losses, alone_norms) = np.transpose(found["trained_steps"]), np.transpose(alone["trained_steps"])
-        np.testing.assert_allclose(losses, alone_losses, rtol=0, atol=1e-5 * TERM, err_msg=case)
-        np.testing.assert_allclose(norms, alone_norms, rtol=1e-5, err_msg=case)
-        for tensor, gradient in alone["first"].items():
-            distance = np.abs(found["first"][tensor] - gradient).max()
-            assert distance <= 1e-5 * np.abs(gradient).max() + 1e-6, f"{case}: first gradient of {tensor}"
-            np.testing.assert_allclose(found["trained"][tensor], alone["trained"][tensor], rtol=1e-4, atol=1e-4, err_msg=case)
+        losses, norms, batches = np.transpose(found["trained_steps"])
+        alone_losses, alone_norms, _ = np.transpose(alone["trained_steps"])
+        assert by == "padded" or min(batches) >= size, f"{case}: a rank had no work in a step"
+        np.testing.assert_allclose(losses, alone_losses, rtol=0, atol=limit * TERM, err_msg=case)
+        np.testing.assert_allclose(norms, alone_norms, rtol=limit, err_msg=case)
+        for key in ("first", "trained"):
+            for tensor, value in alone[key].items():
+                distance = np.linalg.norm(found[key][tensor] - value)
+                assert distance <= limit * np.linalg.norm(value), f"{case}: {key} {tensor}"
 
 
 def apart(found: dict[str, Any], alone: dict[str, Any]) -> str:
@@ -77,7 +88,7 @@ def apart(found: dict[str, Any], alone: dict[str, Any]) -> str:
         norms = [(np.linalg.norm(found[key][name] - value), np.linalg.norm(value)) for name, value in alone[key].items()]
         return float(max(gap / norm for gap, norm in norms if norm))
 
-    steps = [np.array(run["trained_steps"]) for run in (found, alone)]
+    steps = [np.array(run["trained_steps"])[:, :2] for run in (found, alone)]
     losses, norms = (np.abs(steps[0] - steps[1]) / np.stack([np.full(len(steps[1]), TERM), steps[1][:, 1]], axis=1)).max(axis=0)
     tensors = f"first gradients {far('first'):.1e}, weights after {len(steps[0])} steps {far('trained'):.1e}"
     return f"losses {losses:.1e}, norms {norms:.1e}, {tensors}"
@@ -120,28 +131,39 @@ POINTS = (
     "ledger.checkpoint.before", "ledger.checkpoint.after", "chunk.sent:2", "recovery.repeated", "ledger.step.after:2",
     "ledger.run-closed.before",
 )  # fmt: skip
-"""Points at which a set is killed in this order, each further in the run than the one before it."""
+"""Points at which a rank is killed in this order, each further in the run than the one before it."""
+KILLED = [
+    *(pytest.param(2, first, {"backend": "torch"}, id=f"torch, rank {first} first") for first in (0, 1)),
+    *(
+        pytest.param(2, first, {"backend": "deepspeed", "zero_stage": stage}, id=f"ZeRO-{stage}, rank {first} first")
+        for stage in (1, 2, 3)
+        for first in (0, 1)
+    ),
+    pytest.param(4, 0, {"backend": "torch"}, id="four, one rank at each point"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "own"), [(2, {"backend": "torch"}), (2, {"backend": "deepspeed", "zero_stage": 2}), (4, {"backend": "torch"})]
-)
-def test_a_set_that_is_killed_at_each_point_and_in_each_rank_ends_in_the_same_run(
-    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, size: int, own: dict[str, Any]
+@pytest.mark.parametrize(("size", "first", "own"), KILLED)
+def test_a_set_of_which_each_rank_is_killed_at_each_point_ends_in_the_same_run(
+    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, size: int, first: int, own: dict[str, Any]
 ) -> None:
     def disturb(trainer: Processes) -> None:
-        for point in POINTS:
-            trainer.start("trainer", environment={VARIABLE: point})
+        for number, point in enumerate(POINTS):
+            rank = 0 if point.startswith("rank.") else (first + number) % size  # only other ranks than 0 pass such a point
+            if rank:
+                trainer.start("trainer", before=partial(kill_rank_at, rank, point))
+            else:
+                trainer.start("trainer", environment={VARIABLE: point})
             assert trainer.ended("trainer", limit_s=400.0) != 0, point
-        for rank in range(size):
-            before = trainer.text("trainer").count("processes train: ")
-            trainer.start("trainer")
-            while trainer.text("trainer").count("processes train: ") == before:
-                time.sleep(0.1)
-            line = trainer.text("trainer").rpartition("processes train: ")[2].splitlines()[0]
-            os.kill(int(re.findall(r"\d+", line)[rank]), signal.SIGKILL)
-            assert trainer.ended("trainer", limit_s=400.0) != 0
+            assert not rank or f"rank {rank} was killed by SIGKILL" in trainer.text("trainer"), point
+        before = trainer.text("trainer").count("processes train: ")
+        trainer.start("trainer")
+        while trainer.text("trainer").count("processes train: ") == before:
+            time.sleep(0.1)
+        line = trainer.text("trainer").rpartition("processes train: ")[2].splitlines()[0]
+        os.kill(int(re.findall(r"\d+", line)[first]), signal.SIGKILL)
+        assert trainer.ended("trainer", limit_s=400.0) != 0
 
     config = config_for(tiny_model, tmp_path, trainer={"processes": size, "micro_batch_by": "computed", **own})
     ends_in_the_same_run(broker, run_id, tmp_path, config, disturb=disturb)

@@ -1,5 +1,6 @@
 """A checkpoint of DeepSpeed is read by other numbers of processes than wrote it."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,13 @@ def test_a_loaded_optimizer_keeps_the_settings_of_its_own_run(model_path: str, t
     after.load(tmp_path / "0")
     assert [{name: group[name] for name in kept} for group, kept in zip(after.optimizer.param_groups, settings, strict=True)] == settings
     assert after.zero_stage == 0 or after.optimizer.clip_grad == 0.25
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_closed_backend_frees_its_masters(model_path: str, stage: int) -> None:
+    backend = opened(model_path, {"zero_stage": stage})
+    step(backend, 0, 1)
+    masters = [weakref.ref(master) for master in backend.optimizer.single_partition_of_fp32_groups]
+    assert masters
+    backend.close()
+    assert [master() for master in masters] == [None] * len(masters)
