@@ -317,8 +317,9 @@ class DeepSpeedBackend(LocalModel):
     def close(self) -> None:
         """Free DeepSpeed's state and hooks; the process group stays until the process ends, as does what DeepSpeed caches under ZeRO-3."""
         self.engine.destroy()
-        self.engine = self.optimizer = self.forward = None
+        self.engine = self.optimizer = None
         super().close()
+        del self.forward
         gc.collect()  # engine, hooks and model refer to each other
 
     def _config(self) -> dict[str, Any]:
