@@ -144,6 +144,7 @@ KILLED = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # fourteen starts of a set, and each imports DeepSpeed
 @pytest.mark.parametrize(("size", "first", "own"), KILLED)
 def test_a_set_of_which_each_rank_is_killed_at_each_point_ends_in_the_same_run(
     broker: str, tiny_model: Path, run_id: str, tmp_path: Path, size: int, first: int, own: dict[str, Any]
