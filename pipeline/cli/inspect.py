@@ -1,5 +1,6 @@
 """Commands that inspect a run: status, logs, report, audit, explain, sql, graph, ui; and `penstock stop`. They write to no topic."""
 
+import contextlib
 import re
 import shutil
 import sys
@@ -304,7 +305,7 @@ def sql(
     json: Json = False,
 ) -> None:
     """Query a run in SQL: samples, groups, steps, lag, rewards, timeline."""
-    from penstock.infra.errors import ConfigError
+    from penstock.infra.errors import ConfigError, PenstockError
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.index.run_index import open_index
     from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
@@ -313,7 +314,8 @@ def sql(
     if csv and json:
         raise ConfigError("give either --csv or --json")
     if query is None:
-        with reading(run, bootstrap, security) as (log, run_id):
+        listed = views()  # of a run that cannot be read, the columns that every run has
+        with contextlib.suppress(PenstockError, ConfigError), reading(run, bootstrap, security) as (log, run_id):
             listed = views(open_index(log, run_id)[0].steps().schema)
         _list(listed, json=json)
         return
