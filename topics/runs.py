@@ -22,6 +22,8 @@ from penstock.topics.wire.secrets import without_passwords
 SCHEMA = "runs/1"
 Status = Literal["created", "running", "finished", "stopped", "failed"]
 STATUSES: tuple[Status, ...] = get_args(Status)
+ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
+"""Statuses of a run to which no more records are written, unless it is resumed."""
 
 CODEC = Codec(
     SCHEMA,

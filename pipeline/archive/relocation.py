@@ -104,15 +104,7 @@ class Relocation:
         """Rewrite the carried record too."""
         dead_letter = dead_letters.decode(value)
         topic = dead_letter.topic.removeprefix(f"{self.run}.")
-        record = Record(
-            topic=dead_letter.topic,
-            partition=dead_letter.partition,
-            offset=dead_letter.offset,
-            timestamp_ms=dead_letter.timestamp_ms,
-            key=dead_letter.key,
-            headers=dead_letter.headers,
-            value=dead_letter.value,
-        )
+        record = dead_letters.to_record(dead_letter)
         if topic in TOPICS:
             record = self.apply(kind_of(topic, dead_letter.partition), record)
         offset = self.offset(topic, dead_letter.partition, dead_letter.offset)

@@ -1,7 +1,6 @@
 """Commands that inspect a run: status, logs, report, audit, explain, sql, graph, ui; and `penstock stop`. They write to no topic."""
 
 import contextlib
-import re
 import shutil
 import sys
 import textwrap
@@ -182,7 +181,6 @@ def _page(
 
 
 LOG_LINES = 20
-_STAMP = re.compile(r"(?:---- )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 POLL_S = 0.3
 STOP_LIMIT_S = 240.0
 
@@ -195,21 +193,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
     """Print the logs of a run's workers on this machine, in the order of their times."""
-    from penstock.pipeline.launch.run_lock import folder_of, log_files
+    from penstock.pipeline.launch.run_lock import folder_of, log_files, timed_lines
 
     directory = folder_of(run)
     files = log_files(directory, role)
     width = max(len(file.stem) for file in files)
-    read: dict[Path, int] = {}
-    last: list[tuple[str, Path, str]] = []
-    for file in files:
-        text, time_of = file.read_bytes(), ""
-        read[file] = len(text)
-        for line in text.decode("utf-8", "replace").splitlines()[-count:] if count else ():
-            if stamp := _STAMP.match(line):
-                time_of = stamp[1]
-            last.append((time_of, file, line))  # a line without a time belongs to the one before it
-    for _, file, line in sorted(last, key=lambda entry: entry[0]):
+    texts = {file: file.read_bytes() for file in files}
+    read = {file: len(text) for file, text in texts.items()}
+    for file, line in timed_lines(texts, count=count):
         _print_log(file, [line], width)
     while follow:
         time.sleep(POLL_S)
@@ -314,10 +305,10 @@ def sql(
     if csv and json:
         raise ConfigError("give either --csv or --json")
     if query is None:
-        listed = views()  # of a run that cannot be read, the columns that every run has
+        own = {}  # of a run that cannot be read, the columns that every run has
         with contextlib.suppress(PenstockError, ConfigError), reading(run, bootstrap, security) as (log, run_id):
-            listed = views(open_index(log, run_id)[0].steps().schema)
-        _list(listed, json=json)
+            own = {"steps": open_index(log, run_id)[0].steps().schema}
+        _list(views(**own), json=json)
         return
     text = sys.stdin.read() if query == "-" else query
     try:

@@ -1,5 +1,6 @@
 """Reference answers in the formats of data sets, and the columns of a row merged with values that a run adds."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
@@ -31,6 +32,16 @@ def accepted(reference: Any) -> tuple[str, ...]:
         accepted({"ground_truth": [18.0, "eighteen"]})  # -> ("18", "eighteen")
     """
     return tuple(each if isinstance(each, str) else _digits(each) for each in _alternatives(reference))
+
+
+def reference_text(columns: str | None) -> str | None:
+    """The reference answer in a row's columns, which are JSON, as a text; None if they have none.
+
+    Example:
+        reference_text('{"answer": 15}')  # -> "15"
+    """
+    reference = json.loads(columns or "{}").get("answer")
+    return None if reference is None else str(reference)
 
 
 def matches_reference(text: str, reference: Any) -> bool:

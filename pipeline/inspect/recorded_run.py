@@ -11,7 +11,7 @@ from penstock.pipeline.learner.ledger_history import LedgerHistory, ledger_histo
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.topics.dead_letters import DeadLetter
-from penstock.topics.runs import RunRecord
+from penstock.topics.runs import ENDED, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,7 @@ class RecordedRun:
     @property
     def ended(self) -> bool:
         """True if no more records will follow."""
-        return self.past.ledger_state.closed is not None or (
-            self.record is not None and self.record.status in ("finished", "stopped", "failed")
-        )
+        return self.past.ledger_state.closed is not None or (self.record is not None and self.record.status in ENDED)
 
 
 def read_run(log: Log, run: str) -> RecordedRun:

@@ -10,6 +10,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import together
 from penstock.pipeline.scheduling import group_status as groups
 from penstock.topics.ledger import ALL_DONE
+from penstock.topics.runs import ENDED
 
 
 def closing(view: RunView) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def status_of(view: RunView) -> str:
 
 def has_ended(view: RunView) -> bool:
     """True if no more records will follow."""
-    return status_of(view) in ("finished", "stopped", "failed")
+    return status_of(view) in ENDED
 
 
 def resumptions(view: RunView) -> int:

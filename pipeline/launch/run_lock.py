@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -188,3 +189,18 @@ def log_files(directory: Path, role: str | None) -> Sequence[Path]:
         names = [file.stem for file in files]
         raise ConfigError(f"run {directory.name} has no log of {role!r}; it has {', '.join(names) or 'none'}{nearest(role or '', names)}")
     return chosen
+
+
+_TIME = re.compile(r"(?:---- )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+
+
+def timed_lines(logs: Mapping[Path, bytes], *, count: int) -> list[tuple[Path, str]]:
+    """(log, line) of the last `count` lines of each log, in the order of their times; a line without a time follows the one before it."""
+    lines: list[tuple[str, Path, str]] = []
+    for file, text in logs.items():
+        time_of = ""
+        for line in text.decode("utf-8", "replace").splitlines()[-count:] if count else ():
+            if stamp := _TIME.match(line):
+                time_of = stamp[1]
+            lines.append((time_of, file, line))
+    return [(file, line) for _, file, line in sorted(lines, key=lambda entry: entry[0])]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.papers import pipelinerl, rollart, rolloutpipe
+from benchmarks.papers.simulated import pipelinerl, rollart, rolloutpipe
 from benchmarks.support.comparison import Figure
 
 

@@ -61,6 +61,14 @@ class Waves:
             self.workers.signal(name, signal.SIGCONT)
             self.stops.setdefault(name, []).append((began, time.time_ns()))
 
+    def run(self, plan: Plan, worker_set: WorkerSet) -> None:
+        """Start all workers, and hit those of each wave of the plan after another three steps."""
+        for name in WORKERS:
+            self.start(name)
+        for done, (what, names) in enumerate(plan, start=1):
+            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 3 * done)
+            self.hit(what, names)
+
 
 @pytest.mark.parametrize(
     ("plan", "steps"), [(ALL_AT_ONCE, 12), pytest.param(WAVES, 14, marks=pytest.mark.slow)], ids=["all at once", "in waves"]
@@ -75,11 +83,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
     with WorkerSet(broker, run) as worker_set, Processes(broker, run, tmp_path) as workers:
         worker_set.create(config)
         waves = Waves(workers, seed=7)
-        for name in WORKERS:
-            waves.start(name)
-        for done, (what, names) in enumerate(plan, start=1):
-            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 3 * done)
-            waves.hit(what, names)
+        waves.run(plan, worker_set)
         zombie = workers.running["scorer-0"]
         waves.start("scorer-0")  # a second process takes the name of one that is alive, or has just begun
         worker_set.wait(lambda: worker_set.report()["status"] == "finished")
@@ -103,12 +107,7 @@ def test_with_extra_groups_every_group_ends_once_whatever_is_killed(broker, run_
     config = config_in_flight(tiny_model, tmp_path, **sizes)
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
         worker_set.create(config)
-        waves = Waves(workers, seed=7)
-        for name in WORKERS:
-            waves.start(name)
-        for done, (what, names) in enumerate(WAVES, start=1):
-            worker_set.wait(lambda done=done: worker_set.report()["steps"] >= 3 * done)
-            waves.hit(what, names)
+        Waves(workers, seed=7).run(WAVES, worker_set)
         worker_set.wait(lambda: worker_set.report()["status"] == "finished")
         report = worker_set.report()
     counts = dict(report["groups"])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.papers import pipelinerl as paper
+from benchmarks.papers.simulated import pipelinerl as paper
 from benchmarks.support.timed import pages
 from benchmarks.support.timed.stages import Stages
 from benchmarks.support.timed.workers import Measured, fleet

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.papers import rolloutpipe as paper
+from benchmarks.papers.simulated import rolloutpipe as paper
 from benchmarks.support.timed import pages
 from benchmarks.support.timed.stages import Stages
 from benchmarks.support.timed.workers import Measured, fleet

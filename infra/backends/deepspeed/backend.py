@@ -319,7 +319,6 @@ class DeepSpeedBackend(LocalModel):
         self.engine.destroy()
         self.engine = self.optimizer = None
         super().close()
-        del self.forward
         gc.collect()  # engine, hooks and model refer to each other
 
     def _config(self) -> dict[str, Any]:

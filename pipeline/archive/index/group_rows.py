@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from penstock.infra.log import Partition
+from penstock.pipeline.data.references import SOURCE_COLUMN
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.pipeline.scheduling.group_status import SETTLED, group_status
@@ -258,7 +259,7 @@ def _outcome(parts: Sequence[pa.RecordBatch]) -> Row:
     samples = [part.column("samples").flatten() for part in parts]
     rewards = [reward for part in samples for reward in part.field("reward").to_pylist()]
     values = [reward for reward in rewards if reward is not None]
-    source = json.loads(first.column("columns")[0].as_py() or "{}").get("data_source")
+    source = json.loads(first.column("columns")[0].as_py() or "{}").get(SOURCE_COLUMN)
     return {
         **_payload(first, {}),
         "reason": first.column("reason")[0].as_py(),

@@ -9,7 +9,6 @@ Example:
     second = rows.page(Filters(statuses=("trained",), reward=(0.0, 0.2)), order="worst", limit=100, after=first["next"])
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+from penstock.pipeline.data.references import reference_text
 
 MOST_ROWS = 1_000
 EXCERPT = 400
@@ -141,13 +142,13 @@ class GroupList:
 
     def _row(self, row: dict[str, Any], times: Mapping[str, float]) -> dict[str, Any]:
         prompt, columns = row.pop("prompt") or "", row.pop("columns")
-        reference = json.loads(columns).get("answer") if columns else None
+        reference = reference_text(columns)
         return {
             **row,
             "rewards": [None if reward != reward else reward for reward in row["rewards"] or ()],  # noqa: PLR0124
             "prompt": prompt[-EXCERPT:],
             "prompt_length": len(prompt),
-            "answer": None if reference is None else str(reference)[:EXCERPT],
+            "answer": None if reference is None else reference[:EXCERPT],
             "dead_letter": self.dead_letters.get(row["group"]),
             **{f"{name}_ms": None if math.isnan(time_ns) else int(time_ns // 1e6) for name, time_ns in times.items()},
         }

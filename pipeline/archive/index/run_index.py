@@ -20,13 +20,13 @@ from penstock.pipeline.archive.index.segments import ROWS, Segments
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.pipeline.scheduling.rules import IdSet
+from penstock.topics.runs import ENDED
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 FOLDER = "index"
 """Of the files, in the run's folder."""
 _POSITIONED = (".prompts", ".groups")
-ENDED = ("finished", "stopped", "failed")
 
 
 class RunIndex:

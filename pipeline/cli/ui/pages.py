@@ -22,7 +22,7 @@ from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.pipeline.inspect.run_status import group_statuses, has_ended, last_reward, status_of
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import config_rows, curve
-from penstock.pipeline.launch.run_lock import log_files
+from penstock.pipeline.launch.run_lock import log_files, timed_lines
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
 COLUMNS = "select table_name, column_name, data_type from duckdb_columns() where schema_name = 'main' order by column_index"
@@ -199,7 +199,7 @@ def _cell(value: Any) -> tuple[str, str]:
 def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Any:
     """The first rows of a result. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
     if not questions.acquire(blocking=False):
-        raise ValueError("other queries are being computed: address again when they have their answers")
+        raise ValueError("other queries are being computed: repeat this one when they have their results")
     try:
         prepared = question(LiveTables(cast(KafkaLog, runs.log), name), sql_text)
         return prepared.result(Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone))
@@ -217,13 +217,9 @@ def logs(address: Address) -> Page:
         files = log_files(run_directory(address.run), worker or None)
     except ConfigError as error:
         return "logs.html", {**facts, "problem": str(error)}
-    lines = [
-        (line[:19], file.stem, line)
-        for file in files
-        for line in file.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
-        if text in line.lower()
-    ]
-    return "logs.html", {**facts, "lines": sorted(lines, key=lambda line: line[0])[-LOG_LINES:], "workers": [file.stem for file in every]}
+    lines = timed_lines({file: file.read_bytes() for file in files}, count=LOG_LINES)
+    shown = [(file.stem, line) for file, line in lines if text in line.lower()]
+    return "logs.html", {**facts, "lines": shown[-LOG_LINES:], "workers": [file.stem for file in every]}
 
 
 def dead_letters(address: Address) -> Page:
@@ -250,7 +246,7 @@ def topics(address: Address) -> Page:
 
 
 def topic(address: Address) -> Page:
-    """The newest records of a address.topic, or one record with its payload."""
+    """The newest records of a topic, or one record with its payload."""
     facts = {**frame(address), "topic": address.topic, "records": [], "record": None}
     if address.query.get("offset", "").isdecimal() and address.query.get("partition", "").isdecimal():
         position = {name: int(address.query[name]) for name in ("partition", "offset")}

@@ -220,9 +220,9 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: int | None) -> dict[str, Any]:
-    scores = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
+    """Texts and tokens of a group; NaN for an unknown number, which the server sends as null."""
     samples, budget, ids = list[dict[str, Any]](), DETAILED_TOKENS, set[int]()
-    for scored, advantage in zip(group.samples, scores, strict=True):
+    for scored, advantage in zip(group.samples, advantages.of(group).tolist(), strict=True):
         rollout = scored.rollout
         budget -= len(rollout.token_ids) if sample is None else 0
         detailed = rollout.sample == sample if sample is not None else budget >= 0 or not samples
@@ -243,7 +243,7 @@ def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: i
                 "turns": [[turn.source, turn.start, turn.end] for turn in rollout.turns] if rollout.turns else None,
                 "detail": {
                     "ids": rollout.token_ids.tolist(),
-                    "logprobs": [None if value != value else round(float(value), 3) for value in rollout.behaviour_logprobs],  # noqa: PLR0124
+                    "logprobs": [round(float(value), 3) for value in rollout.behaviour_logprobs],
                     "spans": [[int(at), int(version)] for at, version in zip(rollout.span_starts, rollout.span_versions, strict=True)],
                     "masked": [] if rollout.loss_mask.all() else (~rollout.loss_mask).nonzero()[0].tolist(),
                 }

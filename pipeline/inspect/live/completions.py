@@ -1,10 +1,10 @@
 """Completions for the live view: the best of the newest groups, and the newest; only shown payloads are decoded."""
 
-import json
 import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from penstock.pipeline.data.references import reference_text
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
@@ -91,10 +91,10 @@ class Completions:
         return group
 
     def _completion(self, which: str, group: groups.Group, sample: groups.ScoredSample) -> Completion:
-        prompt, reference = without_template(group.prompt, list(self._prompts)), json.loads(group.columns).get("answer")
+        prompt = without_template(group.prompt, list(self._prompts))
         # The part that all prompts have in common may belong to the question: it must not seem to end there.
         prompt += "" if group.prompt.endswith(prompt) else "…"
-        return Completion(which, sample.reward, prompt, sample.completion, None if reference is None else str(reference))
+        return Completion(which, sample.reward, prompt, sample.completion, reference_text(group.columns))
 
 
 def without_template(prompt: str, prompts: list[str]) -> str:

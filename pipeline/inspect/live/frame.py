@@ -184,7 +184,7 @@ def _progress(view: RunView, *, now_s: float, over: bool) -> Table:
 
 
 def _learning(view: RunView, *, width: int) -> Text:
-    """The report's sentence on the reward, and its curve if there is room beside it."""
+    """The report's sentence on the reward, and its curve if there is room after it."""
     if last_reward(view) is None:
         return Text("no samples are scored yet", style="dim")
     reward = reward_ends(view, steps=view.steps_done, per_version=steps_per_version(view))

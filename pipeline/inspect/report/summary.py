@@ -38,11 +38,11 @@ from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
 from penstock.pipeline.scheduling.rules import MODES
+from penstock.topics.runs import ENDED
 
 COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
 COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
-ENDED = ("finished", "stopped", "failed")
 STORED = "report.stored.json"
 STORED_FORMAT = 1
 """To be raised if a figure of the report changes its meaning."""

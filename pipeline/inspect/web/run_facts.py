@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.pipeline.config.load import from_json
+from penstock.pipeline.data.references import reference_text
 from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.live.frame import doing, ordered
 from penstock.pipeline.inspect.report.figures import by_role, shares
@@ -33,7 +34,7 @@ Facts = dict[str, Any]
 POINTS = 600
 """Most points of a curve; of more, the least and the greatest of each range remain."""
 STILL = 1e-6
-"""A curve that never leaves a band of this width is named and not drawn."""
+"""A curve that never leaves a band of this width is named and has no chart."""
 TRUNCATED, LOW_ESS = 0.2, 0.5
 """Share of truncated samples above which, and effective sample size below which, a run needs attention."""
 
@@ -323,7 +324,7 @@ def cards(groups: Sequence[Group]) -> list[Facts]:
             "group": group.group,
             "sample": sample.rollout.sample,
             "prompt": without_template(group.prompt, prompts),
-            "answer": answer_of(group.columns),
+            "answer": reference_text(group.columns),
             "completion": sample.completion,
             "reward": reward,
             "tokens": len(sample.rollout.token_ids),
@@ -331,12 +332,6 @@ def cards(groups: Sequence[Group]) -> list[Facts]:
         }
         for which, (reward, group, sample) in ((which, scored[index]) for which, index in chosen.items())
     ]
-
-
-def answer_of(columns: str) -> str | None:
-    """The reference answer in a row's columns; None if they have none."""
-    answer = json.loads(columns or "{}").get("answer")
-    return None if answer is None else str(answer)
 
 
 DERIVED = {

@@ -1,0 +1,1 @@
+"""Published figures of RolloutPipe, PipelineRL and RollArt, and the simulator's."""
