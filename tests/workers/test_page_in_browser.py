@@ -56,7 +56,7 @@ def looked(chromium: Any, path: Path) -> Iterator[Watched]:
 
 def shown(page: Any, count: int) -> None:
     """Wait until the list says that so many groups pass the filters."""
-    page.wait_for_function("count => document.getElementById('matches').dataset.shown === String(count)", arg=count, timeout=WAIT_MS)
+    page.wait_for_function("count => document.getElementById('matching').dataset.shown === String(count)", arg=count, timeout=WAIT_MS)
 
 
 def group_is(page: Any, box: str, number: int) -> None:

@@ -184,11 +184,11 @@ def _event(name: str, data: str) -> bytes:
 
 
 class AsciiJson(JSONResponse):
-    """JSON as browsers read it: no NaN, and no characters that UTF-8 cannot have."""
+    """JSON as browsers read it: no NaN, no characters that UTF-8 cannot have, and none that would start markup."""
 
     def render(self, content: Any) -> bytes:
         """The body of the response."""
-        return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).encode()
+        return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").encode()
 
 
 def static(request: Request) -> Response:
@@ -222,6 +222,6 @@ class Guard:
         if host not in ours or not hmac.compare_digest(token.encode(), self._server.token.encode()):
             await Response(status_code=404)(scope, receive, with_headers)
         elif scope["method"] != "GET":
-            await Response(status_code=405)(scope, receive, with_headers)
+            await Response(status_code=501)(scope, receive, with_headers)
         else:
             await self._app({**scope, "path": f"/{path}", "raw_path": f"/{path}".encode()}, receive, with_headers)

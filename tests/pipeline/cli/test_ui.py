@@ -53,7 +53,7 @@ def test_it_listens_on_loopback_and_answers_only_who_has_the_token_and_asks_this
     for path in ("/", "/secre/", "/secret2/", "/secret/../", "/secret/etc/passwd", "/secret/runs"):
         assert asked(server, path)[0] == 404, path
     assert asked(server, "/secret/", host="evil.example")[0] == 404
-    assert asked(server, "/secret/", method="POST")[0] == 405
+    assert asked(server, "/secret/", method="POST")[0] == 501
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_system_and_not_ours(server: Server) -> None:

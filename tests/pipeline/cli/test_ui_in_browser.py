@@ -148,7 +148,7 @@ def test_a_filter_leads_to_a_sample_and_to_a_token_by_the_keyboard_alone(chromiu
     page.wait_for_selector("#list [aria-selected=true]", timeout=WAIT_MS)
     page.keyboard.press("f")
     page.keyboard.type("trained")
-    page.wait_for_function("() => document.getElementById('matches').textContent.startsWith('8 of 10')", timeout=WAIT_MS)
+    page.wait_for_function("() => document.getElementById('matching').textContent.startsWith('8 of 10')", timeout=WAIT_MS)
     assert page.url.endswith("samples?status=trained"), "the view is an address"
     page.keyboard.press("Escape")
     page.keyboard.press("j")

@@ -45,12 +45,12 @@ async function readGroups(more = false) {
     Object.assign(list, { next: page.next, searched: list.searched + page.searched });
     $("list").append(...page.rows.map((row, index) => groupRow(row, from + index)));
     if (!list.rows.length) $("list").append(el("p", { className: "dim row" }, page.next === null ? "No group is like that." : "None yet; scroll to search on."));
-    $("matches").textContent = page.matched === null ? `${count(list.rows.length)} matching, ${count(list.searched)} of ${count(page.total)} groups searched` : `${count(page.matched)} of ${count(page.total)} groups`;
-    $("matches").dataset.shown = page.matched ?? list.rows.length;
+    $("matching").textContent = page.matched === null ? `${count(list.rows.length)} matching, ${count(list.searched)} of ${count(page.total)} groups searched` : `${count(page.matched)} of ${count(page.total)} groups`;
+    $("matching").dataset.shown = page.matched ?? list.rows.length;
     if (!more && list.rows.length) chooseRow(0, true);
     if (page.next !== null && page.matched === null && list.rows.length < 20) setTimeout(() => readGroups(true));
   } catch (error) {
-    if (error.name !== "AbortError") $("matches").textContent = error.message;
+    if (error.name !== "AbortError") $("matching").textContent = error.message;
   } finally {
     if (list.reading === mine) list.reading = null;
   }
