@@ -73,10 +73,7 @@ def index(address: Address) -> Page:
     for row in listed:
         if (text and text not in " ".join(map(str, row.values())).lower()) or (status and row["status"] != status):
             continue
-        view = address.runs[row["run"]].update()
-        rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
-        solved = [measured.values.get("greedy_accuracy") for _, measured in sorted(view.evals.items())]
-        rows.append({**row, "status": status_of(view), "reward": last_reward(view), "curve": rewards, "solved": solved})
+        rows.append({**row, **address.runs.summary(row["run"])._asdict()})
     values = [value for row in rows for value in row["curve"] if value is not None]
     scale = {"low": min(values, default=0.0), "high": max(values, default=1.0)}
     return "runs.html", {"rows": rows, "total": len(listed), "scale": scale, "q": address.query.get("q", ""), "chosen_status": status}

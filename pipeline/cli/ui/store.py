@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,15 +13,16 @@ from penstock.infra.log import Log, Tail
 from penstock.pipeline.archive.index.queries import Filters, GroupList
 from penstock.pipeline.archive.index.run_index import RunIndex, index_folder
 from penstock.pipeline.inspect.live.completions import without_template
+from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report.summary import summarise
-from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended
-from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended, last_reward, status_of
+from penstock.pipeline.inspect.run_view import RunView, read_view
 from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck, bottleneck
 from penstock.pipeline.inspect.tables.advantages import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web import run_facts
 from penstock.pipeline.inspect.web.build import Limits, index_of
-from penstock.pipeline.runtime.topic_reader import read_to_current_end
+from penstock.pipeline.runtime.topic_reader import RunReader, read_to_current_end
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.groups import Group
@@ -37,6 +39,8 @@ PAUSE = 25
 SEARCH_S = 3.0
 """Longest time of one search in texts; its result says where to continue."""
 NEWEST = 16
+OPEN_RUNS = 12
+"""Most runs that are followed at a time; each takes memory for the offsets of its groups."""
 EXCERPT = 240
 DETAILED_TOKENS = 40_000
 """Tokens of a group that are sent one by one; of a larger group the samples after that are sent when they are opened."""
@@ -70,6 +74,7 @@ class WatchedRun:
     _timeline: threading.Lock = field(default_factory=threading.Lock)
     view: RunView = field(init=False)
     _tail: Tail | None = None
+    _closed: bool = False
     _offsets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _newest: list[int] = field(default_factory=list)
     _index: RunIndex | None = None
@@ -86,6 +91,8 @@ class WatchedRun:
     def update(self) -> RunView:
         """The view at this moment. Raises `LogError`."""
         with self.lock:
+            if self._closed:  # a page that is being made shows the last state
+                return self.view
             if self._tail is None:
                 names = [RUNS_TOPIC, f"{self.run}.run", *(f"{self.run}.{topic}" for topic in WATCHED)]
                 self._tail = self.log.tail({(name, at): "earliest" for name in names for at in range(self.log.partitions(name) or 0)})
@@ -199,6 +206,7 @@ class WatchedRun:
     def close(self) -> None:
         """Stop reading."""
         with self.lock:
+            self._closed = True
             if self._tail is not None:
                 self._tail.close()
                 self._tail = None
@@ -269,19 +277,56 @@ def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: i
     }
 
 
+class Summary(NamedTuple):
+    """What the list of runs shows of one."""
+
+    status: str
+    reward: float | None
+    curve: list[float | None]
+    """Mean reward by version."""
+    solved: list[float | None]
+    """Greedy accuracy on held-out data by evaluation."""
+
+
+def _summary(view: RunView) -> Summary:
+    rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
+    solved = [measured.values.get("greedy_accuracy") for _, measured in sorted(view.evals.items())]
+    return Summary(status_of(view), last_reward(view), rewards, solved)
+
+
 @dataclass(slots=True)
 class Runs:
-    """The watched runs of a log."""
+    """The runs of a log: those opened last with the offsets of their groups, the others as their trackers saved them."""
 
     log: Log
-    _runs: dict[str, WatchedRun] = field(default_factory=dict)
+    _opened: OrderedDict[str, WatchedRun] = field(default_factory=OrderedDict)
+    _ended: dict[str, Summary] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __getitem__(self, run: str) -> WatchedRun:
+        """The run, opened if it is not; the one that was not used for the longest time is closed instead."""
         with self._lock:
-            return self._runs.setdefault(run, WatchedRun(self.log, run))
+            watched = self._opened.setdefault(run, WatchedRun(self.log, run))
+            self._opened.move_to_end(run)
+            replaced = self._opened.popitem(last=False)[1] if len(self._opened) > OPEN_RUNS else None
+        if replaced is not None:
+            replaced.close()
+        return watched
+
+    def summary(self, run: str) -> Summary:
+        """What the list shows of a run, without opening it. Raises `LogError`."""
+        if run in self._opened:
+            return _summary(self[run].update())
+        if run in self._ended:
+            return self._ended[run]
+        saved, since = newest(self.log, run)
+        view = read_view(RunReader(self.log, run), topics=WATCHED, view=saved, since=since)
+        summary = _summary(view)
+        if has_ended(view):
+            self._ended[run] = summary
+        return summary
 
     def close(self) -> None:
         """Stop reading."""
-        for watched in self._runs.values():
+        for watched in self._opened.values():
             watched.close()

@@ -185,6 +185,25 @@ def test_runs_that_differ_in_their_seeds_alone_are_compared_by_effective_values(
     assert keys == ["run.seed"], "a correction that follows from the schedule is the same in both"
 
 
+def test_the_list_of_runs_opens_none_and_only_those_opened_last_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "OPEN_RUNS", 1)
+    log, following = two_runs(), list[Any]()
+    tail, kind = log.tail, type(log.tail({}))
+    close = kind.close
+    monkeypatch.setattr(log, "tail", lambda starts: following.append(tail(starts)) or following[-1])
+    monkeypatch.setattr(kind, "close", lambda one: (following.remove(one), close(one)))
+    runs = store.Runs(log)
+    listed = {run: runs.summary(run) for run in (RUN, OTHER)}
+    assert following == []
+    first = runs[RUN]
+    steps = first.update().steps_done
+    runs[OTHER].update()
+    assert (len(following), first.update().steps_done, runs[RUN] is first) == (1, steps, False)
+    assert {run: runs.summary(run) for run in (RUN, OTHER)} == listed
+    runs.close()
+    assert following == []
+
+
 def until(true: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
     limit = time.monotonic() + 120
