@@ -53,7 +53,7 @@ class Run:
         return RunTables(self._log, self.id).samples()
 
     def groups(self) -> pa.Table:
-        """One row an admitted group, by number: prompt, data columns, final status (`fate`), step, rewards, lag and policy versions."""
+        """One row an admitted group, by number: prompt, data columns, final `status`, step, rewards, lag and policy versions."""
         index, ended = open_index(self._log, self.id)
         return index.groups(ended=ended).sort_by("group")
 

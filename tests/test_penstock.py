@@ -84,7 +84,7 @@ def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Ru
 def test_groups_are_one_row_each_with_their_fate(run: Run) -> None:
     table = run.groups()
     assert table.schema == group_rows.GROUPS
-    assert table["fate"].to_pylist() == ["filtered", *["trained"] * (2 * STEPS), "unused"]
+    assert table["status"].to_pylist() == ["filtered", *["trained"] * (2 * STEPS), "unused"]
     assert table["reason"].to_pylist()[:2] == ["because", None]
     assert table["reward_mean"].to_pylist() == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
     assert table["prompt_ids"][0].as_py() == [1, 2]
@@ -114,7 +114,7 @@ def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broke
     write(broker, run_id, [builder.record(), builder.opened(), *unscored])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples()["reward"].to_pylist() == [None, None]
-        assert run.groups()["fate"].to_pylist() == ["open"]
+        assert run.groups()["status"].to_pylist() == ["open"]
         assert run.groups()["reward_mean"].to_pylist() == [None]
 
 
@@ -229,5 +229,5 @@ def test_a_launched_run_returns_its_report_and_can_be_read(broker: str, tmp_path
     assert json.loads(json.dumps(report)) == report
     with penstock.open(report["run"], bootstrap=broker) as run:
         assert run.steps().num_rows == 2
-        assert run.groups()["fate"].to_pylist().count("trained") == report["groups"]["trained"] == 16
+        assert run.groups()["status"].to_pylist().count("trained") == report["groups"]["trained"] == 16
         assert run.samples().num_rows == report["samples"]

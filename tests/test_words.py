@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve()
 BUDGETS = {
-    r"draw|draws|drew|drawn|drawing|redraw|redrawn": 25,
-    r"fate|fates": 29,
-    r"killer|killers": 4,
+    r"draw|draws|drew|drawn|drawing|redraw|redrawn": 21,
+    r"fate|fates": 0,
+    r"killer|killers": 0,
     r"rival|rivals": 0,
     r"letter|letters": 37,
     r"story": 0,
@@ -27,7 +27,7 @@ BUDGETS = {
     r"nobody|nobody's": 1,
     r"wish|wishes|wished": 0,
     r"upkeep": 5,
-    r"beside": 2,
+    r"beside": 1,
     r"hopeless": 0,
     r"undecided": 0,
     r"standing|scene": 3,
@@ -41,7 +41,7 @@ BUDGETS = {
     r"place|places": 60,
     r"says|said|say": 40,
     r"asks|asked|ask": 34,
-    r"answer|answers|answered": 250,
+    r"answer|answers|answered": 243,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 11,
     r"stood|stands": 1,

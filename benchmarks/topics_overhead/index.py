@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         after = process.memory_info().rss - process.memory_info().shared
         print(f"memory of this process, files not counted: {(after - before) / 2**20:,.0f} MiB more")
         stored = {"g": Stored(files=Segments(directory, "1").paths, rest=GROUPS.empty_table())}
-        for query in ("select fate, count(*) from g group by 1", "select count(*), avg(reward_mean) from g where step > 1000"):
+        for query in ("select status, count(*) from g group by 1", "select count(*), avg(reward_mean) from g where step > 1000"):
             times = []
             for _ in range(REPEATS):
                 prepare()

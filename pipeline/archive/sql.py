@@ -82,7 +82,7 @@ group by 1 order by 1
 
 SAMPLES = """
 with trained as (select step, unnest(groups) as number from _steps_table)
-select s."group" as group_id, s.sample, t.step, g.fate, g.prompt, json_extract_string(g.columns, '$.answer') as answer,
+select s."group" as group_id, s.sample, t.step, g.status, g.prompt, json_extract_string(g.columns, '$.answer') as answer,
        s.completion, s.reward, s.advantage, s.tokens, s.* exclude (sample, completion, reward, advantage, tokens)
 from _samples_table s left join _groups_table g on g."group" = s."group" left join trained t on t.number = s."group"
 """

@@ -34,7 +34,7 @@ SILENCE_S = 600.0
 EFFECTS_FIRST = ("metrics", "ledger", "weights", "groups", "rollouts", "prompts", "dead-letters")
 """Order in which end offsets are read, so that the records that any record refers to are before the end of their topic."""
 
-POISON: Final = "killer"
+POISON: Final = "poison"
 """Kind of the dead letter about a record that has crashed the processes which decoded it."""
 
 _ALL: Final[Mapping[Partition, int]] = {}

@@ -84,7 +84,7 @@ def test_nobody_is_accused_of_what_was_deleted_whatever_that_was(edited: EditedR
     found = judged(edited, begins)
     assert broken(found) == set(), f"{begins}\n{as_text(found)}"
     table = as_table(found)
-    assert table["fates"]["trained"] == U * STEPS  # the ledger says so
+    assert table["statuses"]["trained"] == U * STEPS  # the ledger says so
     assert table["deleted_below"] == {f"{topic}/{partition}": begin for (topic, partition), begin in begins.items() if begin}
 
 
@@ -92,7 +92,7 @@ def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(edi
     found = judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] in ("prompts", "rollouts", "groups")})
     assert broken(found) == set(), as_text(found)
     assert summary(found).startswith("audit: clean, ")
-    known = as_table(found)["fates"]
+    known = as_table(found)["statuses"]
     assert known["trained"] == U * STEPS
     assert known["gone"] == sum(known.values()) - U * STEPS - known["stale"]  # the ledger says no more of any group
 
@@ -100,35 +100,35 @@ def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(edi
 def test_what_is_gone_is_counted_and_named(edited: EditedRun) -> None:
     group = edited.trained()[0]
     topic, partition, offset = record_id_of(edited, "groups", group)
-    whole = as_table(judged(edited, {}))["fates"]
+    whole = as_table(judged(edited, {}))["statuses"]
     found = judged(edited, {(topic, partition): offset + 1})
     assert f"note: records were deleted: groups/{partition} below {offset + 1}; what only they show is not checked" in as_text(found)
-    fates = as_table(found)["fates"]
+    fates = as_table(found)["statuses"]
     assert sum(fates.values()) == sum(whole.values()) and fates["trained"] == whole["trained"]
     assert "records were deleted" not in as_text(judged(edited, {}))
 
 
 def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(edited: EditedRun) -> None:
-    whole = as_table(judged(edited, {}))["fates"]
+    whole = as_table(judged(edited, {}))["statuses"]
     assert whole["filtered"]
     found = as_table(judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] == "groups"}))
-    assert found["fates"]["filtered"] == 0
-    assert found["fates"]["gone"] >= whole["filtered"]
-    assert f"of 0 groups the prompt was deleted, of {found['fates']['gone']} the final status" in found["notes"]
+    assert found["statuses"]["filtered"] == 0
+    assert found["statuses"]["gone"] >= whole["filtered"]
+    assert f"of 0 groups the prompt was deleted, of {found['statuses']['gone']} the final status" in found["notes"]
 
 
 def test_a_prompt_behind_the_first_that_is_kept_is_lost(edited: EditedRun) -> None:
     group = late(edited)
     partition = record_id_of(edited, "prompts", group)[1]
     edited.drop("prompts", group=group)
-    assert {"prompt-numbers", "one-fate"} <= broken(judged(edited, one_record_less(edited, "prompts", partition)))
+    assert {"prompt-numbers", "one-status"} <= broken(judged(edited, one_record_less(edited, "prompts", partition)))
 
 
 def test_an_outcome_that_was_planned_behind_the_beginning_is_lost(edited: EditedRun) -> None:
     group = late(edited)
     partition = record_id_of(edited, "groups", group)[1]
     edited.drop("groups", group=group)
-    assert {"plans", "one-fate"} <= broken(judged(edited, one_record_less(edited, "groups", partition)))
+    assert {"plans", "one-status"} <= broken(judged(edited, one_record_less(edited, "groups", partition)))
 
 
 def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_was_written_is_lost(edited: EditedRun) -> None:

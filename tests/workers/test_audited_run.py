@@ -108,9 +108,9 @@ def test_a_real_run_is_clean_and_every_check_has_examined_something(edited: Edit
     assert broken(found) == set(), as_text(found)
     assert {result.check.name for result in found.results if not result.examined} == THROUGH_THE_LOG
     table = as_table(found)
-    assert table["fates"]["trained"] == U * STEPS
-    assert table["fates"]["filtered"] > 0
-    assert sum(table["fates"].values()) == len(edited.all("prompts"))
+    assert table["statuses"]["trained"] == U * STEPS
+    assert table["statuses"]["filtered"] > 0
+    assert sum(table["statuses"].values()) == len(edited.all("prompts"))
     assert table["versions"] == STEPS // S + 1
     assert table["dead_letters"] == {"foreign-run": len(FOREIGN) - 1}
     assert summary(found).startswith(f"audit: clean, {len(edited.all('prompts'))} groups, {STEPS} steps, {STEPS // S + 1} versions, 0 dup")
@@ -123,7 +123,7 @@ def test_a_run_that_is_under_way_is_clean_at_any_instant_and_says_which_groups_a
     going_on = [found for found in under_way if found.facts.closed is None and found.facts.entries]
     assert going_on
     assert any("groups open, the run is under way" in summary(found) for found in going_on)
-    assert all("unused" not in as_table(found)["fates"] for found in going_on)
+    assert all("unused" not in as_table(found)["statuses"] for found in going_on)
 
 
 @pytest.mark.parametrize(("plant", "names"), PLANTED, ids=[f"{number}-{plant.__name__}" for number, (plant, _) in enumerate(PLANTED)])
@@ -170,7 +170,7 @@ def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(edited
         "metrics": 1,
     }
     assert "8 duplicates" in summary(found)
-    assert as_table(found)["redrawn"] == []  # it was begun before the first one was sent
+    assert as_table(found)["resampled"] == []  # it was begun before the first one was sent
 
 
 def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worker_and_time(edited: EditedRun) -> None:
@@ -179,7 +179,7 @@ def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worke
     edited.append(index, replace(rollout, started_ns=(sent_ms + 2000) * MS, worker="rollout-7"))
     found = judged(edited)
     assert broken(found) == set()
-    (again,) = as_table(found)["redrawn"]
+    (again,) = as_table(found)["resampled"]
     assert (again["group"], again["sample"], again["again"]["worker"]) == (rollout.group, 0, "rollout-7")
     assert again["after_s"] == pytest.approx(2.0)
     assert again["first"]["sent_s"] == sent_ms / 1000
@@ -211,11 +211,11 @@ def test_a_sound_group_that_killed_its_reader_may_be_called_stale(edited: Edited
     stale_although_fresh(edited)
     group = edited.all("ledger")[-2][1].groups[0]
     index = edited.one("groups", group=group)[0]
-    letter = dead_letters.from_record(edited.records[index], kind="killer", reason="3 deaths", worker="trainer", time_ns=1)
+    letter = dead_letters.from_record(edited.records[index], kind="poison", reason="3 deaths", worker="trainer", time_ns=1)
     edited.append(edited.all("dead-letters")[0][0], letter)
     found = judged(edited)
     assert broken(found) == set(), as_text(found)
-    assert as_table(found)["dead_letters"]["killer"] == 1
+    assert as_table(found)["dead_letters"]["poison"] == 1
 
 
 def test_an_entry_beyond_a_gap_that_was_set_aside_is_not_of_the_story(edited: EditedRun) -> None:
@@ -303,7 +303,7 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
         stranger.close()
     found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert broken(found) == set(), as_text(found)
-    assert as_table(found)["fates"]["trained"] == 48
+    assert as_table(found)["statuses"]["trained"] == 48
     assert as_table(found)["duplicates"]["ledger"] == 5
     assert sum(as_table(found)["dead_letters"].values()) == 5 * len(OWNED), as_text(found)
     print(as_text(found))

@@ -31,7 +31,7 @@ Ask = Callable[[int], dict[str, Any]]
 def fates(recorded: RecordedRun, log: KafkaLog) -> dict[int, str]:
     """Group -> fate, as the tables have it."""
     found = RunTables(log, recorded.run).groups()
-    return dict(zip(found["group"].to_pylist(), found["fate"].to_pylist(), strict=True))
+    return dict(zip(found["group"].to_pylist(), found["status"].to_pylist(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_trained_groups_figures_are_those_of_the_ledger_and_of_mlflow(
 
     past = read_ledger_history(log, recorded.run)
     entry = past.steps[step]
-    assert [found["fate"] for found in members.values()] == ["trained"] * len(members)
+    assert [found["status"] for found in members.values()] == ["trained"] * len(members)
     assert first["step"]["plan"] == [planned.group for planned in entry.plan]
     assert first["step"]["boundaries"] == list(entry.boundaries)
     for measured in (
@@ -169,7 +169,7 @@ def test_the_stages_of_a_trained_group_add_up_to_its_life(
 
 def test_a_filtered_group_says_which_rewards_it_was_filtered_for(fates: dict[int, str], ask: Ask) -> None:
     found = ask(one_of(fates, "filtered"))
-    assert found["fate"] == "filtered"
+    assert found["status"] == "filtered"
     assert found["why"] == found["outcome"]["reason"]
     assert found["why"].startswith("every sample has the reward ")
     assert {one["reward"] for one in found["samples"]} == {found["rewards"]["mean"]}
@@ -201,7 +201,7 @@ def test_a_failed_group_says_why_and_where_its_dead_letter_is(
     recorded: RecordedRun, fates: dict[int, str], ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = ask(one_of(fates, "failed"))
-    assert found["fate"] == "failed"
+    assert found["status"] == "failed"
     assert "cannot judge" in found["why"]
     assert found["rewards"] is None
     assert len(found["samples"]) == found["prompt"]["samples_per_prompt"]
@@ -222,7 +222,7 @@ def test_a_failed_group_says_why_and_where_its_dead_letter_is(
 
 def test_a_group_of_each_fate_has_the_fate_of_the_report(fates: dict[int, str], ask: Ask) -> None:
     chosen = [one_of(fates, fate) for fate in set(fates.values())] + [max(fates)]
-    assert {number: ask(number)["fate"] for number in chosen} == {number: fates[number] for number in chosen}
+    assert {number: ask(number)["status"] for number in chosen} == {number: fates[number] for number in chosen}
     assert all(record["counts"] for number in chosen for record in ask(number)["records"])
 
 
@@ -247,7 +247,7 @@ def test_groups_that_came_too_late_say_how_late(
     log = MemoryLog()
     report, samples, ended = run_of(log, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
     assert report["groups"][fate]
-    fate_of = {row["group"]: row["fate"] for row in RunTables(log, run_id).groups().to_pylist()}
+    fate_of = {row["group"]: row["status"] for row in RunTables(log, run_id).groups().to_pylist()}
     run = read_run(log, run_id)
     found = {}
     for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):

@@ -56,11 +56,11 @@ def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
             select trained_at, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
             from trained join samples s using ("group") where s.reward is not null group by trained_at
         ),
-        fates as (select fate, count(*) as n from groups group by 1)
+        fates as (select status, count(*) as n from groups group by 1)
         select (select list(reward order by version) from rewards) as curve,
             (select list([trained_at, asked, recorded] order by trained_at) from by_step) as by_step,
             {ends.format("")} as first, {ends.format(" desc")} as last,
-            (select list({{'fate': fate, 'n': n}}) from fates) as fates
+            (select list({{'status': status, 'n': n}}) from fates) as fates
     """  # in one, as each question is computed in a process of its own
     (found,) = ask(tables, query).to_pylist()
     assert found["curve"] == report["reward"]["curve"]
@@ -68,7 +68,7 @@ def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
     assert all(asked == trained for _, asked, trained in found["by_step"])
     ended = report["reward_trained"]
     assert (found["first"], found["last"]) == (ended["first"], ended["last"])  # a tenth of eight steps is one
-    fates = {row["fate"]: row["n"] for row in found["fates"]}
+    fates = {row["status"]: row["n"] for row in found["fates"]}
     assert fates == {name: count for name, count in report["groups"].items() if count and name not in ("admitted", "open")}
 
 

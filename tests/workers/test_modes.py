@@ -86,7 +86,7 @@ def test_a_lagging_run_with_an_evaluator_stays_within_its_lag_and_ends_early_whe
     lives = [
         explain(log, run_id, number, notify=lambda _: None) for number in sorted(set(range(groups["admitted"])) - set(run.past.trained))
     ]
-    unused = [life for life in lives if life["fate"] == "unused"]
+    unused = [life for life in lives if life["status"] == "unused"]
     assert len(unused) == groups["unused"] > 0
     closed = json.loads(run.past.ledger_state.closed.details)
     assert "evaluations since the best" in closed["reason"]

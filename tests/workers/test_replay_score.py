@@ -98,7 +98,7 @@ def test_a_stricter_reward_lists_exactly_the_samples_that_flip(
         after[number] = "filtered" if len(rewards) == 1 else "scored"
     changed = {one["group"]: one["after"] for one in found["changed_outcomes"] if one["before"] != "failed"}
     recorded_outcome = {
-        number: "filtered" if row["fate"] == "filtered" else "scored" for number, row in groups.items() if row["fate"] != "failed"
+        number: "filtered" if row["status"] == "filtered" else "scored" for number, row in groups.items() if row["status"] != "failed"
     }
     assert changed == {number: after[number] for number, was in recorded_outcome.items() if after[number] != was}
 
@@ -107,7 +107,7 @@ def test_the_same_reward_changes_nothing_and_its_broken_groups_are_listed(
     recorded: RecordedRun, groups: dict[int, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = scored(recorded, capsys)
-    failed = sorted(number for number, row in groups.items() if row["fate"] == "failed")
+    failed = sorted(number for number, row in groups.items() if row["status"] == "failed")
     assert (found["changed"], found["flips"], found["changed_outcomes"], found["left_out"]) == (0, [], [], [])
     assert found["mean_before"] == found["mean_after"]
     assert set(found["outcomes"]) == {"scored -> scored", "filtered -> filtered", "failed -> failed"}
@@ -130,11 +130,11 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
 ) -> None:
     file = reward(tmp_path, "repaired.py", REPAIRED)
     found = scored(recorded, capsys, "--reward", f"{file}:digits", "--reward", f"{file}:brevity", "--write", run_id)
-    fates = [row["fate"] for row in groups.values()]
+    fates = [row["status"] for row in groups.values()]
     assert found["broken"] == []
     assert found["newly_judged"]["samples"] == 4 * fates.count("failed")
     turned = {one["group"] for one in found["changed_outcomes"]}
-    assert {number for number, row in groups.items() if row["fate"] == "failed"} <= turned
+    assert {number for number, row in groups.items() if row["status"] == "failed"} <= turned
     assert found["written"] == run_id
     assert {name.rpartition(":")[2]: one["samples"] > 0 for name, one in found["components"].items()} == {"digits": True, "brevity": True}
     assert found["reward"]["after"]["weights"] == [1.0, 0.5]  # as many functions as before: their weights stay
@@ -183,7 +183,7 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
 
 def _scored_first(log: KafkaLog, run: str, count: int) -> list[int]:
     """The lowest numbers of a run's scored groups."""
-    return [row["group"] for row in RunTables(log, run).groups().to_pylist() if row["fate"] == "unused"][:count]
+    return [row["group"] for row in RunTables(log, run).groups().to_pylist() if row["status"] == "unused"][:count]
 
 
 def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_zero(
@@ -246,7 +246,7 @@ def test_groups_without_text_are_left_out_where_the_tokenizer_is_not_here(
     recorded: RecordedRun, groups: dict[int, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = scored(recorded, capsys, "--model", str(tmp_path / "nowhere"))
-    failed = sorted(number for number, row in groups.items() if row["fate"] == "failed")
+    failed = sorted(number for number, row in groups.items() if row["status"] == "failed")
     assert [one["group"] for one in found["left_out"]] == failed
     assert all("give --model DIR" in one["why"] for one in found["left_out"])
     assert found["judged"] == len(groups) - len(failed)

@@ -11,7 +11,7 @@ Kind = Literal[
     "undecodable",
     "mismatch",
     "orphan",
-    "killer",
+    "poison",
     "reward-failed",
     "environment-failed",
 ]

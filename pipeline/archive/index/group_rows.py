@@ -28,7 +28,7 @@ from penstock.topics.wire.record import Record
 GROUPS = schema(
     """
     group int, epoch int, row int, prompt text, prompt_ids int32s, columns text, min_version int, samples_per_prompt int,
-    fate text, reason text, samples int, no_reward int, reward_mean float, policy_version_min int, policy_version_max int,
+    status text, reason text, samples int, no_reward int, reward_mean float, policy_version_min int, policy_version_max int,
     admitted time, scored time, outcome text, sha256 text, partition int, offset int,
     step int, trained_version int, lag int, tokens int, truncated int, reward_min float, reward_max float, rewards float32s,
     worker text, source text
@@ -124,18 +124,18 @@ class GroupRows:
         trained = end is not None and end.step is not None
         status = group_status(row.get("outcome"), trained=trained, stale=end is not None and not trained, ended=ended)
         if end is None or not trained:
-            return {"fate": status}
+            return {"status": status}
         oldest = row.get("policy_version_min")
         lag = None if oldest is None or end.version is None else end.version - oldest
-        return {"fate": status, "step": end.step, "trained_version": end.version, "lag": lag}
+        return {"status": status, "step": end.step, "trained_version": end.version, "lag": lag}
 
     def _settle(self, group: int) -> None:
         """Complete a row if it is final now."""
         row = self._pending.get(group)
-        if row is None or row.get("outcome") is None or "fate" in row:
+        if row is None or row.get("outcome") is None or "status" in row:
             return
         ending = self._ending(group, row, ended=False)
-        if ending["fate"] in SETTLED:
+        if ending["status"] in SETTLED:
             row |= ending
             self._final.append(group)
 

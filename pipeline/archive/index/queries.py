@@ -124,7 +124,7 @@ class GroupList:
             mask &= (self.numbers("truncated") > 0) == where.truncated
         if where.dead_letter is not None:
             mask &= np.isin(self.numbers("group"), list(self.dead_letters)) == where.dead_letter
-        for column, texts in (("fate", where.statuses), ("worker", where.worker), ("source", where.source)):
+        for column, texts in (("status", where.statuses), ("worker", where.worker), ("source", where.source)):
             if texts:
                 accepted = pa.array([texts] if isinstance(texts, str) else list(texts), pa.string())
                 mask &= _bools(pc.is_in(self.table[column], accepted))

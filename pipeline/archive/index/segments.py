@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from penstock.infra.checkpoints import sync
 
-FORMAT = 1
+FORMAT = 2
 ROWS = 256
 """Least rows of a file, but of the last one."""
 MERGED = 16

@@ -58,7 +58,7 @@ ROUNDING = 1e-6
 RECORDS = 50
 QUESTIONS: Mapping[str, str] = {
     "worst completions": "select group_id, reward, answer, completion from samples where reward is not null order by reward limit 20",
-    "why groups were dropped": "select fate, reason, count(*) as groups from groups where fate <> 'trained' group by all order by 3 desc",
+    "why groups were dropped": "select status, reason, count(*) as n from groups where status <> 'trained' group by all order by 3 desc",
     "truncated completions": "select group_id, sample, tokens, completion from samples where finish = 'length' limit 20",
     "reward by prompt": "select prompt, avg(reward_mean) as reward, count(*) as groups from groups group by 1 order by 2 limit 30",
     "slowest groups": "select group_id, epoch_ms(scored) - epoch_ms(admitted) as ms from groups order by 2 desc nulls last limit 20",

@@ -218,7 +218,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             **{name: row[name] for name in ("group", "step", "rewards")},
-            "status": row["fate"],
+            "status": row["status"],
             "reward": row["reward_mean"],
             "version": row["policy_version_min"],
             "prompt": without_template(row["prompt"], prompts)[:EXCERPT],

@@ -162,7 +162,7 @@ class Collector:
         body = body_of(dead_letter.key, dead_letter.headers, dead_letter.value)
         self.facts.dead_letters.append(DeadLetterFact(where, about, dead_letter.kind, dead_letter.worker, dead_letter.time_ns, body))
         self._named[about] = dead_letter.kind
-        if dead_letter.kind == "killer":
+        if dead_letter.kind == "poison":
             self.facts.poison.add(about)
 
     def _prompt(self, record: Record, where: RecordId) -> None:

@@ -234,13 +234,13 @@ def as_table(audited: Audit) -> dict[str, Any]:
         "closed": facts.closed is not None,
         "summary": summary(audited),
         "records": dict(sorted(facts.counts.items())),
-        "fates": group_statuses(facts),
+        "statuses": group_statuses(facts),
         "deleted_below": {f"{topic}/{partition}": start for (topic, partition), start in facts.start_offsets.items() if start},
         "steps": len(facts.steps()),
         "versions": len(facts.first_manifests()),
         "duplicates": duplicates(facts),
         "dead_letters": dead_letter_kinds(facts),
-        "redrawn": list(_redrawn(facts)),
+        "resampled": list(_resampled_samples(facts)),
         "checks": [
             {
                 "check": result.check.name,
@@ -255,7 +255,7 @@ def as_table(audited: Audit) -> dict[str, Any]:
     }
 
 
-def _redrawn(facts: Facts) -> Iterator[dict[str, Any]]:
+def _resampled_samples(facts: Facts) -> Iterator[dict[str, Any]]:
     query = """
         SELECT group_id, sample, 'rollouts/' || partition || '/', first_offset, first_worker, sent_ms, offset, worker, started_ns
         FROM later_samples WHERE resampled ORDER BY number

@@ -82,7 +82,7 @@ def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bo
     return {
         "run": history.run.run,
         "group": history.number,
-        "fate": history.status,
+        "status": history.status,
         "why": why(history),
         "prompt": _prompt(history.prompt_read),
         "samples": _samples(history, shares_of),

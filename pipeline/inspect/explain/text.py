@@ -17,7 +17,7 @@ Plain = Mapping[str, Any]
 def as_page(life: Plain) -> str:
     """A group's trace as text of many lines."""
     zero = life["moments"]["admitted"]
-    lines = [f"group {life['group']} of run {life['run']}: {life['fate']}", f"  {life['why']}", ""]
+    lines = [f"group {life['group']} of run {life['run']}: {life['status']}", f"  {life['why']}", ""]
     lines += _prompt(life["prompt"], life["group"])
     lines += _section("samples", _samples(life, zero))
     lines += _section("rewards", _rewards(life))
@@ -60,7 +60,7 @@ def _prompt(prompt: Plain | None, group: int) -> list[str]:
 def _samples(life: Plain, zero: float | None) -> list[str]:
     samples = life["samples"]
     if not samples:
-        return ["deleted by retention" if life["gone"] else "none was generated" if life["fate"] not in ("open",) else "none yet"]
+        return ["deleted by retention" if life["gone"] else "none was generated" if life["status"] not in ("open",) else "none yet"]
     head = ["sample", "by", "versions", "started", "ended", "tokens", "finish", "record"]
     rows = [
         [

@@ -121,7 +121,7 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
     if (computing := _computing(view, now_s=now_s)) is not None:
         return [computing]
     if causes := wastes(view, last=RECENT_GROUPS):
-        return [", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in causes)]
+        return [", ".join(f"{waste.share:.0%} of the groups {waste.status}" for waste in causes)]
     return [_named(slowest)] if (slowest := bottleneck(view)) is not None else []
 
 

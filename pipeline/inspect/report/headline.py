@@ -22,7 +22,7 @@ RECENT_GROUPS, LEAST_RECENT = 1_000, 32
 class Waste(NamedTuple):
     """One cause: group status, or `truncated` for such filtered groups; share of the finished groups, explanation, and what to change."""
 
-    fate: str
+    status: str
     share: float
     why: str
     advice: str
@@ -135,7 +135,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
         names = ", ".join(dict.fromkeys(str(change["what"]) for change in changed))
         lines.append(f"Changed while the run was stopped: {names}. Rewards before and after may not be comparable.")
     failed = report["groups"].get("failed", 0)
-    if failed and not any(waste["fate"] == "failed" for waste in report.get("waste", ())):
+    if failed and not any(waste["status"] == "failed" for waste in report.get("waste", ())):
         lines.append(f"{failed:,} groups failed because their reward could not be computed; the dead letters have the errors.")
     return lines
 

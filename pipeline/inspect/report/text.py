@@ -123,7 +123,7 @@ def _samples(report: Report) -> list[str]:
 
 def _groups(report: Report) -> list[str]:
     groups = report["groups"]
-    truncated = any(waste["fate"] == "truncated" for waste in report.get("waste", ()))
+    truncated = any(waste["status"] == "truncated" for waste in report.get("waste", ()))
     equal = groups["filtered"] and sum(report["filtered"].values()) == groups["filtered"] and not truncated
     notes = {"filtered": " (all rewards equal)" if equal else ""}
     always = ("trained", "filtered", "stale", "failed")

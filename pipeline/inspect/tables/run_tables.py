@@ -33,7 +33,7 @@ SAMPLES = schema(
 GROUPS = schema(
     """
     group int, epoch int, row int, prompt text, prompt_ids int32s, columns text, min_version int, samples_per_prompt int,
-    fate text, reason text, samples int, no_reward int, reward_mean float, policy_version_min int, policy_version_max int,
+    status text, reason text, samples int, no_reward int, reward_mean float, policy_version_min int, policy_version_max int,
     admitted time, scored time, outcome text, sha256 text, partition int, offset int
     """
 )
@@ -69,14 +69,14 @@ class RunTables:
         return _table(rows, SAMPLES)
 
     def groups(self) -> pa.Table:
-        """`GROUPS`: every admitted group; `fate` as in the report, `open` for an unfinished group of a live run."""
+        """`GROUPS`: every admitted group; `status` as in the report, `open` for an unfinished group of a live run."""
         status_of = group_statuses(read_view(self._reader, topics=WATCHED))
         if (outcomes := self._outcomes) is None:
             payloads = ((read.payload, read) for read in self._reader.groups())
             outcomes = {group.group: _outcome_columns(group, read) for group, read in payloads if group is not None}
         admitted = {read.payload.group: read.payload for read in self._reader.prompts() if read.payload is not None}
         rows = [
-            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "fate": status_of.get(number, OPEN)}
+            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "status": status_of.get(number, OPEN)}
             for number, prompt in sorted(admitted.items(), key=lambda item: item[0])
         ]
         return _table(rows, GROUPS)

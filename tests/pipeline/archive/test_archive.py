@@ -246,7 +246,7 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(l
         command = [sys.executable, "-c", KILLED, log.bootstrap, run_id, str(tmp_path), str(when)]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=180, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        assert len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
+        assert list(tmp_path.rglob(f"*{UNFINISHED}"))  # as many as partitions that it was writing
         for path in tmp_path.rglob("*.parquet"):
             assert pq.read_table(path).num_rows
         with pytest.raises(ValueError, match="no complete export"):
@@ -439,12 +439,12 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     report = collect(log, run_id)
     live = LiveTables(log, run_id)
     for tables in (live, ArchivedTables(ArchivedLog(find_archive(tmp_path)))):
-        for name, table in (
-            ("samples", RunTables(log, run_id).samples()),
-            ("groups", RunTables(log, run_id).groups()),
-            ("steps", RunTables(log, run_id).steps()),
+        for name, table, order in (
+            ("samples", RunTables(log, run_id).samples(), "group_id, sample"),
+            ("groups", RunTables(log, run_id).groups(), "group_id"),
+            ("steps", RunTables(log, run_id).steps(), "step"),
         ):
-            found = ask(tables, f"select * from {name}")
+            found = ask(tables, f"select * from {name} order by {order}")
             for column in table.column_names:
                 if not pa.types.is_timestamp(table.schema.field(column).type):
                     asked = "group_id" if column == "group" else column  # which is a word of SQL
@@ -502,7 +502,7 @@ def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
     assert json.loads(printed("-", "--json")) == [{"step": step, "groups": [2 * step + 1, 2 * step + 2]} for step in range(STEPS)]
     assert printed("select step, loss from steps limit 2", "--csv") == "step,loss\n0,1.0\n1,0.5\n"
     assert "0.3333" in printed("select loss from steps")
-    assert "samples: group_id BIGINT, sample BIGINT, step BIGINT, fate VARCHAR, prompt VARCHAR, answer VARCHAR" in " ".join(
+    assert "samples: group_id BIGINT, sample BIGINT, step BIGINT, status VARCHAR, prompt VARCHAR, answer VARCHAR" in " ".join(
         printed().split()
     )
     assert printed("select nothing from steps").startswith("penstock: Binder Error")

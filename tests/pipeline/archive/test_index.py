@@ -168,7 +168,7 @@ def test_pages_of_any_order_hold_each_group_once(listed: GroupList, order: str) 
 @pytest.mark.parametrize(
     ("where", "condition"),
     [
-        (Filters(statuses=("trained",), reward=(0.2, 0.6)), lambda row: row["fate"] == "trained" and 0.2 <= row["reward_mean"] <= 0.6),
+        (Filters(statuses=("trained",), reward=(0.2, 0.6)), lambda row: row["status"] == "trained" and 0.2 <= row["reward_mean"] <= 0.6),
         (Filters(step=(3, None), lag=(0, 0)), lambda row: row["step"] is not None and row["step"] >= 3),
         (Filters(text="3 4", worker="scorer-0"), lambda row: row["worker"] == "scorer-0"),
         (Filters(text="no such text"), lambda row: row is None),

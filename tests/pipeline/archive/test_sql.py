@@ -38,9 +38,9 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(groups, "read", counted)
     tables = InMemory()
-    answer = ask(tables, "select fate, count(*) n, count(reward) rewards from samples group by fate order by fate").to_pylist()
+    answer = ask(tables, "select status, count(*) n, count(reward) rewards from samples group by status order by status").to_pylist()
     assert answer == [
-        {"fate": fate, "n": 4 * count, "rewards": 4 * count} for fate, count in (("filtered", 1), ("trained", 6), ("unused", 1))
+        {"status": fate, "n": 4 * count, "rewards": 4 * count} for fate, count in (("filtered", 1), ("trained", 6), ("unused", 1))
     ]
     assert sorted(decoded) == list(range(GROUPS))
     assert tables.wanted == []

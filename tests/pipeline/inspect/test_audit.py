@@ -148,9 +148,9 @@ def test_what_was_deleted_on_a_broker_is_no_loss_and_what_lies_behind_it_is_judg
     log.delete_records({(f"{run}.prompts", 0): 2, (f"{run}.rollouts", 0): 8})
     found = audit(KafkaSource(broker, run, settings=c_client(broker)))
     assert as_table(found)["deleted_below"] == {"prompts/0": 2, "rollouts/0": 8}
-    assert accused(found, "prompt-numbers", "one-fate", "group-samples") == {lost}, as_text(found)
+    assert accused(found, "prompt-numbers", "one-status", "group-samples") == {lost}, as_text(found)
     log.delete_records({(f"{run}.prompts", 0): 5})
-    assert accused(audit(KafkaSource(broker, run, settings=c_client(broker))), "prompt-numbers", "one-fate", "group-samples") == set()
+    assert accused(audit(KafkaSource(broker, run, settings=c_client(broker))), "prompt-numbers", "one-status", "group-samples") == set()
     producer.close()
     log.close()
 

@@ -65,7 +65,7 @@ def test_a_stale_group_says_against_which_version_and_which_entry_says_so() -> N
     built = [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0], version=0)]
     built += [builder.version(1), builder.version(2), builder.entry("stale", step=2, version=2, groups=(0,))]
     found = explained(built, 0)
-    assert found["fate"] == "stale"
+    assert found["status"] == "stale"
     assert found["stale"] == {
         "entry": 4, "at_s": builder.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1,
     }  # fmt: skip
@@ -77,7 +77,7 @@ def test_an_abandoned_group_says_why_and_shows_what_was_drawn() -> None:
     builder = RecordBuilder()
     built = [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0], version=0, outcome="abandoned")]
     found = explained(built, 0)
-    assert (found["fate"], found["why"]) == ("abandoned", "because")
+    assert (found["status"], found["why"]) == ("abandoned", "because")
     assert [one["sample"] for one in found["samples"]] == [0, 1]
 
 
@@ -104,13 +104,13 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
 
 def test_a_group_that_the_run_did_not_need_is_unused() -> None:
     found = explained(list(RecordBuilder(steps=3).whole()), 7)
-    assert found["fate"] == "unused"
+    assert found["status"] == "unused"
     assert found["why"].startswith("the run ended first; it waited for the trainer")
 
 
 def test_a_plan_that_cannot_be_read_leaves_the_rest_of_the_story() -> None:
     found = explained(list(RecordBuilder(steps=3).whole()), 1)
-    assert found["fate"] == "trained"
+    assert found["status"] == "trained"
     assert found["step"]["plan"] == [1, 2]
     assert found["step"]["denominator"] is None
     assert found["step"]["left_out"][0].startswith("advantages and gradient weights cannot be computed: ")
@@ -216,7 +216,7 @@ def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -
     assert found["refused"]["unusable"].startswith("checksum: ")
     assert found["claims_group"] == 0
     claimed = as_json.explain(log, RUN, 0, notify=quiet)
-    assert claimed["fate"] == "filtered"
+    assert claimed["status"] == "filtered"
     assert [(one["offset"], one["of"]) for one in claimed["dead_letters"]] == [(0, "rollouts/0/2")]
     assert any(one["is"].startswith("unusable: ") for one in claimed["records"])
 
@@ -234,7 +234,7 @@ def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -
 def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = RecordBuilder()
     built = builder.group([0.0, 1.0], version=0)
-    letter = refused(builder, as_record(built[1], 0), kind="killer", reason="three processes died")
+    letter = refused(builder, as_record(built[1], 0), kind="poison", reason="three processes died")
     decoded: list[int] = []
     original = rollouts.decode_all
     monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(len(value)) or original(value))

@@ -271,7 +271,7 @@ def test_a_run_with_every_kind_of_trouble_is_told_on_one_screen_with_each_of_the
         "empty_steps": 2,
         "no_reward": 11,
         "eval": [],
-        "waste": [{"fate": "stale", "share": 0.4, "why": "40% of the groups are stale", "advice": "raise schedule.max_lag"}],
+        "waste": [{"status": "stale", "share": 0.4, "why": "40% of the groups are stale", "advice": "raise schedule.max_lag"}],
     }
     text = as_text(troubled, directory=Path("/state/runs") / RUN)
     assert len(text.splitlines()) <= 30

@@ -21,7 +21,7 @@ def view_of(*outcomes: tuple[str, float | None], stale: int = 0) -> RunView:
 
 def test_groups_whose_rewards_are_all_zero_call_for_easier_prompts() -> None:
     (waste,) = wastes(view_of(*[("filtered", 0.0)] * 8, ("filtered", 1.0), ("scored", 0.5)))
-    assert waste.fate == "filtered"
+    assert waste.status == "filtered"
     assert str(waste) == (
         "90% of the groups are filtered, as equal rewards have no gradient (8 of 9 have the reward 0): "
         "the task is too hard: take easier prompts, more samples a group or a denser reward"
@@ -37,13 +37,13 @@ def test_groups_whose_rewards_are_all_full_call_for_harder_prompts() -> None:
 
 def test_a_reward_that_breaks_now_and_then_is_said_although_most_groups_are_trained() -> None:
     (waste,) = wastes(view_of(*[("scored", 0.5)] * 18, *[("failed", None)] * 2))
-    assert (waste.fate, waste.share) == ("failed", 0.1)
+    assert (waste.status, waste.share) == ("failed", 0.1)
     assert "their reward could not be computed" in waste.why
 
 
 def test_the_most_expensive_cause_comes_first() -> None:
     found = wastes(view_of(*[("scored", 0.5)] * 6, *[("filtered", 0.0)] * 12, ("abandoned", None), ("abandoned", None), stale=4))
-    assert [(waste.fate, waste.share) for waste in found] == [("filtered", 0.6), ("stale", 0.2), ("abandoned", 0.1)]
+    assert [(waste.status, waste.share) for waste in found] == [("filtered", 0.6), ("stale", 0.2), ("abandoned", 0.1)]
 
 
 @pytest.mark.parametrize("view", [view_of(*[("filtered", 0.0)] * 7), view_of(*[("scored", 0.5)] * 60, ("filtered", 0.0), ("failed", None))])
@@ -61,7 +61,7 @@ def test_groups_of_truncated_samples_alone_call_for_longer_completions_where_tho
     view = view_of(*[("filtered", 0.0)] * 8)
     view.record = RunRecord(run="r", status="running", config=config, info="{}", created_ns=0, updated_ns=0)
     (waste,) = wastes(view)
-    assert waste.fate == "truncated"
+    assert waste.status == "truncated"
     assert str(waste).startswith("100% of the groups are filtered, as every sample ran out of tokens") and "max_new_tokens" in waste.advice
     view.record = replace(view.record, config=config.replace("10", "11"))
-    assert [waste.fate for waste in wastes(view)] == ["filtered"]
+    assert [waste.status for waste in wastes(view)] == ["filtered"]

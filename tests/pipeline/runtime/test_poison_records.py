@@ -43,7 +43,7 @@ def test_a_record_that_killed_three_times_is_refused_by_the_fourth_process_and_b
         attempts = Attempts(path)
         with pytest.raises(Unusable, match="3 processes of this name ended") as error:
             read(attempts, RECORD)
-        assert error.value.kind == "killer"
+        assert error.value.kind == "poison"
         read(attempts, OTHER)
         read(attempts, replace(RECORD, offset=RECORD.offset + 1))
 

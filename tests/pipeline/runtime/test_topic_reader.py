@@ -121,11 +121,11 @@ def test_only_wanted_groups_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_poison_record_is_not_decoded_and_its_outcome_counts_by_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     built = RecordBuilder().group([0.0], version=0)
-    log = written([*built, built[-1], letter_about("groups", 0, kind="killer"), letter_about("rollouts", 0, kind="undecodable")])
+    log = written([*built, built[-1], letter_about("groups", 0, kind="poison"), letter_about("rollouts", 0, kind="undecodable")])
     monkeypatch.delattr(groups, "decode_parts")  # whoever decodes an outcome fails
     (killer,) = RunReader(log, RUN).groups()
     assert killer.payload is None and killer.headers is not None
-    assert killer.problem is not None and killer.problem.kind == "killer"
+    assert killer.problem is not None and killer.problem.kind == "poison"
     assert [read.payload is not None for read in RunReader(log, RUN).samples()] == [True]  # refused for another reason: it may be tried
 
 

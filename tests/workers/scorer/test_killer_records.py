@@ -108,7 +108,7 @@ def judge(report: Any, found: list[DeadLetter], *, plain: Callable[[], Any], ski
         assert report["groups"]["stale"] == 0
         assert report["weights"]["digest"] == plain()["weights"]["digest"]
         return
-    assert sorted((letter.topic.rpartition(".")[2], letter.kind) for letter in found) == [(topic, "killer") for topic in sorted(skipped)]
+    assert sorted((letter.topic.rpartition(".")[2], letter.kind) for letter in found) == [(topic, "poison") for topic in sorted(skipped)]
     assert all("3 processes of this name ended" in letter.reason for letter in found)
     assert report["groups"]["stale"] == 1
     assert report["groups"]["trained"] == 16
@@ -126,7 +126,7 @@ def test_rollout_worker_and_scorer_skip_what_has_killed_them_three_times(broker,
     report, found, deaths = a_run_with(killers, broker, run_id, config, tmp_path)
     assert deaths == {"rollout-0": 6, "scorer-0": 3}  # the prompt of an abandoned group is asked once more, and kills again
     assert report["status"] == "finished"
-    assert {(letter.topic.rpartition(".")[2], letter.kind) for letter in found} == {("prompts", "killer"), ("rollouts", "killer")}
+    assert {(letter.topic.rpartition(".")[2], letter.kind) for letter in found} == {("prompts", "poison"), ("rollouts", "poison")}
     assert report["groups"]["trained"] == 16
     assert report["groups"]["abandoned"] == 3
 
@@ -138,5 +138,5 @@ def test_a_group_whose_prompt_kills_the_scorer_has_failed_and_another_takes_its_
     report, found, deaths = a_run_with(killers, broker, run_id, a_config(tiny_model, tmp_path), tmp_path)
     assert deaths == {"scorer-0": 3}
     assert report["status"] == "finished"
-    assert [(letter.topic.rpartition(".")[2], letter.kind) for letter in found] == [("prompts", "killer")]
+    assert [(letter.topic.rpartition(".")[2], letter.kind) for letter in found] == [("prompts", "poison")]
     assert (report["groups"]["trained"], report["groups"]["failed"], report["groups"]["abandoned"]) == (16, 1, 0)

@@ -110,14 +110,14 @@ def test_a_group_that_is_too_old_is_left_to_its_caller_to_record_and_its_payload
 def test_a_group_whose_payload_must_not_be_decoded_is_refused_once(*, settled: bool) -> None:
     @contextmanager
     def deadly(_: Record) -> Iterator[None]:
-        raise Unusable("3 processes of this name ended while they decoded it", kind="killer")
+        raise Unusable("3 processes of this name ended while they decoded it", kind="poison")
         yield
 
     inbox, parts = Inbox(decoding=deadly), records_of(1)
     if settled:
         inbox.selector.settle([0])
     inbox.receive(parts[0][0])
-    assert inbox.letters == ([] if settled else [(0, "killer")])  # what is not trained again is not decoded
+    assert inbox.letters == ([] if settled else [(0, "poison")])  # what is not trained again is not decoded
     assert [candidate.group for candidate in inbox.selector.newly_stale] == ([] if settled else [0])
     assert inbox.numbers() == []
 
@@ -151,5 +151,5 @@ def test_a_group_that_would_end_the_trainer_is_set_aside_and_the_next_one_is_tra
     ((headers, value),) = groups.encode_parts(spoilt, run=RUN, worker="scorer-0")
     inbox.receive(replace(parts[0][0], headers=headers.encode(value), value=value))
     inbox.receive(parts[1][0])
-    assert inbox.letters == [(0, "killer")]
+    assert inbox.letters == [(0, "poison")]
     assert inbox.numbers() == [1]

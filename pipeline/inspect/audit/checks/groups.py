@@ -34,7 +34,7 @@ _HAS_OUTCOME = "SELECT 1 FROM outcomes WHERE group_id = ?"
 @check("group-place", "an outcome is in its prompt's partition and repeats the prompt", outcomes="SELECT count(*) FROM outcomes")
 def partition(facts: Facts) -> Iterator[Violation]:
     """An outcome is in its prompt's partition and repeats the prompt's fields."""
-    # The check one-fate reports outcomes without a prompt.
+    # The check one-status reports outcomes without a prompt.
     query = """
         SELECT group_id, o.partition, o.offset, l.partition, l.offset, o.prompt_hash != l.prompt_hash
         FROM outcomes o JOIN lifecycles l USING (group_id)
@@ -73,7 +73,7 @@ def samples(facts: Facts) -> Iterator[Violation]:
             yield violation(text=f"sample {number} differs from its first record at {where}")
 
 
-@check("one-fate", "every admitted group has exactly one final status", groups=PROMPTS)
+@check("one-status", "every admitted group has exactly one final status", groups=PROMPTS)
 def one_status(facts: Facts) -> Iterator[Violation]:
     """Each admitted group is trained, filtered, stale, failed, abandoned or unused; no other group has a final status."""
     query = """

@@ -140,7 +140,7 @@ def plans(facts: Facts) -> Iterator[Violation]:
 def lag(facts: Facts) -> Iterator[Violation]:
     """Nothing older than max_lag is trained, and nothing within it is listed as stale."""
     terms = facts.terms
-    # Groups without an outcome or samples are reported by plans and one-fate.
+    # Groups without an outcome or samples are reported by plans and one-status.
     query = """
         SELECT entry, kind, d.step / :steps AS learner, group_id, version_min, outcome_partition, outcome_offset
         FROM decided d JOIN lifecycles l USING (group_id)
