@@ -146,12 +146,15 @@ def print_publications(log: KafkaLog, chosen: argparse.Namespace) -> None:
             started = time.perf_counter()
             trainer.writer.publish(Weights(lambda: copies.copy(model.items())), version=version, step=version)
             stall_s = time.perf_counter() - started
-            trainer.writer.finish_publishing()
-            logged_s = time.perf_counter() - started
-            worker = worker or WeightPrefetch(log, trainer.writer.session.run, direct=chosen.transport == "ipc")
-            while worker.version < version:
-                worker.wait(0.05)
-            loadable_s = time.perf_counter() - started
+            logged_s = loadable_s = 0.0
+            while not logged_s or not loadable_s:
+                trainer.writer.finish_publishing(wait=False)
+                if not logged_s and not trainer.writer.publishing:
+                    logged_s = time.perf_counter() - started
+                    worker = worker or WeightPrefetch(log, trainer.writer.session.run, direct=chosen.transport == "ipc")
+                if worker is not None and worker.version == version:
+                    loadable_s = loadable_s or time.perf_counter() - started
+                time.sleep(0.01)
         manifest = trainer.writer.state.manifests[version]
         size = f"version {version} {manifest.encoding:6}{manifest.nbytes / 1e6:9.1f} MB"
         seconds = f"waited {stall_s:6.3f} s, in the log after {logged_s:6.2f} s, with the worker after {loadable_s:6.2f} s"

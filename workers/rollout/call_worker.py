@@ -77,7 +77,7 @@ class CallTasks:
     tasks: dict[TurnKey, CallTask] = field(default_factory=dict)
     """Those without an acknowledged reply."""
     generating: dict[int, CallTask] = field(default_factory=dict)
-    """Number -> the task that the engine generates."""
+    """Number -> the task that the engine generates, or has generated without its reply being sent."""
 
     def revoke(self) -> None:
         """Forget all partitions and every call that is not in flight: those that stay with this worker are delivered again."""
@@ -313,7 +313,7 @@ class CallWorker(GenerationLoop):
 
     def _ended(self, completions: list[Completion]) -> None:
         for completion in completions:
-            if (task := self.tasks.generating.pop(completion.group, None)) is not None:
+            if (task := self.tasks.generating.get(completion.group)) is not None:
                 self._completed.append((task, completion))
 
     def _publish_completions(self) -> None:
@@ -322,12 +322,16 @@ class CallWorker(GenerationLoop):
         completed, self._completed = self._completed, []
         session, topic = self.session, self.session.topic("replies")
         for task, completion in completed:
+            if not self._may_publish([completion]):
+                self._completed.append((task, completion))
+                continue
             reply = reply_to(task.call, task.key.sha256, completion, worker=session.worker)
             with session.reporter.encoding:
                 value = replies.encode(reply)
                 headers = replies.headers(reply, run=session.run).encode(value)
             outgoing = Outgoing(topic=topic, partition=task.partition, key=str(reply.group).encode(), headers=headers, value=value)
             task.sent = self.producer.send(outgoing)
+            self.tasks.generating.pop(task.number, None)
             session.reporter.add("calls")
             session.reporter.add("tokens", len(reply.token_ids))
 

@@ -7,6 +7,7 @@ flight.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -210,8 +211,13 @@ class GenerationLoop(ABC):
         newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
         return rules.will_be_stale(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
+    def _may_publish(self, completions: Iterable[Completion]) -> bool:
+        """True if the log has every version that generated tokens of these completions."""
+        published = self.weights.published()
+        return all(span.version <= published for completion in completions for span in completion.spans)
+
     def _load(self) -> bool:
-        """Load the newest fetched weights into the engine; False if another version is replacing them just now."""
+        """Load the newest available weights into the engine; False if another version is replacing them just now."""
         with self.weights.taken() as (version, tensors):
             if version <= self.engine.version:
                 return False

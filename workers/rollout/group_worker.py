@@ -175,7 +175,7 @@ class GroupWorker(GenerationLoop):
         elif self.weights.version > self.engine.version:
             self._load()  # the prompts for it are about to come
         else:
-            self._take(0.01 if any(task.sent for task in self.tasks.groups_in_flight()) else IDLE_WAIT_S)
+            self._take(0.01 if any(task.sent or task.completed for task in self.tasks.groups_in_flight()) else IDLE_WAIT_S)
 
     def _ended(self, completions: list[Completion]) -> None:
         if completions and not any(task.completed for task in self.tasks.groups_in_flight()):
@@ -200,7 +200,7 @@ class GroupWorker(GenerationLoop):
         together = self.session.schedule.stale_in_hand == "continue"
         soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
         for task in self.tasks.groups_in_flight():
-            if everything or soon or not task.needed:
+            if (everything or soon or not task.needed) and self._may_publish(task.completed.values()):
                 self._publish(task)
 
     def _publish(self, task: GroupTask) -> None:
@@ -240,7 +240,7 @@ class GroupWorker(GenerationLoop):
     def _measure(self) -> None:
         self._measured = time.monotonic()
         newest = self.weights.state.newest_version
-        lags = [newest - group.oldest_version for group in self.engine.groups_in_flight() if group.oldest_version is not None]
+        lags = [max(0, newest - group.oldest_version) for group in self.engine.groups_in_flight() if group.oldest_version is not None]
         values = {name: value for name, value in self.session.reporter.values.items() if not name.startswith("in_flight_")}
         values["in_flight_groups"] = float(len(lags))
         values |= {f"in_flight_{name}": value for name, value in lag_summary(lags).items()}

@@ -178,7 +178,7 @@ class WeightPublisher:
             raise
         except LogError as error:
             return error
-        shared = self._share(copy.tensors, manifests[version], manifests.get(0))
+        shared = self._share(copy.tensors, version, manifests[version].digest, manifests.get(0))
         self.base = Base(version=version, tensors=copy.tensors() if shared is None else shared)
         return None
 
@@ -222,9 +222,9 @@ class WeightPublisher:
         return len(deltas) + 1 < self.config.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
 
     def _share(
-        self, tensors: Callable[[], Sequence[TensorBytes]], manifest: Manifest, origin: Manifest | None
+        self, tensors: Callable[[], Sequence[TensorBytes]], version: int, digest: str, origin: Manifest | None
     ) -> Sequence[TensorBytes] | None:
-        """Copy a version whose chunks are sent to the memory of this machine's workers; returns its tensors there, None without it."""
+        """Let this machine's workers load a version from memory; returns its tensors there, None without memory that they share."""
         if self.config.transport != "ipc" or origin is None:
             return None
         if self._ipc_sender is None:
@@ -232,7 +232,7 @@ class WeightPublisher:
                 self.notify('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
                 return None
             self._ipc_sender = IpcWeightSender(self.run, origin, notify=self.notify)
-        return self._ipc_sender.put(tensors(), version=manifest.version, digest=manifest.digest)
+        return self._ipc_sender.put(tensors(), version=version, digest=digest)
 
     def _send(self, publication: Publication, origin: Manifest | None) -> None:
         try:
@@ -242,6 +242,12 @@ class WeightPublisher:
             if (name := broken_tensor(content.tensors)) is not None:
                 broken = f"after optimizer step {publication.step - 1} {name} holds values that are not finite or above {LARGEST:g}"
                 raise Diverged(f"version {publication.version} is not published: {broken}")
+
+            def digest() -> str:
+                """Computed in a thread of its own, after which workers of this machine need not wait for the chunks."""
+                publication.shared = self._share(lambda: content.tensors, publication.version, content.digest, origin)
+                return content.digest
+
             manifest = send_version(
                 self._producer,
                 content.tensors if adapted is None else (),
@@ -250,13 +256,14 @@ class WeightPublisher:
                 step=publication.step,
                 partitions=chunk_partitions(publication.version, count=self.count),
                 max_bytes=self.config.chunk_mib * 2**20,
-                digest=None if adapted is None and not content.is_hashed else lambda: content.digest,
+                digest=digest if adapted is not None or content.is_hashed or self.config.transport == "ipc" else None,
                 hash_name=content.hash_name,
                 base=publication.base,
                 adapters=adapted.blocks(weights.layout(origin)) if adapted is not None and origin is not None else None,
             )
             content.hashed(manifest.digest)
-            publication.shared = self._share(lambda: content.tensors, manifest, origin or (manifest if not manifest.version else None))
+            if origin is None and not publication.version:
+                publication.shared = self._share(lambda: content.tensors, 0, manifest.digest, manifest)
             if adapted is not None:
                 content.forget()
             publication.manifest = manifest

@@ -1,7 +1,7 @@
 """Weights from the trainer's memory for the workers on its machine (`weights.transport = "ipc"`).
 
-Memory counts as a version once the log has its manifest with the same digest. All chunks go to the log nevertheless: workers on other
-machines, and all workers while no trainer runs, read them from it.
+A version is in the memory as soon as its digest is known, while its chunks are being sent, and workers may load it then. All chunks go to
+the log nevertheless: workers on other machines, and all workers while no trainer runs, read them from it.
 """
 
 import time
@@ -16,6 +16,8 @@ from penstock.topics.weights import Manifest
 
 REQUEST_EVERY_S = 1.0
 """How often a worker without the newest version requests the memory from the trainer."""
+LOOK_EVERY_S = 0.05
+"""How often a worker with the newest version checks whether the trainer's memory has the next one."""
 WAIT_S = 10.0
 """A worker reads the log when the memory has had no published version for this long, as while the trainer writes the next one there."""
 
@@ -67,18 +69,19 @@ class IpcWeightReceiver:
         self._serves = False
 
     def serves(self, newest: Manifest) -> bool:
-        """True if the newest version is in the trainer's memory, or is about to be replaced there by the next one."""
-        now = time.monotonic()
-        if not self._holds(newest) and (newest is not self._requested or now >= self._request_at):
-            self._requested, self._request_at, self._absent_since = newest, now + REQUEST_EVERY_S, self._absent_since or now
+        """True if the trainer's memory has the newest published version, or the next one, or is about to have that."""
+        now, every_s = time.monotonic(), LOOK_EVERY_S if self._holds(newest) else REQUEST_EVERY_S
+        if self.copy.version != newest.version + 1 and (newest is not self._requested or now >= self._request_at):
+            self._requested, self._request_at = newest, now + every_s
             try:
                 self._attach()
             except (OSError, LogError):
                 self._serves = False
             else:
+                self._absent_since = self._absent_since or now
                 ahead = not 0 <= self.copy.version <= newest.version
                 self._serves = not self._memory.no_writer and ahead and now - self._absent_since < WAIT_S
-        if self._holds(newest):
+        if self._holds(newest) or self.copy.version == newest.version + 1:
             self._serves, self._absent_since = True, 0.0
         return self._serves
 

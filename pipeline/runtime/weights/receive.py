@@ -2,7 +2,8 @@
 
 A version counts once it is complete and checked; overtaken versions are skipped. A failed read is retried, and the engine keeps its
 weights. If workers of a machine share one copy, one of them reads for all, and another takes over when it exits. If the trainer shares
-its memory (`direct`), no worker reads. A late joiner starts near the ends of ledger and manifests: joining costs the same at any time.
+its memory (`direct`), no worker reads, and a version may be loaded before its manifest is in the log: nothing that was generated with it
+is published until then. A late joiner starts near the ends of ledger and manifests: joining costs the same at any time.
 """
 
 import threading
@@ -137,6 +138,8 @@ class WeightPrefetch:
         self._request_at = 0.0
         self._log, self._run, self._notify = log, run, notify
         self._reader, self._base = ChunkReader(log, run), BaseWeights()
+        self._ahead: tuple[int, str] | None = None
+        """Version and digest of weights that were taken before the log had their manifest."""
         self._refused: Manifest | None = None
         """The manifest of the version whose read failed last."""
         self._retry_at = 0.0
@@ -150,13 +153,36 @@ class WeightPrefetch:
     def version(self) -> int:
         """The newest version whose tensors are here; -1 if there is none, or while it is being overwritten."""
         version = self._copy.version
-        return version if self._is_published(version) else NONE
+        return version if self._may_load(version) else NONE
 
     @contextmanager
     def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
         """The local version with its tensors, or -1 and none; they do not change inside the block."""
+        published = self.published()
         with self._copy.reading() as (version, tensors):
-            yield (version, tensors) if self._is_published(version) else (NONE, ())
+            loadable = self._may_load(version)
+            if loadable and version > published:
+                self._check_same(version, self._copy.digest)
+                self._ahead = version, self._copy.digest
+            yield (version, tensors) if loadable else (NONE, ())
+
+    def published(self) -> int:
+        """The newest version in the log: what was generated with a later one must not be published.
+
+        Raises `LogError` if the log has other weights of a version than those that were taken, as when a trainer exits before it publishes
+        them and its successor publishes others. The worker then has to start again, and what it generated with them is lost.
+        """
+        newest = self.state.newest_version
+        if self._ahead is not None and self._ahead[0] <= newest:
+            manifest = self.state.manifests.get(self._ahead[0])
+            self._check_same(self._ahead[0], manifest.digest if manifest is not None else "no longer in the log")
+            self._ahead = None
+        return newest
+
+    def _check_same(self, version: int, digest: str) -> None:
+        if self._ahead is not None and self._ahead != (version, digest):
+            loaded, had = self._ahead
+            raise LogError(f"version {loaded} was loaded before it was published, with digest {had}; version {version} has {digest}")
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a version or the end of the run; raises the error of the thread."""
@@ -179,12 +205,13 @@ class WeightPrefetch:
             try:
                 follower.catch_up()  # a joiner needs the newest version, none of those before it
                 while not self._closed.is_set() and self.state.closed is None:
-                    before, others = self.version, False
-                    if self.state.newest_version > before and not (others := not self._reads_itself()):
-                        self._fetch(self.state.newest_version)
+                    before, newest = self.version, self.state.newest_version
+                    others = self._sees_trainers()
+                    if newest > self.version and not others and not (others := not self._reads_itself()):
+                        self._fetch(newest)
                     if self.version == before:
                         follower.poll(_SHARED_POLL_S if others else _POLL_S)
-                    if self.version != before:  # an idle worker waits for it
+                    if (self.version, self.state.newest_version) != (before, newest):  # an idle worker waits for it
                         self._changed.set()
             finally:
                 follower.close()
@@ -196,15 +223,15 @@ class WeightPrefetch:
             self._failure = error
         self._changed.set()
 
-    def _is_published(self, version: int) -> bool:
-        """True if the copy's version is in this worker's manifests: another process may be ahead of it."""
+    def _may_load(self, version: int) -> bool:
+        """True if the copy's version is in this worker's manifests, or is the one that the trainer is publishing."""
+        if version == self.state.newest_version + 1:
+            return self._ipc_receiver is not None and self._copy is self._ipc_receiver.copy
         manifest = self.state.manifests.get(version)
         return version <= self.state.newest_version and (manifest is None or manifest.digest == self._copy.digest)
 
     def _reads_itself(self) -> bool:
         """True if this worker reads from the log, for itself or its machine; if not, attach to the shared copy."""
-        if self._sees_trainers():
-            return False
         if not self._shared:
             return True
         if self._memory is None:
@@ -224,8 +251,8 @@ class WeightPrefetch:
         return not self._shared
 
     def _sees_trainers(self) -> bool:
-        """True if the newest version is in the trainer's memory; then this worker's copy is there."""
-        if not self._direct:
+        """True if the newest version, or the next one, is in the trainer's memory; then this worker's copy is there."""
+        if not self._direct or self.state.newest_version < 0:
             return False
         if self._ipc_receiver is None:
             self._ipc_receiver = IpcWeightReceiver(self._run, self.state.manifests[0])

@@ -97,6 +97,16 @@ class Site:
         assert isinstance(worker.member, MemoryMember)
         self.log.evict(f"{RUN}.rollout", worker.member.member_id)
 
+    def ahead(self) -> None:
+        """Workers have loaded a version that the log does not have yet; they generate, and answer once it is there."""
+        for worker in self.workers:
+            worker.engine.version = 1
+            for _ in range(60):
+                worker.turn()
+        assert not self.answered()
+        for worker in self.workers:
+            worker.weights.version = 1  # type: ignore[misc]
+
     def finish(self) -> None:
         """Let all workers work until every call is answered."""
         for _ in range(60 * (len(self.asked) + 2)):
@@ -198,3 +208,14 @@ def test_a_call_waits_for_the_weights_that_it_needs() -> None:
     assert site.answered() == []
     worker.engine.version = 0  # type: ignore[misc]
     site.finish()
+
+
+def test_turns_of_weights_that_the_log_does_not_have_stay_in_the_worker_until_it_has_them() -> None:
+    site = Site()
+    site.join()
+    for group in range(4):
+        site.ask(group)
+    site.ahead()
+    site.finish()
+    found = [list(replies.read(record, run=RUN)[1].span_versions) for record in records_of(site.log, f"{RUN}.replies")]
+    assert found == [[1]] * 4

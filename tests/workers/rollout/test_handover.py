@@ -133,6 +133,34 @@ def samples_of(log: MemoryLog, partitions: Sequence[int] = range(PARTITIONS)) ->
     return [sample for record in tail.read_to_end() for sample in rollouts.read_all(record, run=RUN)[1]]
 
 
+def test_samples_of_weights_that_the_log_does_not_have_stay_in_the_worker() -> None:
+    site = Site()
+    worker = site.join()
+    site.prompt(0)
+    worker.engine.version = 1  # loaded from the trainer's memory, before its manifest is in the log
+    for _ in range(50):
+        turn(worker)
+    worker.drain_samples()
+    assert worker.engine.idle
+    assert not published(site.log)
+    worker.weights.version = 1  # type: ignore[misc]
+    turn(worker)
+    assert [list(sample.span_versions) for sample in samples_of(site.log)] == [[1]] * SAMPLES
+
+
+def test_a_worker_killed_with_them_is_followed_by_one_that_generates_them_again() -> None:
+    site = Site()
+    worker = site.join()
+    site.prompt(0)
+    worker.engine.version = 1
+    for _ in range(50):
+        turn(worker)
+    site.evict(site.workers.pop(0))
+    site.join()
+    site.finish()
+    assert [list(sample.span_versions) for sample in samples_of(site.log)] == [[0]] * SAMPLES
+
+
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.workers.rollout.group_worker.IDLE_WAIT_S", 0.0)

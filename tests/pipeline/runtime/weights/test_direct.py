@@ -1,15 +1,19 @@
 """Workers on the trainer's machine load from its memory, and read the log when it is not there."""
 
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from threading import Event
 
 import pytest
 
+from penstock.infra.errors import LogError
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights import direct
 from penstock.pipeline.runtime.weights import receive as weight_prefetch
+from penstock.pipeline.runtime.weights.publish import ChunkWriter
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.topics.weights import Manifest
@@ -61,6 +65,13 @@ def wait_for(worker: WeightPrefetch, version: int) -> None:
         assert (found, b"".join(bytes(tensor.data) for tensor in tensors)) == (version, content(version))
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+
+
 def test_workers_on_the_trainers_machine_read_no_chunk_and_a_late_one_neither(log: MemoryLog, chunks: list[int]) -> None:
     trainer = Trainer(log)
     trainer.version(0)
@@ -103,25 +114,71 @@ def test_without_a_trainer_they_read_the_log_and_see_the_memory_of_the_next_one(
     after.die()
 
 
-def test_a_version_that_the_log_does_not_have_counts_for_nobody(log: MemoryLog, chunks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "WAIT_S", 0.1)
+@pytest.fixture
+def ahead(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Trainer, list[WeightPrefetch], Event]]:
+    """A trainer whose version 1 is held up on its way to the log, an early and a late worker with that version, and what ends the wait."""
+    finish, may_go_on = ChunkWriter.finish, Event()
+
+    def held_up(self: ChunkWriter) -> None:
+        assert not self.version or may_go_on.wait(LIMIT_S)
+        finish(self)
+
+    monkeypatch.setattr(ChunkWriter, "finish", held_up)
     trainer = Trainer(log)
     trainer.version(0)
-    worker = WeightPrefetch(log, RUN, direct=True)
-    wait_for(worker, 0)
+    workers = [WeightPrefetch(log, RUN, direct=True)]
+    wait_for(workers[0], 0)
     trainer.writer.publish(Weights(partial(tensors_of, 1)), version=1, step=1)
-    assert trainer.writer._publication is not None
-    trainer.writer._publisher.finish(trainer.writer._publication)  # in memory and sent, not committed
-    wait_for(worker, 0)  # from the memory of version 0, which is another
-    late = WeightPrefetch(log, RUN, direct=True)
-    wait_for(late, 0)  # after a while from the log
-    assert chunks == [0]
-    trainer.writer.finish_publishing()
-    for one in (worker, late):
-        wait_for(one, 1)
-        one.close()
-    assert chunks == [0]
+    wait_for(workers[0], 1)
+    workers.append(WeightPrefetch(log, RUN, direct=True))
+    wait_for(workers[1], 1)
+    assert not trainer.writer._publication.sent  # type: ignore[union-attr]
+    yield trainer, workers, may_go_on
+    may_go_on.set()
+    for worker in workers:
+        worker.close()
     trainer.die()
+
+
+def test_workers_load_a_version_whose_chunks_are_not_sent_and_publish_nothing_of_it_until_the_log_has_it(
+    chunks: list[int], ahead: tuple[Trainer, list[WeightPrefetch], Event]
+) -> None:
+    trainer, workers, may_go_on = ahead
+    assert [worker.published() for worker in workers] == [0, 0]
+    may_go_on.set()
+    trainer.writer._publisher.finish(trainer.writer._publication)  # type: ignore[arg-type]
+    assert [worker.published() for worker in workers] == [0, 0]  # all chunks are in the log, but no manifest
+    trainer.writer.finish_publishing()
+    for version in range(1, 8):  # the second worker looks again only after the last
+        wait_until(lambda version=version: workers[0].published() == version)  # type: ignore[misc]
+        trainer.version(version + 1)
+    wait_until(lambda: workers[1].version == 8)
+    if 1 in workers[1].state.manifests:
+        assert workers[1].published() == 8
+    else:
+        with pytest.raises(LogError, match="version 1 was loaded before it was published"):
+            workers[1].published()
+    assert chunks == []
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same weights", "other weights"])
+def test_a_trainer_killed_before_its_manifest_is_followed_by_one_whose_version_counts(
+    ahead: tuple[Trainer, list[WeightPrefetch], Event], log: MemoryLog, same: bool
+) -> None:
+    trainer, workers, may_go_on = ahead
+    after = Trainer(log, trainer.die())
+    assert [worker.published() for worker in workers] == [0, 0]
+    may_go_on.set()
+    after.writer.publish(Weights(partial(tensors_of, 1 if same else 2)), version=1, step=1)
+    after.writer.finish_publishing()
+    for worker in workers:
+        wait_until(lambda worker=worker: worker.state.newest_version == 1)  # type: ignore[misc]
+        if same:
+            assert worker.published() == 1
+        else:
+            with pytest.raises(LogError, match="version 1 was loaded before it was published"):
+                worker.published()
+    after.die()
 
 
 def test_a_worker_that_does_not_end_loading_keeps_its_memory_and_holds_up_nobody(log: MemoryLog, chunks: list[int]) -> None:
