@@ -22,6 +22,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 OTHERS = {
     "examples": "Configurations to start from, with a reward, a data set, a loss and an agent of a user's own",
     "benchmarks": "Measurements: schedules, engines, kills, outages, replays, exports; each prints what it compares with",
+    "deploy": "Images, Compose, Kubernetes, Slurm, Prometheus and Grafana; nothing else needs them",
     "docs": "Tutorial, reference and explanations",
     "tests": "Mirror the packages; `support/` holds what tests share",
 }
@@ -74,7 +75,7 @@ def test_the_tree_has_a_line_for_every_folder_at_the_top() -> None:
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_file_that_is_named_exists(path: Path) -> None:
     named = re.findall(
-        r"`((?:topics|infra|pipeline|workers|tests|examples|docs|benchmarks|\.ci)/[\w./-]*)`", path.read_text(encoding="utf-8")
+        r"`((?:topics|infra|pipeline|workers|tests|examples|docs|benchmarks|deploy|\.ci)/[\w./-]*)`", path.read_text(encoding="utf-8")
     )
     named += re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
     missing = [name for name in named if not (ROOT / name).exists() and not (path.parent / name).exists()]

@@ -1,0 +1,160 @@
+"""The Helm chart without a cluster: what it makes of values, and which values it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.pipeline.config.security import PASSWORDS
+from penstock.pipeline.runtime.roles import ROLES, acl_rules
+from tests.support.paths import ROOT
+from tests.support.value_sets import BINARIES, CHART, CONFIG, HELM, STRIMZI, VALUE_SETS, helm, rendered
+
+pytestmark = pytest.mark.costly
+needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: make cluster-binaries")
+
+
+def objects(values: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """The chart's objects by kind and name."""
+    made = [each for each in yaml.load_all(rendered(values), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if each]
+    return {(each["kind"], each["metadata"]["name"]): each for each in made}
+
+
+def pods(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The pod template of each role."""
+    templates = [each["spec"]["template"] for each in objects(values).values() if "template" in each.get("spec", {})]
+    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in templates}
+
+
+def variables(pod: Mapping[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in pod["spec"]["containers"][0]["env"]}
+
+
+@needs_helm
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_ten_sets_of_values_pass_helms_checks(name: str) -> None:
+    done = helm("lint", "--strict", str(CHART), values=VALUE_SETS[name])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, "run.config is empty"),
+        ({"run": {"id": "Math"}}, "run.id|/run/id"),
+        ({"runs": {}}, "runs"),
+        ({"roles": {"trainer": {"replicas": 2}}}, "trainer"),
+        ({"roles": {"rollout": {"replicas": -1}}}, "rollout"),
+        ({"roles": {"scorer": {"replica": 2}}}, "replica"),
+        ({"roles": {"critic": {}}}, "critic"),
+        ({"roles": {"rollout": {"claim": {"size": "1Gi"}}}}, "rollout"),
+        ({"roles": {"trainer": {"claim": {"size": "many"}}}}, "size"),
+        ({"kafka": {"bootstrap": "broker"}}, "bootstrap"),
+        *(({"kafka": {"security": {name: "secret"}}}, f"kafka.security.{name}") for name in PASSWORDS),
+        ({"healthPort": 0}, "healthPort"),
+        ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_by_its_name(values: Mapping[str, Any], named: str) -> None:
+    done = helm("template", "math", str(CHART), values=values if not values else {**CONFIG, **values})
+    assert done.returncode != 0
+    assert any(part in done.stderr for part in named.split("|")), done.stderr
+
+
+@needs_helm
+def test_a_role_that_the_table_of_roles_has_is_a_role_of_the_chart() -> None:
+    replicas = {role: {"replicas": 1} for role in ROLES}
+    made = pods({**VALUE_SETS["agents"], "roles": replicas})
+    assert set(made) == {*ROLES, "launcher"}
+    assert all(made[role]["spec"]["containers"][0]["args"][:2] == ["worker", role] for role in ROLES)
+
+
+@needs_helm
+@pytest.mark.parametrize("name", ["agents", "openshift"])
+def test_no_pod_may_change_its_image_or_gain_rights(name: str) -> None:
+    for role, pod in pods(VALUE_SETS[name]).items():
+        (container,) = pod["spec"]["containers"]
+        expected = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        assert (container["name"], container["securityContext"]) == (role, expected)
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] and pod["spec"]["securityContext"]["seccompProfile"]
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert writable == {"/var/lib/penstock", "/tmp", "/dev/shm"}
+
+
+@needs_helm
+def test_each_role_has_its_own_kafka_user_and_only_a_secret_holds_a_password() -> None:
+    made = pods({**CONFIG, "kafka": STRIMZI})
+    for role, pod in made.items():
+        given = variables(pod)
+        settings = json.loads(given["PENSTOCK_SECURITY"])
+        assert given["KAFKA_PASSWORD"] == {"secretKeyRef": {"name": f"math-{role}", "key": "password"}}
+        assert (settings.pop("sasl_plain_username"), settings.pop("sasl_plain_password")) == (f"math-{role}", "$(KAFKA_PASSWORD)")
+        assert settings == STRIMZI["security"]
+    assert variables(pods(VALUE_SETS["secrets"])["trainer"])["PENSTOCK_SECURITY"] == {
+        "secretKeyRef": {"name": "run-trainer", "key": "security"}
+    }
+
+
+@needs_helm
+def test_the_job_that_registers_the_run_is_a_new_one_if_its_pod_changes_and_the_same_otherwise() -> None:
+    def job(values: Mapping[str, Any]) -> str:
+        (name,) = [name for kind, name in objects(values) if kind == "Job"]
+        return name
+
+    other = {**CONFIG, "images": {"light": "penstock:next"}}
+    assert job(CONFIG) == job({**CONFIG, "roles": {"rollout": {"replicas": 5}}}) != job(other)
+
+
+@needs_helm
+def test_an_autoscaled_deployment_leaves_its_number_of_pods_to_keda() -> None:
+    made = objects(VALUE_SETS["autoscaling"])
+    assert "replicas" not in made["Deployment", "math-rollout"]["spec"]
+    assert made["ScaledObject", "math-rollout"]["spec"]["scaleTargetRef"]["name"] == "math-rollout"
+
+
+def users_of(run: str) -> str:
+    """Strimzi's objects for the users of a run, as JSON."""
+    acls = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import main; sys.exit(main())", "topics", "acls", run, "--json"]
+    rights = subprocess.run(acls, cwd=ROOT, capture_output=True, check=True, timeout=180).stdout
+    script = [sys.executable, str(ROOT / "deploy/strimzi/users.py")]
+    return subprocess.run(script, input=rights, capture_output=True, check=True, timeout=180).stdout.decode()
+
+
+def test_strimzi_users_have_the_rights_of_their_roles_and_no_others() -> None:
+    users = json.loads(users_of("math"))["items"]
+    made = {
+        user["metadata"]["name"]: sorted(
+            (acl["resource"]["type"], acl["resource"]["name"], acl["resource"]["patternType"], operation)
+            for acl in user["spec"]["authorization"]["acls"]
+            for operation in acl["operations"]
+        )
+        for user in users
+    }
+    kinds = {"topic": "topic", "group": "group", "transactional-id": "transactionalId"}
+    patterns = {"literal": "literal", "prefixed": "prefix"}
+    operations = {"READ": "Read", "WRITE": "Write", "CREATE": "Create", "DESCRIBE": "Describe", "DESCRIBE_CONFIGS": "DescribeConfigs"}
+    assert made == {
+        f"math-{role}": sorted((kinds[rule.resource], rule.name, patterns[rule.pattern], operations[rule.operation]) for rule in rules)
+        for role, rules in acl_rules("math").items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (BINARIES / "strimzi").is_dir() or shutil.which("java") is None, reason="needs make cluster-binaries and a JDK")
+def test_strimzis_own_model_knows_every_property_of_its_objects(tmp_path: Path) -> None:
+    brokers, users, misspelt = ROOT / "deploy/strimzi/kafka.yaml", tmp_path / "users.json", tmp_path / "misspelt.yaml"
+    users.write_text(users_of("math"))
+    misspelt.write_text(brokers.read_text().replace("replicas: 3", "replica: 3"))
+    command = ["java", "-cp", f"{BINARIES}/strimzi/*", str(ROOT / "tests/deploy/Strimzi.java"), str(brokers), str(users), str(misspelt)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400).stdout.splitlines()
+    pool = ["read KafkaNodePool", "read Kafka"]
+    assert printed == [*pool, *["read KafkaUser"] * len(acl_rules("math")), "unknown in KafkaNodePool.Spec: [replica]", *pool]
