@@ -40,7 +40,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages docs check format lock lock-cpu lock-gpu lock-docs clean help
+.PHONY: demo real install gpu cpu gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages docs check format lock lock-cpu lock-gpu lock-docs clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -58,6 +58,7 @@ help:
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
+	@echo "make slurm-test runs as Slurm jobs on three nodes of this machine: requeued, at the time limit, cancelled; ten minutes"
 	@echo "make sbom      a CycloneDX bill of materials of the installed lock and the jars, in .penstock/sbom.json"
 	@echo "make audit-packages  pip-audit over the installed lock; needs a feed of advisories"
 	@echo "make docs      the site of docs/, strictly, in .penstock/site"
@@ -144,6 +145,10 @@ newest: install
 
 security: install model
 	.ci/security.sh $(ARGS)
+
+# Three nodes on this machine; needs root and apt's slurmctld, slurmd, slurm-client and munge, and skips without them.
+slurm-test: install
+	$(PYTEST) -n 0 tests/deploy/test_slurm.py $(ARGS)
 
 sbom: $(STAMP)/environment
 	@mkdir -p $(dir $(SBOM))

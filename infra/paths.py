@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,8 @@ def writable(directory: Path) -> Path:
 def new_directory(path: Path, *, holds: str) -> Iterator[Path]:
     """Yield an empty directory that is renamed to `path` when the block ends, and deleted when it fails.
 
+    Its files get the permissions that the umask gives to a new one: safetensors makes its own readable by their user only.
+
     Raises `ValueError` unless `path` is absent or an empty directory; `holds` names the content.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -77,6 +80,9 @@ def new_directory(path: Path, *, holds: str) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        mode = stat.S_IMODE(unfinished.stat().st_mode)
+        for item in unfinished.rglob("*"):
+            item.chmod(mode if item.is_dir() else mode & 0o666)
         if path.exists():
             path.rmdir()
         unfinished.rename(path)

@@ -13,12 +13,12 @@ import secrets
 import socket
 import struct
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.infra.broker.settings import HOST
+from penstock.infra.broker.settings import HOST, Listener
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_path, write_private
 
@@ -34,33 +34,37 @@ class Ports:
 
     client: int
     controller: int
+    advertised: str | None = None
+    """HOST:PORT of its listener for other machines; None without one."""
 
 
 def remembered_ports(directory: Path) -> Ports | None:
     """Return the ports last chosen for the broker of this directory."""
     try:
         stored = json.loads((directory / _PORTS_FILE).read_text())
-        return Ports(client=int(stored["client"]), controller=int(stored["controller"]))
+        return Ports(client=int(stored["client"]), controller=int(stored["controller"]), advertised=stored.get("advertised"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def choose_ports(directory: Path, port: int | None) -> Ports:
+def choose_ports(directory: Path, port: int | None, listener: Listener | None = None) -> Ports:
     """Choose the ports of a start and store them. Raises `BrokerError` if another program has the client port.
 
-    No client uses the controller's port, so an occupied one is replaced silently.
+    No client uses the controller's port, so an occupied one is replaced silently; nor the client port if there is a `listener`.
     """
     before = remembered_ports(directory)
     client = port if port is not None else before.client if before else _free_port(avoid=0)
-    if not is_free(client):
+    if listener is not None and (client == listener.port or not is_free(client)):
+        client = _free_port(avoid=listener.port)
+    elif not is_free(client):
         which = "remembered from the last start" if port is None else "requested"
         raise BrokerError(
             f"port {client} ({which}) is in use by another program: stop that program, or start the broker with another port "
             f"(`penstock broker start --port N`)"
         )
     controller = before.controller if before and before.controller != client and is_free(before.controller) else _free_port(avoid=client)
-    ports = Ports(client=client, controller=controller)
-    write_private(directory / _PORTS_FILE, json.dumps({"client": client, "controller": controller}))
+    ports = Ports(client=client, controller=controller, advertised=None if listener is None else listener.advertised)
+    write_private(directory / _PORTS_FILE, json.dumps(asdict(ports)))
     return ports
 
 
@@ -118,12 +122,10 @@ class Login:
 
 def login_at(bootstrap: str) -> Login | None:
     """The login of the embedded broker at this address, if it belongs to this user and has one. Raises `BrokerError`."""
-    host, _, port = bootstrap.strip().rpartition(":")
-    if host not in (HOST, "localhost"):
-        return None
+    addresses = {bootstrap.strip(), bootstrap.strip().replace("localhost:", f"{HOST}:")}
     for directory in (state_path() / "broker", *started):
         last_ports = remembered_ports(directory)
-        if last_ports is not None and str(last_ports.client) == port:
+        if last_ports is not None and addresses & {f"{HOST}:{last_ports.client}", last_ports.advertised}:
             return read_login(directory)
     return None
 
@@ -144,12 +146,15 @@ def read_login(directory: Path) -> Login | None:
 
 def ensure_login(directory: Path) -> Login:
     """The login in a broker's directory, created if missing. Raises `BrokerError`."""
-    if (login := read_login(directory)) is not None:
-        return login
-    login = Login(USER, secrets.token_urlsafe(_PASSWORD_BYTES))
+    if (login := read_login(directory)) is None:
+        write_login(directory, login := Login(USER, secrets.token_urlsafe(_PASSWORD_BYTES)))
+    return login
+
+
+def write_login(directory: Path, login: Login) -> None:
+    """Store the login with which the broker of this directory is started; a running one gets its password."""
     lines = {"security.protocol": PROTOCOL, "sasl.mechanism": MECHANISM, "sasl.username": login.user, "sasl.password": login.password}
     write_private(directory / LOGIN_FILE, "".join(f"{name}={value}\n" for name, value in lines.items()))
-    return login
 
 
 _SASL_HANDSHAKE, _SASL_AUTHENTICATE = (17, 1), (36, 0)

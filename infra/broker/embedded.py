@@ -6,6 +6,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from penstock.infra.broker import access, jars, process, settings
 from penstock.infra.broker.access import Login
 from penstock.infra.broker.process import environment, find_java
+from penstock.infra.broker.settings import Listener
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, state_path, writable, write_private
 
@@ -28,6 +30,12 @@ _NOT_YET = "(kafka.server.ControllerApis)"
 FENCE_TIMEOUT_S = 30.0
 """A controller that has not fenced the broker by then is ended."""
 
+_DEAF = (
+    sys.executable, "-I", "-S", "-c",
+    "import os, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+)  # fmt: skip
+"""Start of the command of a program that ignores SIGTERM, as a JVM does that finds it ignored at its start."""
 _FENCING = "fencing.properties"
 _ANY_REGISTRATION = re.compile(r"registration for broker|RegisterBroker|BrokerRegistration", re.IGNORECASE)
 _RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistrationChangeRecord)\([^\n]*?fenced=(true|false|-?1)\b")
@@ -78,23 +86,30 @@ def _silent(message: str) -> None:
     del message
 
 
-def start(*, home: Path | None = None, port: int | None = None, progress: Callable[[str], None] = _silent) -> BrokerInfo:
-    """Return the broker of `home` (default: the state directory) once it serves; starts it unless it runs. Raises `BrokerError`."""
+def start(
+    *, home: Path | None = None, port: int | None = None, listener: Listener | None = None, progress: Callable[[str], None] = _silent
+) -> BrokerInfo:
+    """Return the broker of `home` (default: the state directory) once it serves; starts it unless it runs. Raises `BrokerError`.
+
+    With `listener` it also serves other machines, must not run yet, and ignores SIGTERM, which a batch system sends to every process.
+    """
     files = _Files(state_directory() if home is None else writable(home.absolute()))
     try:
-        return _start(files, port, progress)
+        return _start(files, port, listener, progress)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         raise BrokerError(_no_space(files)) from error
 
 
-def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
+def _start(files: _Files, port: int | None, listener: Listener | None, progress: Callable[[str], None]) -> BrokerInfo:
     start_s = time.monotonic()
     files.log.parent.mkdir(parents=True, exist_ok=True)
     access.started.add(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
-        if process.running(files.pid_file) is not None:
+        if (pid := process.running(files.pid_file)) is not None:
+            if listener is not None:
+                raise BrokerError(f"the broker of {files.home} runs already, as process {pid}: stop it with `penstock broker stop` first")
             last_ports = access.remembered_ports(files.directory)
             if last_ports is None or port not in (None, last_ports.client):
                 raise BrokerError(f"the broker of {files.home} already runs at another port: stop it with `penstock broker stop` first")
@@ -102,7 +117,7 @@ def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> 
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
         process.end(files.fencing, timeout_s=0.0)  # left by a killed start
-        risk = _launch(files, access.choose_ports(files.directory, port), progress)
+        risk = _launch(files, access.choose_ports(files.directory, port, listener), listener, progress)
         return files.info(started_s=time.monotonic() - start_s, risk=risk)
 
 
@@ -165,18 +180,19 @@ def _end(files: _Files, *, timeout_s: float) -> None:
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
 
 
-def _launch(files: _Files, chosen: access.Ports, progress: Callable[[str], None]) -> str | None:
+def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, progress: Callable[[str], None]) -> str | None:
     """Start the broker; returns the possible cost of the start, None if there is none. Raises `BrokerError`."""
     java, class_path = find_java(), jars.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
     (files.directory / "tmp").mkdir()
     (files.directory / "log4j2.properties").write_text(settings.LOG4J)
-    run = [str(java.program), *settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()), "-cp", class_path]
+    deaf = () if listener is None else _DEAF
+    run = [*deaf, str(java.program), *settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()), "-cp", class_path]
     fresh = not files.identity.exists()
     if fresh:
         progress("preparing the broker's storage")
         _format(files, chosen, run)
-    _write_properties(files, chosen, data="data")
+    _write_properties(files, chosen, data="data", listener=listener)
     progress("starting the broker")
     killed, risk = not fresh and not files.orderly.exists(), None
     if killed and not any(_fence_predecessor(files, chosen, run) for _ in range(2)):
@@ -256,8 +272,10 @@ def _newest(directory: Path) -> tuple[str, int]:
     return (segments[-1].name, segments[-1].stat().st_size) if segments else ("", 0)
 
 
-def _write_properties(files: _Files, chosen: access.Ports, *, data: str) -> None:
-    text = settings.server_properties(port=chosen.client, controller_port=chosen.controller, data=data, password=secrets.token_urlsafe())
+def _write_properties(files: _Files, chosen: access.Ports, *, data: str, listener: Listener | None = None) -> None:
+    text = settings.server_properties(
+        port=chosen.client, controller_port=chosen.controller, data=data, password=secrets.token_urlsafe(), listener=listener
+    )
     write_private(files.properties, text)
 
 

@@ -156,15 +156,19 @@ def log_bytes(pid_file: Path) -> int | None:
 
 
 def end(pid_file: Path, *, timeout_s: float) -> bool:
-    """End the stored process by SIGTERM, after `timeout_s` seconds by SIGKILL; returns True if SIGTERM was enough."""
+    """End the stored process by SIGTERM and SIGINT, one of which it may ignore, after `timeout_s` seconds by SIGKILL.
+
+    Returns True if SIGKILL was not needed.
+    """
     gentle = True
-    for signal_number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+    for numbers, patience_s in (((signal.SIGTERM, signal.SIGINT), timeout_s), ((signal.SIGKILL,), 10.0)):
         pid = running(pid_file)
         if pid is None:
             break
-        gentle = signal_number is signal.SIGTERM
+        gentle = signal.SIGKILL not in numbers
         with suppress(ProcessLookupError):
-            os.kill(pid, signal_number)
+            for number in numbers:
+                os.kill(pid, number)
         deadline = time.monotonic() + patience_s
         while running(pid_file) is not None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 HOST = "127.0.0.1"
 NODE_ID = 1
@@ -107,8 +108,18 @@ rootLogger.appenderRef.file.ref = file
 """
 
 
-def server_properties(*, port: int, controller_port: int, data: str, password: str) -> str:
-    """Return the text of `server.properties`; both listeners are bound to the loopback only.
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """An address for clients on other machines, who authenticate as on the loopback."""
+
+    host: str
+    port: int
+    advertised: str
+    """HOST:PORT by which clients reach it."""
+
+
+def server_properties(*, port: int, controller_port: int, data: str, password: str, listener: Listener | None = None) -> str:
+    """Return the text of `server.properties`; without `listener` everything is bound to the loopback only.
 
     `password` is the broker's at its own listeners, new at each start; it has no quotation mark and no backslash.
     """
@@ -125,6 +136,14 @@ def server_properties(*, port: int, controller_port: int, data: str, password: s
         "listener.name.client.plain.sasl.jaas.config": _own_login(password),
         "listener.name.controller.plain.sasl.jaas.config": _own_login(password),
     }
+    if listener is not None:
+        addresses |= {
+            "listeners": f"{client},{controller},REMOTE://{listener.host}:{listener.port}",
+            "advertised.listeners": f"{client},REMOTE://{listener.advertised}",
+            "listener.security.protocol.map": f"{_SINGLE_NODE['listener.security.protocol.map']},REMOTE:SASL_PLAINTEXT",
+            "listener.name.remote.sasl.enabled.mechanisms": "SCRAM-SHA-256",
+            "listener.name.remote.scram-sha-256.sasl.jaas.config": f"{_LOGIN_MODULES}.scram.ScramLoginModule required;",
+        }
     return _text({**_SINGLE_NODE, **_BEHAVIOUR, **_DISK, **addresses})
 
 

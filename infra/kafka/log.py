@@ -4,10 +4,13 @@ A log is cheap and shared; each tail, member, producer and transactional writer 
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+from penstock.infra.errors import LogUnreachable
 from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.guards import first_readable
@@ -24,6 +27,8 @@ logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
 
 _LONGEST_S = 7 * 86400.0
 """Limit of client settings, which count milliseconds in 32 bits."""
+WAIT_NOTE_S = 30.0
+"""Time between two lines about a wait for a broker."""
 
 
 class KafkaLog(Admin):
@@ -182,3 +187,23 @@ class KafkaLog(Admin):
         self._single_records.close()
         super().close()
         self.contact.close()
+
+
+def await_broker(
+    connect: Callable[[], KafkaLog], wait_s: float, *, notify: Callable[[str], None], stop: threading.Event | None = None
+) -> KafkaLog:
+    """Call `connect` until a broker responds. Raises `LogUnreachable` after `wait_s`, or once `stop` is set."""
+    stop, start_s, next_s = stop or threading.Event(), time.monotonic(), 0.0
+    while True:
+        try:
+            return connect()
+        except LogUnreachable as error:
+            waited_s = time.monotonic() - start_s
+            if not wait_s or stop.is_set():
+                raise
+            if waited_s >= wait_s:
+                raise LogUnreachable(f"no broker within {wait_s:g} s (--wait-broker): {error}") from None
+            if waited_s >= next_s:
+                notify(f"waiting for a broker, {wait_s - waited_s:.0f} s at most: {error}")
+                next_s = waited_s + WAIT_NOTE_S
+            stop.wait(min(1.0, wait_s - waited_s))

@@ -21,6 +21,7 @@ from penstock.pipeline.cli.machine import doctor
 from penstock.pipeline.cli.machine import models as model_app
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.runs import app as runs_app
+from penstock.pipeline.cli.slurm import sbatch
 from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.cli.train import check, create, fork, init, plan, run, worker
 from penstock.pipeline.launch.shutdown import silence
@@ -72,6 +73,7 @@ app.command(rich_help_panel=TRAIN, short_help="Run everything on this machine: b
 app.command(rich_help_panel=TRAIN, short_help="Register a run and create its topics; start nothing.")(create)
 _ARGPARSE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.", context_settings=_ARGPARSE)(worker)
+app.command(rich_help_panel=TRAIN, short_help="Print the script of a Slurm job that runs a configuration.")(sbatch)
 app.command(rich_help_panel=TRAIN, short_help="Stop a run of this machine; it can be resumed.")(stop)
 app.command(rich_help_panel=TRAIN, short_help="Simulate splits of machines between rollout and training.")(plan)
 app.add_typer(runs_app, name="runs", rich_help_panel=INSPECT, short_help="List the runs; `runs rm` removes some.")
@@ -86,7 +88,7 @@ app.add_typer(topics_app, name="topics", rich_help_panel=INSPECT, short_help="Li
 app.command(rich_help_panel=INSPECT, short_help="List the roles and the topics each reads and writes.")(graph)
 app.command(rich_help_panel=REPLAY, short_help="Start a new run from another run's weights.")(fork)
 app.add_typer(replay_app, name="replay", rich_help_panel=REPLAY, short_help="Repeat a stage, unchanged or with a change.")
-app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="Start, stop and check this machine's Kafka broker.")
+app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="Start, run, stop and check this machine's Kafka broker.")
 app.add_typer(model_app, name="model", rich_help_panel=MACHINE, short_help="Make a small model.")
 app.command(rich_help_panel=MACHINE, short_help="Check packages, Java, broker, disk, memory, GPUs.")(doctor)
 

@@ -1,5 +1,8 @@
 """Commands for this machine: `penstock broker`, `doctor` and `model`."""
 
+import os
+import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,7 +10,7 @@ import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, emit, notify
 
-app = typer.Typer(help="Start, stop and check this machine's Apache Kafka broker.")
+app = typer.Typer(help="Start, stop and check this machine's Apache Kafka broker, or run one in the foreground.")
 
 
 @app.command()
@@ -22,6 +25,55 @@ def start(
     from penstock.infra.broker import embedded
 
     _show(embedded.start(port=port, progress=notify), json=json)
+
+
+@app.command()
+def run(
+    *,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of its listener; HOST may be 0.0.0.0.")] = "127.0.0.1:9092",
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="How clients reach it; HOST of --listen, or this machine's name, if absent.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of its files; the state directory if absent.")] = None,
+    drain: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM, longest wait for connected workers.")] = 300.0,
+    stop_file: Annotated[Path | None, typer.Option(metavar="FILE", help="End at once, in order, as soon as FILE exists.")] = None,
+    json: Json = False,
+) -> None:
+    """Run the broker in the foreground, as a container or a job step; SIGTERM ends it once no worker is connected.
+
+    Clients log in with the user and password of PENSTOCK_SECURITY if it is set here, else with those in DIR/broker/client.properties.
+    """
+    from penstock.infra.broker import access
+    from penstock.infra.paths import make_files_private, state_directory, writable
+    from penstock.pipeline.config.security import VARIABLE, credentials
+    from penstock.pipeline.launch.broker_keeper import serve
+
+    make_files_private()
+    listener, home, login = _listener(listen, advertise), state_directory() if data is None else writable(data.absolute()), credentials({})
+    if password := login.get("sasl_plain_password"):
+        (home / "broker").mkdir(exist_ok=True)
+        access.write_login(home / "broker", access.Login(login.get("sasl_plain_username", access.USER), password))
+    os.environ.pop(VARIABLE, None)
+
+    def ready(info: Any) -> None:
+        if json:
+            emit({"advertised": listener.advertised, **asdict(info)})
+        else:
+            print(f"running at {listener.advertised}, pid {info.pid}", flush=True)
+
+    serve(listener, home=home, drain_s=drain, stop_file=stop_file, notify=notify, ready=ready)
+
+
+def _listener(listen: str, advertise: str | None) -> Any:
+    """The listener of `--listen` and `--advertise`. Raises `ConfigError`."""
+    from penstock.infra.broker.settings import Listener
+    from penstock.infra.errors import ConfigError
+
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--listen {listen}: expected HOST:PORT, such as 0.0.0.0:9092")
+    name = advertise or (socket.gethostname() if host == "0.0.0.0" else host)
+    return Listener(host, int(port), name if ":" in name else f"{name}:{port}")
 
 
 @app.command()

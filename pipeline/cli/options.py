@@ -56,11 +56,16 @@ def emit(value: object) -> None:
 
 
 @contextmanager
-def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = False, start: bool = True) -> Iterator["KafkaLog"]:
-    """A log at this broker; `attends`: the run's view reports outages, not the log. Without `start`, an embedded broker is not started."""
+def connected(
+    bootstrap: str, security: Mapping[str, str], *, attends: bool = False, start: bool = True, wait_s: float = 0.0
+) -> Iterator["KafkaLog"]:
+    """A log at this broker, waited for `wait_s`; `attends`: the run's view reports outages, not the log.
+
+    Without `start`, an embedded broker is not started.
+    """
     from penstock.pipeline.launch.broker_keeper import connect
 
-    log = connect(bootstrap, security, notify=notify, start=start)
+    log = connect(bootstrap, security, notify=notify, start=start, wait_s=wait_s)
     if not attends:
         log.wait_out(OUTAGE_TIMEOUT_S, notify=notify)
     try:

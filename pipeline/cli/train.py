@@ -147,18 +147,38 @@ def run(
     return launch(loaded, notify=notify, live=not plain and not json, json_out=json, run_id=run_id)
 
 
-def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
+def create(
+    config: ConfigFile,
+    *,
+    overrides: Overrides = None,
+    run_id: RunId = None,
+    if_absent: Annotated[
+        bool, typer.Option("--if-absent", help="Succeed if the run exists already with this configuration, data and code.")
+    ] = False,
+    wait_broker: Annotated[
+        float, typer.Option("--wait-broker", min=0, metavar="SECONDS", help="Wait so long for a broker that does not respond yet.")
+    ] = 0.0,
+    json: Json = False,
+) -> None:
     """Validate a configuration, register its run and create its topics; start no worker."""
     from penstock.infra.backends.hardware import this_cpu
     from penstock.infra.backends.nvidia import visible_gpus
-    from penstock.pipeline.config.load import load
+    from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.launch.check import preflight
+    from penstock.pipeline.launch.check.changes import require_same
     from penstock.pipeline.launch.create import create as register
+    from penstock.pipeline.launch.create import usable
+    from penstock.pipeline.runtime.registration.run_registry import find
 
+    if if_absent and not run_id:
+        raise ConfigError("--if-absent needs --run-id RUN: an id that is made up is always new")
     loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
-    with connected(loaded.kafka.bootstrap, loaded.kafka.security) as log:
-        checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, notify=notify)
-        record = register(loaded, log=log, run_id=run_id, checked=checked.info, notify=notify)
+    with connected(loaded.kafka.bootstrap, loaded.kafka.security, wait_s=wait_broker) as log:
+        if (record := find(log, usable(run_id)) if if_absent and run_id else None) is not None:
+            require_same(record, loaded, notify=notify)
+        else:
+            checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, notify=notify)
+            record = register(loaded, log=log, run_id=run_id, checked=checked.info, notify=notify)
     if json:
         emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})
     else:

@@ -1,23 +1,30 @@
-"""Connects to a run's broker, and restarts the embedded broker when it crashes.
+"""Connects to a run's broker, restarts the embedded broker when it crashes, and serves one in the foreground.
 
 Every command connects here, so nothing of workers or models is imported. A broker that was stopped on purpose stays stopped.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
 
 from penstock.infra.broker import embedded
+from penstock.infra.broker.settings import Listener
 from penstock.infra.errors import BrokerError, ConfigError, PenstockError
-from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.kafka.log import KafkaLog, await_broker
 from penstock.pipeline.config.security import credentials
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Rules, WorkerExit
+from penstock.pipeline.launch.shutdown import stop_requested
 from penstock.pipeline.runtime.exit_status import FAILED
 
 STOP_NOTE_S = 0.2
 """While the embedded broker is being stopped its pid file remains for some milliseconds: it looks crashed."""
+LOOK_EVERY_S = 0.2
+"""How often a broker in the foreground is looked at."""
 
 Notify = Callable[[str], None]
 
@@ -111,8 +118,8 @@ class BrokerKeeper:
             self._refusal = str(error)
 
 
-def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, start: bool = True) -> KafkaLog:
-    """Connect to a broker; these client settings override those of the environment.
+def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, start: bool = True, wait_s: float = 0.0) -> KafkaLog:
+    """Connect to a broker, within `wait_s` if none responds yet; these client settings override those of the environment.
 
     `embedded` is this machine's own broker, which is started if it does not run, unless `start` is false.
 
@@ -127,6 +134,61 @@ def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, star
             raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
         bootstrap, settings = status.bootstrap, {}
     try:
-        return KafkaLog(bootstrap, security=settings, client_id="penstock")
+        return await_broker(lambda: KafkaLog(bootstrap, security=settings, client_id="penstock"), wait_s, notify=notify)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def serve(
+    listener: Listener, *, home: Path, drain_s: float, stop_file: Path | None, notify: Notify, ready: Callable[[embedded.BrokerInfo], None]
+) -> None:
+    """Run the broker of `home` until it is told to stop; `ready` gets its address.
+
+    SIGTERM and SIGINT end it once no client is connected, at the latest after `drain_s`: workers that are stopped at the same time still
+    write. A second signal ends it at once, in order, and so does `stop_file` as soon as it exists.
+
+    Raises `BrokerError` if it cannot be started, or has ended by itself.
+    """
+    with stop_requested() as stop:
+        status = embedded.start(home=home, listener=listener, progress=notify)
+        try:
+            ready(status)
+            if status.risk is not None:
+                notify(status.risk)
+            ports = (int(status.bootstrap.rpartition(":")[2]), listener.port)
+            _await_stop(home, stop, ports=ports, drain_s=drain_s, stop_file=stop_file, notify=notify)
+        except KeyboardInterrupt:
+            notify("second signal: the broker ends at once")
+        finally:
+            embedded.stop(home)
+
+
+def _await_stop(
+    home: Path, stop: threading.Event, *, ports: Collection[int], drain_s: float, stop_file: Path | None, notify: Notify
+) -> None:
+    """Return as soon as the broker has to end. Raises `BrokerError` if it has ended by itself."""
+    limit_s: float | None = None
+    while stop_file is None or not stop_file.exists():
+        status = embedded.status(home)
+        if status.pid is None:
+            raise BrokerError(status.ended or "the broker was stopped by `penstock broker stop`")
+        if stop.is_set():
+            if limit_s is None:
+                limit_s = time.monotonic() + drain_s
+                notify(f"stop requested: waits until no client is connected, {drain_s:g} s at most; a second signal ends the broker")
+            if time.monotonic() > limit_s or not _clients(status.pid, ports):
+                return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _clients(pid: int, ports: Collection[int]) -> int:
+    """Number of connections of other processes to these ports of process `pid`."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return 0
+    own = {connection.laddr for connection in connections}
+    return sum(
+        connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port in ports and connection.raddr not in own
+        for connection in connections
+    )

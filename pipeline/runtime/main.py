@@ -1,7 +1,7 @@
 """Entry point of every worker process: arguments, signals, waiting for the run, and errors as one line.
 
 A worker exits with 0 if its run is over or a stop was requested; otherwise one line tells the cause, and the status is 1 if a restart may
-help, 2 if not: a user error, contradictory records, another process with its lease.
+help, 2 if not: a user error, contradictory records, another process with its lease. One that lingers exits only if a stop was requested.
 """
 
 import argparse
@@ -11,11 +11,12 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.infra.errors import ConfigError, Fenced, PenstockError, Unrecoverable
+from penstock.infra.errors import ConfigError, Fenced, LogUnreachable, PenstockError, Unrecoverable
 from penstock.infra.log import Log
 from penstock.infra.paths import make_files_private
 from penstock.infra.sandbox.secrets import hide_secrets
@@ -63,7 +64,10 @@ def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
         "--bootstrap", metavar="HOST:PORT", default=os.environ.get("PENSTOCK_BOOTSTRAP", EMBEDDED),
         help="a Kafka broker; `embedded` is this machine's own (default: PENSTOCK_BOOTSTRAP or embedded)",
     )  # fmt: skip
-    add("--slot", type=int, metavar="N", help="number of this worker among those of its role; part of its name")
+    add(
+        "--slot", type=int, metavar="N", default=os.environ.get("PENSTOCK_SLOT") or None,
+        help="number of this worker among those of its role; part of its name (default: PENSTOCK_SLOT)",
+    )  # fmt: skip
     add("--pool", help="pool of rollout.pools that a rollout worker joins; that of its slot if absent")
     add("--model", metavar="PATH", help="directory of the model on this machine, if it is not the configuration's")
     add("--run-key", metavar="FILE", type=Path, help="the run's key, copied from runs/RUN/run.key; mode 0400, 0440 or 0600")
@@ -73,6 +77,8 @@ def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
         help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Passwords in PENSTOCK_SECURITY only, a JSON object",
     )  # fmt: skip
     add("--health", metavar="[HOST:]PORT", help="serve /livez, /readyz and /metrics there; on loopback if there is no host")
+    add("--wait-broker", type=float, metavar="SECONDS", default=0.0, help="wait so long for a broker that does not respond yet")
+    add("--linger", action="store_true", help="stay, ready and idle, when the run is over; SIGTERM ends the worker with status 0")
     add("--log-json", action="store_true", help="print each line of the log as a JSON object")
     add("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(arguments)
@@ -80,6 +86,8 @@ def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
         raise ConfigError(f"there is no role {options.role!r}: {', '.join(ROLES)}{nearest(options.role, list(ROLES))}")
     if options.slot is not None and options.slot < 0:
         raise ConfigError(f"--slot {options.slot}: expected a number of at least 0")
+    if not options.wait_broker >= 0:
+        raise ConfigError(f"--wait-broker {options.wait_broker}: expected seconds")
     try:
         check_run_id(options.run)  # a worker waits for a run that is not registered yet, but a malformed id can never be
     except ValueError as error:
@@ -100,7 +108,7 @@ def start(options: argparse.Namespace) -> int:
     return work(
         options.role, run=options.run, bootstrap=bootstrap, slot=options.slot, pool=options.pool, model=options.model,
         trust=Trust(run_key=options.run_key, code=options.trust_code), security=security, debug=options.debug,
-        health=options.health, log_json=options.log_json,
+        health=options.health, log_json=options.log_json, wait_broker_s=options.wait_broker, linger=options.linger,
     )  # fmt: skip
 
 
@@ -117,8 +125,13 @@ def work(
     debug: bool = False,
     health: str | None = None,
     log_json: bool = False,
+    wait_broker_s: float = 0.0,
+    linger: bool = False,
 ) -> int:
-    """Join the run as `role` and do its work; SIGTERM and SIGINT request an orderly stop."""
+    """Join the run as `role` and do its work; SIGTERM and SIGINT request an orderly stop.
+
+    `wait_broker_s` limits the wait for a first response of the broker; with `linger` the process stays when the run is over.
+    """
     make_files_private()
     if log_json:
         os.environ[LOG_JSON] = "1"
@@ -129,7 +142,11 @@ def work(
     stop_forwarding = pass_on_warnings(lambda text, level: print_line(run, worker or role, text, level=level))
     try:
         rank = int(os.environ.get("RANK", "0")) if ROLES[role].in_ranks else 0
-        log = _log(bootstrap, security, client_id=f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else ""))
+        probed = Health(None, stop)
+        if not rank:  # first: a worker whose port is taken must not join, and one that waits for broker and run is probed
+            serve(probed, health, notify=partial(print_line, run, worker or role))
+        name = f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else "")
+        log = _log(bootstrap, security, client_id=name, wait_s=wait_broker_s, notify=partial(print_line, run, worker or role), stop=stop)
         if rank:
             importlib.import_module(ROLES[role].module).follow(log, run, model=model, trust=trust)
             return ENDED
@@ -137,13 +154,20 @@ def work(
         if session is None:
             return ENDED
         session.reporter.notify(f"joined run {run}")
-        serve(Health(session.reporter, stop), health)
+        probed.reporter = session.reporter
         threading.Thread(target=session.announce_stop, daemon=True, name="announce-stop").start()
         importlib.import_module(ROLES[role].module).main(session)
         session.close(status="stopped" if stop.is_set() else "finished")
         session.reporter.notify("done")
+        if linger and not stop.is_set():
+            session.reporter.notify("the run is over; lingers until SIGTERM")
+            probed.over = True
+            log.close()
+            stop.wait()
         return ENDED
     except (PenstockError, OSError, *MISTAKES) as error:
+        if session is None and stop.is_set() and isinstance(error, LogUnreachable):
+            return ENDED
         return _failed(role, session, error, run=run, debug=debug)
     except ModuleNotFoundError as error:
         missing = Unrecoverable(f"{error.name} is not installed on this machine. Find its extra: penstock doctor")
@@ -155,11 +179,19 @@ def work(
         sys.stdout.flush()
 
 
-def _log(bootstrap: str, security: Mapping[str, Any] | None, *, client_id: str) -> Log:
-    from penstock.infra.kafka.log import KafkaLog
+def _log(
+    bootstrap: str,
+    security: Mapping[str, Any] | None,
+    *,
+    client_id: str,
+    wait_s: float,
+    notify: Callable[[str], None],
+    stop: threading.Event,
+) -> Log:
+    from penstock.infra.kafka.log import KafkaLog, await_broker
 
     try:
-        return KafkaLog(bootstrap, security=security, client_id=client_id)
+        return await_broker(lambda: KafkaLog(bootstrap, security=security, client_id=client_id), wait_s, notify=notify, stop=stop)
     except ValueError as error:
         raise ConfigError(f"--bootstrap, --security: {error}") from error
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 from penstock.pipeline.runtime.main import work
@@ -38,16 +39,25 @@ class Processes:
         self._tokens: dict[str, list[str]] = {}
 
     def start(
-        self, role: str, slot: int = 0, *, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
+        self,
+        role: str,
+        slot: int = 0,
+        *,
+        environment: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        **options: Any,
     ) -> str:
-        """Start a worker and return its name; `before` runs in the new process first, and must be importable by name."""
+        """Start a worker with these options of `work` and return its name.
+
+        `before` runs in the new process first, and must be importable by name.
+        """
         name = ROLES[role].worker(slot)
         tokens, before_it = self._tokens.setdefault(name, []), self.running.get(name)
         ended = tokens[:-1] if before_it is not None and before_it.is_alive() else tokens  # as a launcher tells it
         own = {TOKEN: new_token(), ENDED: ",".join(ended)}
         tokens.append(own[TOKEN])
         settings = {"OMP_NUM_THREADS": "1", "PENSTOCK_HOME": os.environ["PENSTOCK_HOME"], **own, **(environment or {})}
-        arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before)
+        arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before, options)
         process = _FORKS.Process(target=_work, args=arguments, name=f"{self.run}.{name}")
         process.start()
         self.running[name] = process
@@ -90,8 +100,9 @@ class Processes:
 
 
 def _work(
-    role: str, slot: int, run: str, bootstrap: str, environment: dict[str, str], output: Path, before: Callable[[], None] | None
-) -> None:
+    role: str, slot: int, run: str, bootstrap: str, environment: dict[str, str], output: Path, before: Callable[[], None] | None,
+    options: Mapping[str, Any],
+) -> None:  # fmt: skip
     """The whole life of a forked worker: what `python -m workers` does, with its output in a file."""
     os.setsid()
     os.environ.update(environment)
@@ -101,4 +112,4 @@ def _work(
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     if before is not None:
         before()
-    os._exit(work(role, run=run, bootstrap=bootstrap, slot=slot, model=None))
+    os._exit(work(role, run=run, bootstrap=bootstrap, slot=slot, model=None, **options))

@@ -1,4 +1,4 @@
-"""Compares the data and code of a resumed run with its record: rows, rewards, environment and own functions.
+"""Compares a run's record with the data, code and configuration of now: of a resumed run, and of one that is to be created again.
 
 Other rows are refused unless the configuration accepts them, since a prompt's row number would mean two things; other code is
 allowed, since it is how a mistake is corrected. Both are printed once and recorded; report and audit list them.
@@ -11,9 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.infra.errors import ConfigError, PenstockError
-from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.hub import pinned
+from penstock.pipeline.config.load import Config, from_json, to_json, with_values
 from penstock.pipeline.config.plugins import source_digest, split_options
+from penstock.pipeline.config.resume import CHANGEABLE
+from penstock.pipeline.data.files import Dataset
 from penstock.pipeline.data.run_data import described, open_data, open_eval_data, refuse_changed
+from penstock.pipeline.data.tokenization import digests
+from penstock.pipeline.inspect.metrics import flatten
 from penstock.pipeline.rewards import functions as rewards
 from penstock.topics.runs import RunRecord
 
@@ -35,23 +40,11 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
         PenstockError: the data cannot be opened.
     """
     info = json.loads(record.info)
-    try:
-        data, held_out = open_data(config).sources, open_eval_data(config)
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise PenstockError(str(error)) from error
+    data, held_out = _opened(config)
     if config.data.on_change == "refuse":
         refuse_changed(info, config.data_sources, data, context="training", run=record.run)
         refuse_changed(info, config.eval_sources, held_out, context="evaluation", run=record.run)
-    now = {
-        "data": [
-            *described(config.data_sources, data, context="training"),
-            *described(config.eval_sources, held_out, context="evaluation"),
-        ],
-        "reward_sources": rewards.digests(config.reward.functions),
-        "code": code_digests(config),
-    }
+    now = _made_of(config, data, held_out)
     changes = _changes(info, now)
     if not changes:
         return record
@@ -61,6 +54,57 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
         )
     info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
     return replace(record, info=json.dumps(info))
+
+
+def require_same(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> None:
+    """Compare a run with the configuration from which it would be created now; changes nothing.
+
+    Keys that a resumed run may change keep the run's values, and `notify` gets them; the address of the broker is not compared.
+
+    Raises:
+        ConfigError: another key, data set, code or tokenizer; one line names all of them.
+        PenstockError: the data cannot be opened.
+    """
+    recorded, info = from_json(record.config), json.loads(record.info)
+    config = with_values(config, "model", path=pinned(config.model.path))
+    before, after = (flatten(json.loads(to_json(each))) for each in (recorded, config))
+    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key) and key != "kafka.bootstrap"]
+    texts = {key: f"{key} = {before.get(key)} (here {after.get(key)})" for key in keys}
+    if left := [text for key, text in texts.items() if _may_change(key)]:
+        notify(f"run {record.run} keeps {', '.join(left)}; `penstock run --resume {record.run} --set KEY=VALUE` changes such a key")
+    other = [text for key, text in texts.items() if not _may_change(key)]
+    if not other:  # otherwise the data sets are others, too
+        other = [change["what"] for change in _changes(info, _made_of(config, *_opened(config)))]
+        if dict(digests(config.model_directory, chat_template=config.data.chat_template)) != info["digests"]:
+            other.append("tokenizer, chat template or stop ids of model.path")
+    if other:
+        raise ConfigError(f"run {record.run!r} exists and differs: {', '.join(other)}; choose another --run-id, or create it as it was")
+
+
+def _may_change(key: str) -> bool:
+    return any(key == changeable or key.startswith(f"{changeable}.") for changeable in CHANGEABLE)
+
+
+def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset]]:
+    """The data sets of training and evaluation."""
+    try:
+        return open_data(config).sources, open_eval_data(config)
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise PenstockError(str(error)) from error
+
+
+def _made_of(config: Config, data: Mapping[str, Dataset], held_out: Mapping[str, Dataset]) -> dict[str, Any]:
+    """The part of a run's info with the digests of its data and code."""
+    return {
+        "data": [
+            *described(config.data_sources, data, context="training"),
+            *described(config.eval_sources, held_out, context="evaluation"),
+        ],
+        "reward_sources": rewards.digests(config.reward.functions),
+        "code": code_digests(config),
+    }
 
 
 def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:

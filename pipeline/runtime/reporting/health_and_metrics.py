@@ -38,8 +38,11 @@ def address_of(text: str) -> tuple[str, int]:
 class Health:
     """Responses of one worker."""
 
-    reporter: Reporter
+    reporter: Reporter | None
+    """None until the worker has joined its run."""
     stopping: threading.Event
+    over: bool = False
+    """True if its run is over, and the worker stays, idle, until it is stopped."""
     _seen: tuple[float, float, float] = (-1.0, 0.0, 0.0)
     """Last iteration of the loop, and time and CPU seconds at the first probe after it."""
 
@@ -53,6 +56,8 @@ class Health:
         return "404 Not Found", "text/plain", b"there are /livez, /readyz and /metrics\n"
 
     def hangs(self) -> str | None:
+        if self.reporter is None or self.over:
+            return None
         now_s, spent_s, turned_s = time.monotonic(), cpu_s(), self.reporter.turned_s
         if turned_s != self._seen[0]:
             self._seen = turned_s, now_s, spent_s
@@ -66,7 +71,9 @@ class Health:
         """Reason why the worker cannot work now; None if it can."""
         if self.stopping.is_set():
             return "it was asked to stop"
-        return None if "startup_s" in self.reporter.values else self.reporter.labels.get("doing", "starting")
+        if self.reporter is None:
+            return "waiting for the broker or the run"
+        return None if self.over or "startup_s" in self.reporter.values else self.reporter.labels.get("doing", "starting")
 
     def _metrics(self) -> bytes:
         from prometheus_client import CollectorRegistry, generate_latest
@@ -79,6 +86,8 @@ class Health:
         """The values of the worker's status and of its Kafka clients, as `penstock_NAME`."""
         from prometheus_client.core import GaugeMetricFamily
 
+        if self.reporter is None:
+            return
         labels = {"run": self.reporter.run, "role": self.reporter.role, "worker": self.reporter.worker}
         for name, value in sorted({**self.reporter.numbers(), **self.reporter.log.counts()}.items()):
             plain = re.sub("[^a-zA-Z0-9_]", "_", name)
@@ -99,7 +108,7 @@ def cpu_s() -> float:
     return spent
 
 
-def serve(health: Health, text: str | None = None) -> Callable[[], None]:
+def serve(health: Health, text: str | None = None, *, notify: Callable[[str], None] = print) -> Callable[[], None]:
     """Serve at `text`, or at the address in the environment, until the returned function is called.
 
     Raises `ConfigError` for a malformed address and for a port in use.
@@ -113,7 +122,7 @@ def serve(health: Health, text: str | None = None) -> Callable[[], None]:
     except OSError as error:
         raise ConfigError(f"--health {address}: {error.strerror or error}; take another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
-    health.reporter.notify(f"health and metrics at http://{host}:{server.server_port}")
+    notify(f"health and metrics at http://{host}:{server.server_port}")
 
     def close() -> None:
         server.shutdown()

@@ -1,6 +1,8 @@
 """SmolLM2 from the package that carries its weights."""
 
 import json
+import os
+import stat
 from importlib.util import find_spec
 
 import pytest
@@ -54,3 +56,16 @@ def test_a_new_directory_that_fails_leaves_nothing_behind(tmp_path):
     with pytest.raises(RuntimeError, match="half way"):
         half_way()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_model_can_be_read_by_those_that_the_umask_lets_read_it(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with new_directory(tmp_path / "model", holds="a model") as aside:
+            (aside / "model.safetensors").touch(mode=0o600)  # as safetensors does
+            (aside / "sub").mkdir()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model" / "model.safetensors").stat().st_mode) == mode
+    assert os.access(tmp_path / "model" / "sub", os.X_OK)

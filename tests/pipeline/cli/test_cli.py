@@ -65,7 +65,18 @@ assert not loaded, loaded
 
 
 COMMANDS = ["init", "check", "run", "create", "worker", "runs", "status", "report", "audit", "explain", "graph", "doctor"]
-COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broker stop", "broker status", "model tiny", "replay score"]
+COMMANDS += [
+    "topics list",
+    "topics tail",
+    "topics show",
+    "broker start",
+    "broker run",
+    "broker stop",
+    "broker status",
+    "sbatch",
+    "model tiny",
+    "replay score",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,146 @@
+"""Runs as Slurm jobs: `deploy/slurm/` is what `penstock sbatch` writes, and a job that is stopped in any way loses nothing."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline import cli
+from tests.support import slurm as support
+from tests.support.paths import ROOT
+from tests.support.slurm import Slurm
+
+SCRIPTS = {"run.sbatch": [], "workers.sbatch": ["--bootstrap", "broker.example:9092"]}
+STEPS = 40
+SETTINGS = [f"run.steps={STEPS}", "eval.every=20", "trainer.checkpoint_every=5"]
+
+
+def test_the_scripts_in_deploy_are_what_penstock_sbatch_writes_for_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, options in SCRIPTS.items():
+        assert cli.main(["sbatch", "examples/demo.toml", *options]) == 0
+        assert capsys.readouterr().out == (ROOT / "deploy" / "slurm" / name).read_text(encoding="utf-8")
+        subprocess.run(["bash", "-n", str(ROOT / "deploy" / "slurm" / name)], check=True)
+
+
+def test_each_worker_gets_its_node_and_gpus_and_a_trainer_on_two_nodes_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = {"rollout.workers": 4, "rollout.gpus_per_worker": 2, "trainer.processes": 8, "trainer.gpus": 8, "trainer.backend": "deepspeed"}
+    settings = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
+    command = ["sbatch", str(ROOT / "examples" / "demo.toml"), *settings, "--trainer-nodes", "2", "--rollout-per-node", "2"]
+    assert cli.main(command) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=4\n" in script
+    assert "#SBATCH --gpus-per-node=6\n" in script
+    assert re.search(r"^  OMP_NUM_THREADS=\d+ SPAN=2 TASKS=8 worker 0 trainer trainer$", script, re.MULTILINE)
+    assert re.search(r"CUDA_VISIBLE_DEVICES=4,5 worker 0 evaluator evaluator$", script, re.MULTILINE)
+    placed = re.findall(r"CUDA_VISIBLE_DEVICES=(\S+) worker (\d) rollout-(\d) rollout --slot \3$", script, re.MULTILINE)
+    assert placed == [("0,1", "2", "0"), ("2,3", "2", "1"), ("0,1", "3", "2"), ("2,3", "3", "3")]
+    assert cli.main([*command[:-4], "--trainer-nodes", "3"]) == 2
+    assert "trainer.processes = 8 cannot be divided" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Three nodes on this machine."""
+    if reason := support.missing():
+        pytest.skip(reason)
+    with support.started(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture(scope="module")
+def model(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """A tiny model that has learned a little."""
+    from penstock.pipeline.data.tiny.model import make_tiny_model
+
+    return made_once("tiny-slurm", lambda folder: make_tiny_model(folder, steps=60))
+
+
+@pytest.fixture(scope="module")
+def script(cluster: Slurm, model: Path) -> Path:
+    """The script of a run that repeats bit by bit, for a cluster whose nodes have no names of their own."""
+    written = penstock("sbatch", str(ROOT / "examples" / "exact.toml"), *settings(model))
+    file = cluster.folder / "run.sbatch"
+    file.write_text(written)
+    (cluster.folder / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m penstock "$@"\n')
+    (cluster.folder / "penstock").chmod(0o755)
+    return file
+
+
+@pytest.fixture(scope="module")
+def digest(model: Path) -> str:
+    """The weights in which the run ends without Slurm."""
+    return str(json.loads(penstock("run", str(ROOT / "examples" / "exact.toml"), *settings(model), "--json"))["weights"]["digest"])
+
+
+def settings(model: Path) -> list[str]:
+    return [word for text in (f"model.path={model}", *SETTINGS) for word in ("--set", text)]
+
+
+def penstock(*words: str) -> str:
+    """The output of a command."""
+    done = subprocess.run([sys.executable, "-m", "penstock", *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def steps(home: Path) -> int:
+    """Steps that the trainer has committed, from its log."""
+    log = home / "logs" / "trainer.log"
+    found = re.findall(r"step (\d+)", log.read_text()) if log.exists() else []
+    return max(map(int, found), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("end", ["none", "scontrol requeue", "--signal before the limit", "scancel"])
+def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_without_slurm(
+    end: str, cluster: Slurm, script: Path, digest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"run-{time.time_ns() % 10**6}"
+    home = cluster.folder / run
+    own = {"RUN": run, "PENSTOCK_HOME": str(home), "PENSTOCK": str(cluster.folder / "penstock"), "HEAD": "127.0.0.1"}
+    limit = ["--time=2", "--signal=B:USR1@75"] if end == "--signal before the limit" else []
+    job = cluster.submit(script, *limit, **own)
+
+    def told() -> str:
+        return cluster.output(job) + "".join(f"\n== {file.name}\n{file.read_text()[-2000:]}" for file in sorted((home / "logs").glob("*")))
+
+    def await_state(*states: str) -> float:
+        since = time.monotonic()
+        cluster.wait(lambda: cluster.state(job) in states, lambda: f"{cluster.state(job)}\n{told()}", 900.0)
+        return time.monotonic() - since
+
+    stopped_s = 0.0
+    if end != "none":
+        if not limit:
+            cluster.wait(lambda: steps(home) >= STEPS // 4, told)
+            cluster(*(["scancel", job] if end == "scancel" else ["scontrol", "requeue", job]))
+        stopped_s = await_state("PENDING", "CANCELLED")
+        if end == "scancel":
+            time.sleep(3.0)
+            assert cluster.state(job) == "CANCELLED"
+            job = cluster.submit(script, **own)
+        else:
+            cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+    await_state("COMPLETED", "FAILED")
+    assert cluster.state(job) == "COMPLETED", told()
+    report = json.loads((home / "runs" / run / "report.json").read_text())
+    log = (home / "logs" / "trainer.log").read_text()
+    recovered = re.findall(r"recovered in .*", log)
+    statuses = sorted(set(re.findall(r"status (\d+)", told())))
+    with capsys.disabled():
+        print(f"\n| {end} | stopped in {stopped_s:.0f} s; statuses {', '.join(statuses)} | {'; '.join(recovered) or '-'} |")
+    assert report["weights"]["digest"] == digest, told()
+    assert len(recovered) == (end != "none"), log

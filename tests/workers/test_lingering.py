@@ -1,0 +1,26 @@
+"""Workers of a restart policy that always restarts: when the run is over they stay, ready and idle."""
+
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+from tests.support.log_helpers import WAIT_S
+from tests.support.processes import Processes
+from tests.support.recorded_run import RecordedRun
+
+
+def test_a_worker_that_lingers_is_ready_after_the_end_of_its_run_and_ends_with_0_on_sigterm(recorded: RecordedRun, tmp_path: Path) -> None:
+    with Processes(recorded.bootstrap, recorded.run, tmp_path) as processes:
+        name, deadline = processes.start("feeder", linger=True, health="0"), time.monotonic() + WAIT_S
+        while "lingers until SIGTERM" not in processes.text(name):
+            assert time.monotonic() < deadline, processes.text(name)
+            time.sleep(0.05)
+        served = re.search(r"health and metrics at (\S+)", processes.text(name))
+        assert served is not None
+        for path in ("livez", "readyz", "metrics"):
+            with urllib.request.urlopen(f"{served[1]}/{path}", timeout=60.0) as answer:
+                assert answer.status == 200
+        processes.signal(name, signal.SIGTERM)
+        assert processes.ended(name) == 0
