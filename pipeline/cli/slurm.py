@@ -57,7 +57,7 @@ def sbatch(
     options |= {"--rollout-per-node": rollout_per_node if rollout_per_node > 1 else None}
     options |= {"--trainer-nodes": trainer_nodes if trainer_nodes > 1 else None}
     settings = "".join(f" --set {shlex.quote(text)}" for text in overrides or ())
-    given = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value)
+    used = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value)
     gpus = Counter[int]()
     lines = list(_workers(loaded, rollout_per_node, trainer_nodes, gpus))
     most = max(gpus.values(), default=0)
@@ -66,7 +66,7 @@ def sbatch(
         "NODES": trainer_nodes + -(-loaded.rollout.workers // rollout_per_node),
         "GPUS": f"#SBATCH --gpus-per-node={most}\n" if most else "",
         "GRACE": grace,
-        "COMMAND": f"penstock sbatch {shlex.quote(str(config))}{settings}{given}",
+        "COMMAND": f"penstock sbatch {shlex.quote(str(config))}{settings}{used}",
         "CONFIG": shlex.quote(str(config)),
         "RUN": run_id or f"{name}-$SLURM_JOB_ID",
         "BOOTSTRAP": bootstrap or OWN_BROKER,

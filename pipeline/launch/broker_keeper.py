@@ -142,7 +142,7 @@ def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, star
 def serve(
     listener: Listener, *, home: Path, drain_s: float, stop_file: Path | None, notify: Notify, ready: Callable[[embedded.BrokerInfo], None]
 ) -> None:
-    """Run the broker of `home` until it is told to stop; `ready` gets its address.
+    """Run the broker of `home` until a stop is requested; `ready` gets its address.
 
     SIGTERM and SIGINT end it once no client is connected, at the latest after `drain_s`: workers that are stopped at the same time still
     write. A second signal ends it at once, in order, and so does `stop_file` as soon as it exists.
