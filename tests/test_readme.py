@@ -24,7 +24,6 @@ OTHERS = {
     "benchmarks": "Measurements: schedules, engines, kills, outages, replays, exports; each prints what it compares with",
     "deploy": "Images, Compose, Kubernetes, Slurm, Prometheus and Grafana; nothing else needs them",
     "docs": "Tutorial, reference and explanations",
-    "deploy": "Slurm, SkyPilot and dstack: scripts and files for machines of a cluster",
     "tests": "Mirror the packages; `support/` holds what tests share",
 }
 UNNAMED = {"__pycache__", "build", "dist"}

@@ -1,7 +1,7 @@
 """Weights from the trainer's memory for the workers on its machine (`weights.transport = "ipc"`).
 
-A version is in the memory as soon as its digest is known, while its chunks are being sent, and workers may load it then. All chunks go to
-the log nevertheless: workers on other machines, and all workers while no trainer runs, read them from it.
+A version is in the memory as soon as its digest is computed, while its chunks are being sent, and workers may load it then. All chunks go
+to the log nevertheless: workers on other machines, and all workers while no trainer runs, read them from it.
 """
 
 import time
