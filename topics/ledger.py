@@ -1,7 +1,10 @@
 """`ledger`: the run's events in one order, written by the trainer alone and read by every worker.
 
-An event has happened only if its entry is committed; a step has exactly one."""
+An event has happened only if its entry is committed; a step has exactly one. Each entry has the digest of the one before, so that the
+digest of the last one, the head, commits to all."""
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -41,6 +44,7 @@ CODEC = Codec(
         column("digest", pa.string(), nullable=True),
         column("metrics", map_of(pa.float64())),
         column("details", pa.string(), nullable=True),
+        column("previous", pa.string(), nullable=True),
     ),
 )
 _REQUIRED = ("outcome",)
@@ -85,7 +89,21 @@ class Entry:
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures of a step by name."""
     details: str | None = None
-    """JSON: configuration, arithmetic fingerprint, reason, status; for a rebase, results of the repeated steps and the recorded ones."""
+    """JSON: configuration, arithmetic fingerprint, reason, status; for a rebase, results of the repeated steps and the recorded ones; of a
+    step and the end, evaluations read since the step before (SHA-256 of the payload -> version); SHA-256 of a checkpoint's manifest."""
+    previous: str | None = None
+    """Hex SHA-256 of the payload of the entry before; null in the first entry and in those of earlier releases."""
+
+
+def digest(value: Payload) -> str:
+    """Hex SHA-256 of an entry's payload, which the entry after it has as `previous`."""
+    return hashlib.sha256(value).hexdigest()
+
+
+def evaluations(entry: Entry) -> dict[str, int]:
+    """SHA-256 of the payloads of the evaluations that an entry commits to -> evaluated version."""
+    listed = json.loads(entry.details or "{}").get("evaluations")
+    return {sha256: version for sha256, version in listed.items() if type(version) is int} if isinstance(listed, dict) else {}
 
 
 def encode(entry: Entry) -> bytes:

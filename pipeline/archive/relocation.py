@@ -42,6 +42,8 @@ class Relocation:
         self.run, self.becomes = run, becomes
         self._offsets: defaultdict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
         """(plain topic, partition) -> the old offsets, ascending; the index of each is its new offset."""
+        self._digests: dict[str | None, str] = {}
+        """Digest of each entry of the ledger -> that of the relocated entry."""
         self._rewrites: dict[str, Callable[[bytes], bytes]] = {
             **dict.fromkeys(("runs", "run"), lambda value: runs.encode(replace(runs.decode(value), run=becomes))),
             "weights": self._manifest,
@@ -96,9 +98,15 @@ class Relocation:
         return weights.encode(replace(manifest, chunk_offsets=offsets))
 
     def _entry(self, value: bytes) -> bytes:
+        """Continue the chain of digests; a digest of no entry stays as it is."""
         entry = ledger.decode(value)
         plan = tuple(replace(planned, offset=self.offset("groups", planned.partition, planned.offset)) for planned in entry.plan)
-        return ledger.encode(replace(entry, plan=plan)) if plan else value
+        previous = self._digests.get(entry.previous, entry.previous)
+        relocated = (
+            value if (plan, previous) == (entry.plan, entry.previous) else ledger.encode(replace(entry, plan=plan, previous=previous))
+        )
+        self._digests[ledger.digest(value)] = ledger.digest(relocated)
+        return relocated
 
     def _dead_letter(self, value: bytes) -> bytes:
         """Rewrite the carried record too."""

@@ -17,6 +17,7 @@ from penstock.pipeline.config.load import Config, ConfigError, override, with_va
 from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create, new_id
+from penstock.pipeline.learner.ledger_history import ledger_head
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open_policy
@@ -33,7 +34,7 @@ class Forked:
 
     record: RunRecord
     origin: dict[str, Any]
-    """The parent's run, step, version (if one was published there), digest and MLflow run."""
+    """The parent's run, step, version (if one was published there), digest, MLflow run, and the head of its ledger now."""
     directory: Path
     """Directory of the fork's model and optimizer state."""
 
@@ -120,7 +121,7 @@ def _origin(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str,
     tracked = load(recording.log, recording.run, topics=("metrics",)).mlflow
     return {
         "run": recording.run, "step": step, "version": published.version if published else None, "digest": digest,
-        "mlflow_run_id": tracked.get("run_id"),
+        "mlflow_run_id": tracked.get("run_id"), "ledger": ledger_head(recording.log, recording.run)._asdict(),
     }  # fmt: skip
 
 

@@ -237,6 +237,8 @@ class NewRun:
     _transactions: Transactions
     _waiting: list[Outgoing] = field(default_factory=list)
     _bytes: int = 0
+    _head: str | None = None
+    """Digest of the newest ledger entry."""
     _done: bool = False
 
     @classmethod
@@ -341,7 +343,8 @@ class NewRun:
         self._transactions.commit([manifest_record(manifest, run=self.run), *map(self._as_record, entries)])
 
     def _as_record(self, entry: Entry) -> Outgoing:
-        value = ledger.encode(entry)
+        value = ledger.encode(replace(entry, previous=self._head))
+        self._head = ledger.digest(value)
         headers = ledger.headers(entry, run=self.run).encode(value)
         return Outgoing(topic=f"{self.run}.ledger", partition=0, key=entry.kind.encode(), headers=headers, value=value)
 

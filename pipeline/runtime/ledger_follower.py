@@ -39,13 +39,18 @@ class LedgerState:
     closed: Entry | None = None
     opened: Entry | None = None
     last_seq: int = -1
+    head: str | None = None
+    """Digest of the newest entry's payload; None before the first one."""
     _anchor: int = 0
     """The newest anchor version."""
 
     def apply(self, record: Record) -> Entry | Manifest | None:
         """Apply a record of `ledger` or of partition 0 of `weights`; None if it was applied before. Raises `Unusable`."""
         if record.topic == f"{self.run}.ledger":
-            return self.take(ledger.read(record, run=self.run)[1])
+            entry = self.take(ledger.read(record, run=self.run)[1])
+            if entry is not None:
+                self.head = ledger.digest(record.value)
+            return entry
         if record.topic == f"{self.run}.weights" and record.partition == 0:
             return self.take(weights.read(record, run=self.run)[1])
         return None

@@ -35,9 +35,9 @@ class ResumePoint:
     rewards: tuple[float, ...] = ()
     """Lowest and highest reward seen; empty before any."""
 
-    def to_json(self) -> str:
-        """The details of a step's entry."""
-        return json.dumps({"resume": asdict(self)}, separators=(",", ":"))
+    def to_json(self, **others: object) -> str:
+        """The details of a step's entry, with `others`."""
+        return json.dumps({"resume": asdict(self), **others}, separators=(",", ":"))
 
 
 def resume_point_of(entry: Entry) -> ResumePoint | None:

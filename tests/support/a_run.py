@@ -34,15 +34,20 @@ class RecordBuilder:
     def __init__(self, run: str = RUN, *, steps: int = 10, created_s: float = CREATED_S, config: dict[str, Any] | None = None) -> None:
         self.run, self.steps, self.now_s = run, steps, created_s
         self.config = {**CONFIG, "run": {**CONFIG["run"], "steps": steps}, **(config or {})}
+        self.info = {"steps": steps, "rows": 64, "git": "abc123"}
         self.created_ns = int(created_s * 1e9)
         self.seq = 0
         self.measured: Counter[str] = Counter()
         self.next_group = 0
 
     def record(self, status: Any = "created") -> Outgoing:
-        info = json.dumps({"steps": self.steps, "rows": 64, "git": "abc123"})
         found = runs.RunRecord(
-            run=self.run, status=status, config=json.dumps(self.config), info=info, created_ns=self.created_ns, updated_ns=self._ns
+            run=self.run,
+            status=status,
+            config=json.dumps(self.config),
+            info=json.dumps(self.info),
+            created_ns=self.created_ns,
+            updated_ns=self._ns,
         )
         value = runs.encode(found)
         return Outgoing(topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(value), value=value)
@@ -56,7 +61,7 @@ class RecordBuilder:
         return self._out("ledger", None, ledger.headers(entry, run=self.run), ledger.encode(entry))
 
     def opened(self) -> Outgoing:
-        return self.entry("run-opened", details=json.dumps({"config": self.config, "info": {"steps": self.steps}}))
+        return self.entry("run-opened", details=json.dumps({"config": self.config, "info": self.info}))
 
     def version(self, version: int) -> Outgoing:
         return self.entry("version", version=version, step=version, digest=f"{version:064x}", metrics={"bytes": 1000.0, "publish_s": 0.1})

@@ -87,6 +87,7 @@ class EditedRun:
             self._write(index, *others)
         else:
             del self.records[index]
+        self.chain()
 
     def ledger(self, change: Callable[[list[Any]], None]) -> None:
         """Change the list of entries and write it again, numbered from 0 as if it had been so from the beginning."""
@@ -121,10 +122,13 @@ class EditedRun:
         self.group(number, lambda held: with_sample(held, sample, **fields))
 
     def registered(self, section: str, **fields: Any) -> None:
-        """Change what the run's own topic says it is: `info`, or a section of the configuration."""
+        """Change what the run's own topic says it is: `info`, also in the ledger, or a section of the configuration."""
         index, held = self.all("run")[-1]
         if section == "info":
-            self.put(index, replace(held, info=json.dumps({**json.loads(held.info), **fields})))
+            info = {**json.loads(held.info), **fields}
+            self.put(index, replace(held, info=json.dumps(info)))
+            opened, entry = self.one("ledger", kind="run-opened")
+            self.put(opened, replace(entry, details=json.dumps({**json.loads(entry.details), "info": info})))
             return
         config = json.loads(held.config)
         config[section].update(fields)
@@ -144,7 +148,27 @@ class EditedRun:
             return rollouts.read_all(record, run=self.run)[1]
         return (self._codec(kind).read(record, run=self.run)[1],)
 
+    def chain(self) -> None:
+        """Give each entry of the ledger the digest of the one before; a repetition stays one."""
+        first: dict[int, tuple[Any, bytes]] = {}
+        head = None
+        for index, held in self.all("ledger"):
+            plain = replace(held, previous=None)
+            if first.get(held.seq, (None,))[0] == plain:
+                self.rewrite(index, replace(held, previous=ledger.decode(first[held.seq][1]).previous))
+                continue
+            self.rewrite(index, replace(held, previous=head))
+            value = self.records[index].value
+            head = ledger.digest(value)
+            first.setdefault(held.seq, (plain, value))
+
     def _write(self, index: int, *held: Any) -> None:
+        self.rewrite(index, *held)
+        if self.kind(self.records[index]) == "ledger":
+            self.chain()
+
+    def rewrite(self, index: int, *held: Any) -> None:
+        """Encode an object in place of a record, and leave the digests of a ledger as they are."""
         record = self.records[index]
         codec = self._codec(self.kind(record))
         held = tuple(sorted(held, key=lambda sample: sample.sample)) if codec is rollouts else held

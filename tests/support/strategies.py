@@ -155,6 +155,7 @@ ENTRY = st.builds(
     digest=st.none() | NAME,
     metrics=st.dictionaries(TEXT, DOUBLE, max_size=3),
     details=st.none() | TABLE,
+    previous=st.none() | NAME,
 )
 MEASUREMENT = st.builds(
     metrics.Measurement,

@@ -103,6 +103,8 @@ def outcome_of(log: Log, run: str) -> dict[str, Any]:
     records = tail.read_to_end(30.0)
     tail.close()
     entries = [ledger.read(record, run=run)[1] for record in records if record.topic.endswith("ledger")]
+    digests = [ledger.digest(record.value) for record in records if record.topic.endswith("ledger")]
+    assert [entry.previous for entry in entries] == [None, *digests[:-1]]
     manifests = [weights.read(record, run=run)[1] for record in records if record.topic.endswith("weights")]
     of_step = [(entry.step, entry.loss_bits, entry.grad_norm_bits, entry.metrics["dropped"]) for entry in entries if entry.kind == "step"]
     opened = next((entry.details for entry in entries if entry.kind == "run-opened"), None)

@@ -1,5 +1,6 @@
 """Violations to plant into a genuine run's records, one each, with the checks that have to report them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -209,6 +210,22 @@ def a_ledger_that_lost_its_end(built: EditedRun) -> None:
     measured = [held for _, held in built.all("metrics") if held.role == "trainer" and held.values.get("step") == STEPS]
     index = built.one("metrics", role="trainer", seq=measured[-1].seq)[0]
     built.put(index, replace(measured[-1], values={**measured[-1].values, "step": STEPS + 2.0}))
+
+
+def an_entry_that_the_next_does_not_follow(built: EditedRun) -> None:
+    index, held = built.one("ledger", kind="step", step=2)
+    built.rewrite(index, replace(held, time_ns=held.time_ns + 1))
+
+
+def an_evaluation_with_another_result(built: EditedRun) -> None:
+    index, held = built.one("metrics", role="tracker")
+    built.append(index, replace(held, worker="evaluator", role="evaluator", incarnation="e", seq=0, kind="eval", version=1))
+    listed = {"evaluations": {"0" * 64: 1}}
+    built.alter(
+        "ledger",
+        lambda entry: replace(entry, details=json.dumps({**json.loads(entry.details), **listed})),
+        where={"kind": "run-closed"},
+    )
 
 
 def another_schedule_than_agreed(built: EditedRun) -> None:
@@ -432,6 +449,8 @@ PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (another_schedule_than_agreed, {"ledger-order"}),
     (an_end_that_only_the_register_knows, {"ledger-order"}),
     (a_ledger_that_lost_its_end, {"ledger-end"}),
+    (an_entry_that_the_next_does_not_follow, {"ledger-chain"}),
+    (an_evaluation_with_another_result, {"evaluations"}),
     (altered_step(4, step=5), {"step-numbers"}),
     (altered_step(4, version=1), {"step-numbers"}),
     (altered_step(1, boundaries=(3, 3)), {"step-numbers"}),

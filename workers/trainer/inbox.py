@@ -23,7 +23,7 @@ from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.resume_point import ResumePoint
 from penstock.pipeline.scheduling.rules import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
-from penstock.topics import groups, metrics, weights
+from penstock.topics import groups, ledger, metrics, weights
 from penstock.topics.catalogue import control_topic
 from penstock.topics.groups import Group, GroupAssembler
 from penstock.topics.wire.checked import whole
@@ -251,6 +251,10 @@ class Arrivals:
     """The reason if the run is to end before all its steps are done; else None."""
     _admitted: int | None = None
     """Groups of the whole run, once the feeder has reported that no prompt will follow; None before."""
+    evaluations: dict[str, int] = field(default_factory=dict)
+    """Evaluations that no ledger entry lists yet: SHA-256 of the payload -> version."""
+    _listed: set[str] = field(default_factory=set)
+    """SHA-256 of the evaluations that an entry lists, as far as the ledger was read."""
 
     @classmethod
     def open(cls, session: Session, writer: RunWriter, resumed: Resumed) -> Self:
@@ -280,6 +284,7 @@ class Arrivals:
 
     def settle(self, resumed: Resumed) -> None:
         selector, past, resume = self.inbox.selector, resumed.past, resumed.resume_point
+        self._listed = {sha256 for entry in past.entries for sha256 in ledger.evaluations(entry)}
         if resume is None:
             selector.settle([*past.stale, *past.trained])
             selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
@@ -292,6 +297,7 @@ class Arrivals:
     def start_over(self) -> None:
         """Forget the groups, and follow everything from its beginning."""
         self.inbox.start_over()
+        self.evaluations.clear()
         self.tail.add(dict.fromkeys(self.followed, "earliest"))
 
     def take_in(self, timeout_s: float) -> bool:
@@ -308,6 +314,11 @@ class Arrivals:
             self.take_in(POLL_S)
             behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
             self.session.reporter.status()
+
+    def list_evaluations(self) -> None:
+        """Record that the newest entry lists the evaluations read before it."""
+        self._listed |= self.evaluations.keys()
+        self.evaluations.clear()
 
     def resume_point(self) -> ResumePoint:
         selector, scale, store = self.inbox.selector, self.inbox.scale, self.writer.checkpoints.store
@@ -353,6 +364,8 @@ class Arrivals:
             self._admitted = whole(measurement.values.get("admitted"))
         if measurement.kind != "eval" or measurement.role != config.evaluating_role or measurement.version is None:
             return
+        if (sha256 := ledger.digest(record.value)) not in self._listed:
+            self.evaluations[sha256] = measurement.version
         manifest = self.writer.state.manifests.get(measurement.version)
         self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
         if config.stops_early and measurement.labels.get("ask") == "stop":

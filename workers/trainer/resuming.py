@@ -227,6 +227,7 @@ def _from(log: Log, run: str, start: int, end: int, first_step: int, ledger_stat
             ledger_state.last_seq, ledger_state.steps = entry.seq - 1, first_step - 1
         if ledger_state.take(entry) is None:
             continue
+        ledger_state.head = ledger.digest(record.value)
         if entry.kind == "step" and entry.step is not None:
             offsets.steps[entry.step + 1] = record.offset
         if entry.kind == "rebased":

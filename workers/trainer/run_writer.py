@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.infra import faults
-from penstock.infra.checkpoints import CheckpointStore, Saving, State
+from penstock.infra.checkpoints import MANIFEST, CheckpointStore, Saving, State
 from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
@@ -107,7 +107,8 @@ class Checkpointer:
         def record(size: int) -> None:
             now = time.monotonic()
             measured = {"bytes": float(size), "write_s": now - self._started, "stall_s": stalled_s + now - waiting}
-            self.commit("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured)
+            details = json.dumps({"manifest": ledger.digest((saving.temporary / MANIFEST).read_bytes())})
+            self.commit("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured, details=details)
 
         size = self.store.finish(saving, record=record)
         self.saved_steps = state.steps
@@ -225,7 +226,7 @@ class RunWriter:
     def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
         """Commit a ledger entry. Records in `also` are written in the same transaction."""
         session = self.session
-        entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), **fields)
+        entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), previous=self.state.head, **fields)
         with session.reporter.encoding:
             value = ledger.encode(entry)
             headers = ledger.headers(entry, run=session.run).encode(value)
@@ -233,7 +234,7 @@ class RunWriter:
         faults.reach(f"ledger.{kind}.before")
         self.newest_offset = self.transactions.commit([*also, record])[-1]
         faults.reach(f"ledger.{kind}.after")
-        self.state.last_seq = entry.seq
+        self.state.last_seq, self.state.head = entry.seq, ledger.digest(value)
         return entry
 
     def publish(self, content: Weights, *, version: int, step: int) -> None:
@@ -383,12 +384,12 @@ class RunWriter:
             source = f"{record.topic}/{record.partition}/{record.offset}"
             self.session.reporter.duplicate(f"manifest of version {manifest.version} at {source}")
 
-    def close_run(self, *, steps: int, status: str, reason: str) -> None:
+    def close_run(self, *, steps: int, status: str, reason: str, **others: object) -> None:
         self.finish_pending()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
         newest = self.state.manifests.get(self.state.newest_version)
-        details = json.dumps({"status": status, "reason": reason})
+        details = json.dumps({"status": status, "reason": reason, **others})
         self.write("run-closed", step=steps, digest=newest.digest if newest else None, details=details)
 
     @property

@@ -250,7 +250,7 @@ class Trainer:
         return text if self.writer.checkpoints.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
 
     def _close_run(self, *, status: Status, reason: str) -> None:
-        self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason)
+        self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason, evaluations=self.arrivals.evaluations)
         set_status(self.session.log, self.session.record, status=status)
 
     def _round_is_ready(self) -> bool:
@@ -321,8 +321,9 @@ class Trainer:
         self.writer.write(
             "step", step=self.policy.steps_done, version=version, plan=tuple(plan), boundaries=outcome.boundaries,
             loss_bits=outcome.loss_bits, grad_norm_bits=outcome.grad_norm_bits, digest=digest, metrics=measured,
-            details=self.arrivals.resume_point().to_json(),
+            details=self.arrivals.resume_point().to_json(evaluations=self.arrivals.evaluations),
         )  # fmt: skip
+        self.arrivals.list_evaluations()
         self.committed += 1
         self.arrivals.offsets.steps[self.committed] = self.writer.newest_offset
         self.drops.committed()

@@ -64,7 +64,7 @@ def empty_facts(source: Source) -> Facts:
         run=source.run,
         terms=terms_of(config, info),
         changes=info.get("changes", ()),
-        schedule=config.get("schedule"),
+        records=[(as_object(record.config), as_object(record.info)) for record in own],
         status=status,
         start_offsets=start_offsets,
     )
@@ -269,7 +269,7 @@ class Collector:
             for group in entry.groups if entry.kind == "stale" else ():
                 self._insert("decided", *decision, group, None, None, None)
             light = replace(entry, plan=(), groups=(), metrics={}) if entry.kind in ("step", "stale") else entry
-            self.facts.entries.append(EntryFact(where, light, len(entry.plan)))
+            self.facts.entries.append(EntryFact(where, light, len(entry.plan), ledger.digest(record.value)))
 
     def _manifest(self, record: Record, where: RecordId) -> None:
         manifest = weights.read(record, run=self.facts.run)[1]
@@ -293,6 +293,8 @@ class Collector:
         self._count_repeats("metrics", repeats)
         if measurement.kind == "final":
             worker.final = where.offset
+        if measurement.kind == "eval" and measurement.version is not None:
+            self.facts.evaluations[ledger.digest(record.value)] = measurement.version
         if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
             self.facts.anchors = [*(other for other in self.facts.anchors if other.steps > anchor.steps), anchor]
 

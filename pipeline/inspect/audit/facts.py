@@ -82,6 +82,8 @@ class EntryFact(NamedTuple):
     entry: Entry
     planned: int
     """Number of groups in its plan."""
+    sha256: str
+    """Digest of its payload."""
 
 
 class ManifestFact(NamedTuple):
@@ -256,10 +258,10 @@ class Facts:
 
     run: str
     terms: Terms
-    schedule: object
-    """The run's `schedule` section in the register of runs."""
     status: str | None
     """The run's status in the register of runs; None if it is not registered."""
+    records: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]] = ()
+    """Configuration and info in each record of the topic `run`."""
     changes: Sequence[Mapping[str, Any]] = ()
     """Changes of data and code while the run was stopped: name, digests and time."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -283,6 +285,8 @@ class Facts:
     """Valid records that crashed their readers: dead-lettered and not used."""
     anchors: list[Anchor] = field(default_factory=list)
     """Evidence of committed steps outside the ledger."""
+    evaluations: dict[str, int] = field(default_factory=dict)
+    """SHA-256 of the payload of each evaluation -> version."""
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     """Topic -> number of records identical to an earlier one."""

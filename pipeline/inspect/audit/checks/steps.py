@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.pipeline.inspect.audit.check import Violation, check
-from penstock.pipeline.inspect.audit.facts import ANY, DROPPED, Facts
+from penstock.pipeline.inspect.audit.facts import ANY, DROPPED, EntryFact, Facts
 from penstock.pipeline.inspect.audit.rules import as_object
+from penstock.topics import ledger
 from penstock.topics.wire.record import RecordId
 
 
@@ -28,13 +29,51 @@ def order(facts: Facts) -> Iterator[Violation]:
             yield Violation(text=f"{entry.kind} is entry {entry.seq}: {expected}", where=fact.where)
         if entry.kind == "run-closed" and number != len(facts.entries) - 1:
             yield Violation(text=f"run-closed is entry {entry.seq}, others follow", where=fact.where)
-        if entry.kind == "run-opened" and facts.status is not None:
-            config = as_object(entry.details).get("config", {})
-            if config.get("schedule") != facts.schedule:
-                yield Violation(text="run-opened and the register of runs disagree on the schedule", where=fact.where)
+        if entry.kind == "run-opened" and facts.records:
+            details = as_object(entry.details)
+            if (details.get("config"), details.get("info")) not in facts.records:
+                yield Violation(text="the configuration and info of run-opened are in no record of the topic run", where=fact.where)
     if facts.closed is None and facts.status in ("finished", "failed") and facts.entries:
         text = f"the register of runs says {facts.status}, the ledger has no run-closed"
         yield Violation(text=text, where=facts.entries[-1].where)
+
+
+@check(
+    "ledger-chain",
+    "each entry has the SHA-256 of the entry before",
+    entries=lambda facts: sum(fact.entry.previous is not None for fact in facts.entries),
+)
+def chain(facts: Facts) -> Iterator[Violation]:
+    """Each entry has the digest of its predecessor; only entries of earlier releases, before all others, have none."""
+    for before, fact in zip((None, *facts.entries), facts.entries, strict=False):
+        previous, expected = fact.entry.previous, before.sha256 if before and (fact.entry.previous or before.entry.previous) else None
+        if previous != expected:
+            text = f"entry {fact.entry.seq} follows an entry with SHA-256 {_short(previous)}, the one before it has {_short(expected)}"
+            yield Violation(text=text, step=fact.entry.step, where=before.where if before else fact.where)
+
+
+def _short(sha256: str | None) -> str:
+    return f"{sha256[:16]}…" if sha256 else "none"
+
+
+@check(
+    "evaluations",
+    "evaluations that the ledger lists are those in metrics",
+    evaluations=lambda facts: sum(1 for _ in _listed_evaluations(facts)),
+)
+def evaluations(facts: Facts) -> Iterator[Violation]:
+    """An evaluation that an entry lists is in `metrics`; one that is missing entirely may have been lost with its worker."""
+    recorded = set(facts.evaluations.values())
+    for fact, sha256, version in _listed_evaluations(facts):
+        actual = facts.evaluations.get(sha256)
+        if actual != version and (actual is not None or version in recorded):
+            text = f"entry {fact.entry.seq} lists an evaluation of version {version} with SHA-256 {_short(sha256)}, metrics has another one"
+            yield Violation(text=text, version=version, where=fact.where)
+
+
+def _listed_evaluations(facts: Facts) -> Iterator[tuple[EntryFact, str, int]]:
+    for fact in facts.entries if not facts.truncated("metrics") else ():
+        yield from ((fact, sha256, version) for sha256, version in ledger.evaluations(fact.entry).items())
 
 
 @check("step-numbers", "steps 0 to n-1 once each, of U groups, under version floor(step / S)", steps=lambda facts: _kinds(facts)["step"])
@@ -162,4 +201,4 @@ def _kinds(facts: Facts) -> Counter[str]:
     return Counter(fact.entry.kind for fact in facts.entries)
 
 
-CHECKS = (order, reached, numbers, trained_once, submission, plans, lag)
+CHECKS = (order, reached, chain, evaluations, numbers, trained_once, submission, plans, lag)
