@@ -19,6 +19,7 @@ from penstock.pipeline.cli.inspect import explain as explain_group
 from penstock.pipeline.cli.machine import app as broker_app
 from penstock.pipeline.cli.machine import doctor
 from penstock.pipeline.cli.machine import models as model_app
+from penstock.pipeline.cli.publish import card
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.runs import app as runs_app
 from penstock.pipeline.cli.slurm import sbatch
@@ -82,6 +83,7 @@ app.command(rich_help_panel=INSPECT, short_help="Show runs in a browser: live, c
 app.command(rich_help_panel=INSPECT, short_help="Print the logs of a run's workers; -f follows.")(logs)
 app.command(rich_help_panel=INSPECT, short_help="Report on a run: reward, groups, staleness, time; as a page.")(report)
 app.command(rich_help_panel=INSPECT, short_help="Verify from the log that nothing was lost or trained twice.")(audit)
+app.command(rich_help_panel=INSPECT, short_help="Write a model card and a statement that can be checked.")(card)
 app.command("explain", rich_help_panel=INSPECT, short_help="Trace one group: samples, rewards, status.")(explain_group)
 app.command(rich_help_panel=INSPECT, short_help="Query a run in SQL.")(sql)
 app.add_typer(topics_app, name="topics", rich_help_panel=INSPECT, short_help="List, show, export, import and delete records.")

@@ -235,7 +235,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
     """Verify from the log alone that nothing was lost, trained twice or trained stale; exit status 1 on any violation."""
     from penstock.pipeline.inspect.audit import report
 
-    anchors, source = _source(run, bootstrap, security)
+    anchors, source = audit_source(run, bootstrap, security)
     findings = report.audit(source, anchors)
     if json:
         emit(report.as_table(findings))
@@ -245,7 +245,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
         raise typer.Exit(1)
 
 
-def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
+def audit_source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
     """The figures in the run's folder on this machine, and the log; the folder first, because the run may be live."""
     from penstock.infra.kafka.settings import librdkafka
     from penstock.infra.paths import run_directory

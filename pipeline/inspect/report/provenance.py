@@ -1,0 +1,184 @@
+"""Predicate of a run's in-toto statement: what its model was made from, by the log alone, so that a repetition gives the same."""
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.infra.errors import LogError, RunNotFound
+from penstock.infra.log import Log
+from penstock.pipeline.config.hub import SCHEME, is_hub_name
+from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.inspect.report.inclusion import Chain, leaves, root
+from penstock.pipeline.inspect.report.summary import gone_from, summarise
+from penstock.pipeline.inspect.run_status import config_of, info_of
+from penstock.pipeline.inspect.run_view import Folded, RunView, read_view
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.topic_reader import RunReader
+from penstock.topics import ledger
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+from penstock.topics.wire.secrets import without_password
+
+TRAINER_KEYS = (
+    "backend", "dtype", "lr", "betas", "weight_decay", "lr_schedule", "warmup_steps", "max_grad_norm", "lora_rank", "lora_alpha",
+)  # fmt: skip
+PUBLISHED_KEYS = ("run", "step", "version", "digest", "ledger")
+"""What a card tells of a parent run."""
+_FOLDERS = re.compile(r"(?<![\w.:/-])(?:~|\.{0,2})/(?:[^/\n]+/)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A run as a card describes it."""
+
+    view: RunView
+    figures: dict[str, Any]
+    """The report."""
+    chain: Chain
+    prompts: Mapping[int, str] | None
+    """Trained group -> prompt; None if some prompts were deleted."""
+    evaluations: Mapping[int, str]
+    """Version -> SHA-256 of its evaluation."""
+
+    @property
+    def config(self) -> Config:
+        return from_json(json.dumps(config_of(self.view)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Licences:
+    """Licences as the user gives them."""
+
+    model: str | None = None
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Source or name of a data set -> licence."""
+
+
+def read_published(log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> Published:
+    """Read a run up to its current end. Raises `RunNotFound`, and `LogError` without a ledger entry or with a deleted one."""
+    reader, evaluations = RunReader(log, run, alive=alive), dict[int, str]()
+
+    def note(folded: Folded | None, record: Record) -> None:
+        if isinstance(folded, Measurement) and folded.kind == "eval" and folded.version is not None:
+            evaluations.setdefault(folded.version, ledger.digest(record.value))
+
+    view = read_view(reader, also=note)
+    if view.record is None and view.opened is None:
+        raise RunNotFound(run)
+    chain = read_chain(reader)
+    return Published(
+        view=view,
+        figures=summarise(view, gone=gone_from(log, run)),
+        chain=chain,
+        prompts=read_prompts(reader, chain),
+        evaluations=evaluations,
+    )
+
+
+def read_prompts(reader: RunReader, chain: Chain) -> dict[int, str] | None:
+    """Prompts of the trained groups; None if one is missing."""
+    trained = {planned.group for entry, _ in chain for planned in entry.plan}
+    prompts = {read.payload.group: read.payload.prompt for read in reader.prompts(only=trained) if read.payload is not None}
+    return prompts if trained <= prompts.keys() else None
+
+
+def predicate(published: Published, *, audit: Mapping[str, Any], secret: bytes, licences: Licences) -> dict[str, Any]:
+    """The statement about a run; `audit` is its audit as JSON, `secret` salts the leaves of its prompts."""
+    entries = [entry for entry, _ in published.chain]
+    details = [json.loads(entry.details or "{}") for entry in entries]
+    opened = [facts["fingerprint"] for facts in details if "fingerprint" in facts]
+    versions = [{"version": entry.version, "step": entry.step, "digest": entry.digest} for entry in entries if entry.kind == "version"]
+    info, figures, prompts = info_of(published.view), published.figures, published.prompts
+    parent = info.get("forked_from") or info.get("rescored_from")
+    tree = None if prompts is None else leaves(published.chain, prompts)
+    return {
+        "run": published.view.run,
+        "status": figures["status"],
+        "fingerprint": opened[-1] if opened else {},
+        "ledger": {"head": ledger.digest(published.chain[-1][1]), "entries": len(entries)},
+        "steps": sum(entry.kind == "step" for entry in entries),
+        "samples": figures["samples"],
+        "tokens": figures["tokens"],
+        "weights": versions[-1]["digest"] if versions else None,
+        "versions": versions,
+        "checkpoints": [
+            {"step": entry.step, "version": entry.version, "digest": entry.digest, "manifest": facts.get("manifest")}
+            for entry, facts in zip(entries, details, strict=True)
+            if entry.kind == "checkpoint"
+        ],
+        "evaluations": _evaluations(published, listed={sha256 for entry in entries for sha256 in ledger.evaluations(entry)}),
+        "audit": audit,
+        "licence": licences.model,
+        "parent": {key: parent.get(key) for key in PUBLISHED_KEYS} if parent else None,
+        "base": {**_base(published.config), "weights": versions[0]["digest"] if versions else None, **info.get("digests", {})},
+        "data": [
+            {**each, "source": public(each["source"]), "licence": licences.data.get(each["source"], licences.data.get(each["name"]))}
+            for each in info.get("data", ())
+        ],
+        "rewards": {public(name): digest for name, digest in (info.get("reward_sources") or {}).items()},
+        "reward_weights": published.config.reward.weights,
+        "code": {public(name): digest for name, digest in info.get("code", {}).items()},
+        "changed": [{key: public(value) for key, value in change.items()} for change in info.get("changes", ())],
+        "settings": settings(published.config),
+        "groups": {**figures["groups"], "filtered_by": figures["filtered"], "samples_without_reward": figures["no_reward"]},
+        "dead_letters": figures["dead_letters"]["by_kind"],
+        "deleted": figures["gone"],
+        "workers": dict(sorted(Counter(worker.role for worker in published.view.workers.values()).items())),
+        "prompts": None if tree is None else {"root": root(tree, secret), "leaves": len(tree), "salted": True},
+    }
+
+
+def _evaluations(published: Published, *, listed: set[str]) -> list[dict[str, Any]]:
+    """The evaluations with their digests; the ledger commits to those that are `in_ledger`."""
+    return [
+        {**measured, "sha256": (sha256 := published.evaluations[measured["version"]]), "in_ledger": sha256 in listed}
+        for measured in published.figures["eval"]
+    ]
+
+
+def _base(config: Config) -> dict[str, Any]:
+    name, _, revision = config.model.path.removeprefix(SCHEME).partition("@")
+    on_hub = is_hub_name(config.model.path)
+    return {"name": name if on_hub else public(config.model.path), "on_hub": on_hub, "revision": revision if on_hub else None}
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Effective settings that decide what is trained and how; without folders of the machine."""
+    algorithm = {
+        **config.algorithm.model_dump(mode="json"),
+        **{key: getattr(config, key) for key in ("advantage", "aggregate", "clip_low", "clip_high", "clip_dual", "kl_weighted")},
+        **{key: getattr(config, key) for key in ("proximal", "correction")},
+    }
+    trainer = config.trainer.model_dump(mode="json")
+    rules = {"max_lag": config.rules.max_lag, "order": config.rules.order}
+    chosen = {
+        "run": {"steps": config.run.steps, "epochs": config.run.epochs, "seed": config.run.seed},
+        "schedule": {**config.schedule.model_dump(mode="json"), **rules},
+        "sampling": config.sampling.model_dump(mode="json"),
+        "algorithm": algorithm,
+        "trainer": {key: trainer[key] for key in TRAINER_KEYS},
+        "rollout": {"engine": config.rollout.engine, "dtype": config.rollout.dtype},
+    }
+    return {section: {key: public(value) for key, value in values.items() if value is not None} for section, values in chosen.items()}
+
+
+def public(value: Any) -> Any:
+    """A value without folders and passwords: `public("/home/me/rewards.py:score")` is "rewards.py:score"."""
+    return _FOLDERS.sub("", without_password(value)) if isinstance(value, str) else value
+
+
+def read_chain(reader: RunReader) -> Chain:
+    """The ledger with the payloads of its entries. Raises `LogError` if it is empty or does not begin with the first entry."""
+    state, chain = LedgerState(reader.run), list[tuple[ledger.Entry, bytes]]()
+    for record in reader.records("ledger", partitions=[0]):
+        with contextlib.suppress(Unusable):
+            if record.id not in reader.poison and isinstance(entry := state.apply(record), ledger.Entry):
+                chain.append((entry, bytes(record.value)))
+    if not chain:
+        raise LogError(f"the ledger of {reader.run} has no entry yet, or its first entries were deleted: there is nothing to publish")
+    return chain
