@@ -19,9 +19,9 @@ from penstock.pipeline.cli.inspect import explain as explain_group
 from penstock.pipeline.cli.machine import app as broker_app
 from penstock.pipeline.cli.machine import doctor
 from penstock.pipeline.cli.machine import models as model_app
-from penstock.pipeline.cli.publish import card
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.runs import app as runs_app
+from penstock.pipeline.cli.runs import card
 from penstock.pipeline.cli.slurm import sbatch
 from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.cli.train import check, create, fork, init, plan, run, worker

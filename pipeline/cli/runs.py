@@ -1,11 +1,16 @@
-"""`penstock runs`: lists runs; `runs note` describes one; `runs rm` deletes some, only with `--yes`."""
+"""`penstock runs`: lists runs; `runs note` describes one; `runs rm` deletes some, only with `--yes`. `penstock card` publishes one."""
 
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, notify, on_broker
+from penstock.pipeline.cli.inspect import audit_source
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, on_broker, reading
+
+if TYPE_CHECKING:
+    from penstock.infra.log import Log
 
 app = typer.Typer(help="List runs, describe them, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
@@ -138,3 +143,90 @@ def seconds(text: str) -> float:
     if unit not in UNITS or not number.isdecimal():
         raise ConfigError(f"--older-than {text}: expected a number and d, h or m, for example 7d")
     return int(number) * UNITS[unit]
+
+
+MODEL, CARD = "model", "card"
+"""Folders of a run: its final model, and the card of a run that has none yet."""
+
+
+def card(
+    run: RunOrFolder,
+    *,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the card; the final model's if absent.")] = None,
+    prove: Annotated[
+        int | None, typer.Option(metavar="GROUP", help="Print a proof that the published run trained this group, without the others.")
+    ] = None,
+    record: Annotated[bool, typer.Option("--record", help="With --prove: add the group's record: samples and rewards.")] = False,
+    sign: Annotated[Path | None, typer.Option(metavar="KEY", help="Sign all files with this private key, by model-signing.")] = None,
+    licence: Annotated[
+        str | None, typer.Option("--license", metavar="ID", help="Licence of the model; if absent the base model's.")
+    ] = None,
+    data_licence: Annotated[
+        list[str] | None, typer.Option("--data-license", metavar="SOURCE=ID", help="Licence of a data source or its name; repeatable.")
+    ] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Write a model card and an in-toto statement next to the model's files: what it was made from, and how to check that."""
+    from penstock.infra.paths import run_directory
+    from penstock.pipeline.inspect.audit import report
+    from penstock.pipeline.inspect.report import card as text
+    from penstock.pipeline.inspect.report import provenance
+    from penstock.pipeline.inspect.report.summary import Progress
+
+    pairs = [each.rpartition("=") for each in data_licence or ()]
+    if wrong := next((last for source, _, last in pairs if not source), None):
+        raise typer.BadParameter(f"--data-license {wrong}: expected SOURCE=ID")
+    with reading(run, bootstrap, security) as (log, run_id):
+        model = run_directory(run_id) / MODEL
+        directory = out or (model if model.is_dir() else model.with_name(CARD))
+        if prove is not None:
+            emit(_proof(log, run_id, prove, directory, record=record))
+            return
+        published = provenance.read_published(log, run_id, alive=Progress(notify))
+    audited = report.as_table(report.audit(audit_source(run, bootstrap, security)[1]))
+    folders = (Path(published.config.model.path).expanduser(), directory)
+    licence = licence or next(filter(None, map(text.licence_of, folders)), None)
+    audit = {
+        **{key: audited[key] for key in ("clean", "closed", "summary", "notes")},
+        "violations": {each["check"]: len(each["violations"]) for each in audited["checks"] if each["violations"]},
+    }
+    data_licences = {source: last for source, _, last in pairs}
+    secret = provenance.secret_of(run_id)
+    predicate = provenance.predicate(published, audit=audit, secret=secret, licence=licence, data_licences=data_licences)
+    statement = provenance.publish(directory, text.card(predicate), predicate, notify=notify)
+    signature = provenance.sign(directory, sign) if sign is not None else None
+    if json:
+        emit({"directory": str(directory), "statement": str(statement), "signature": signature and str(signature), **predicate})
+        return
+    print(f"{directory / provenance.README}, {statement.name}{f', {signature.name}' if signature else ''}: {audit['summary']}")
+    print(f"publish the head of the ledger: {predicate['ledger']['head']} ({predicate['ledger']['entries']} entries)")
+
+
+def _proof(log: "Log", run: str, group: int, directory: Path, *, record: bool) -> dict[str, Any]:
+    """The proof for one group of the run as published in a folder."""
+    from penstock.infra.errors import ConfigError, LogError
+    from penstock.pipeline.inspect.report import inclusion, provenance
+    from penstock.pipeline.learner.ledger_history import with_later_parts
+    from penstock.pipeline.runtime.topic_reader import RunReader
+
+    stated = provenance.read_statement(directory)["predicate"]
+    reader = RunReader(log, run)
+    chain = provenance.read_chain(reader)[: stated["ledger"]["entries"]]
+    planned = next((each for entry, _ in chain for each in entry.plan if each.group == group), None)
+    if planned is None:
+        raise ConfigError(f"--prove {group}: the published run has not trained this group; see `penstock explain {run} {group}`")
+    prompts = provenance.read_prompts(reader, chain)
+    if prompts is None:
+        raise LogError(f"--prove {group}: the log has lost prompts of {run}, so that their tree cannot be computed")
+    parts = []
+    if record:
+        (first,) = log.read(f"{run}.groups", planned.partition, [planned.offset])
+        parts = [bytes(part.value) for part in with_later_parts(log, run, first)]
+    proof = inclusion.prove(run, group, chain, inclusion.leaves(chain, prompts), provenance.secret_of(run), parts=parts)
+    if (proof["root"], proof["ledger"]) != ((stated["prompts"] or {}).get("root"), stated["ledger"]):
+        raise ConfigError(f"--prove {group}: the log or {provenance.SALT} is not that of the card in {directory}; write the card again")
+    shown = inclusion.check(proof)
+    notify(f"group {group} was trained in step {shown.step}; {'its record' if shown.has_record else 'the root in the card'} has the prompt")
+    return proof

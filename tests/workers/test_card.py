@@ -31,8 +31,8 @@ def test_a_card_is_the_same_on_the_broker_and_in_an_archive_and_proves_a_group(
     assert len(shown[0]["versions"]) == recorded.report["weights"]["versions"]
     group = str(read_ledger_history(log, recorded.run).trained[0])
     proof = printed("card", recorded.run, "--out", str(folders[0]), "--prove", group, "--record")
-    found = inclusion.check(proof)
-    assert (found.root, found.head, found.has_record) == (shown[0]["prompts"]["root"], shown[0]["ledger"]["head"], True)
+    read = inclusion.check(proof)
+    assert (read.root, read.head, read.has_record) == (shown[0]["prompts"]["root"], shown[0]["ledger"]["head"], True)
     proof["leaf"]["prompt"] = "another"
     with pytest.raises(inclusion.InvalidProof):
         inclusion.check(proof)

@@ -106,11 +106,12 @@ def _body(facts: Predicate) -> Iterable[str]:
         summary["parent run"] = json.dumps(facts["parent"])
     yield from _table(("", ""), summary.items())
     yield "## Base model\n"
-    licence = facts["licence"] or "not given"
-    yield from _table(("", ""), {"model": base["name"], "revision": base["revision"], "licence": licence, **_digests(base)}.items())
+    licence = facts["licence"] or "unknown"
+    digests = {f"digest of the {name}": base.get(name) for name in ("weights", "tokenizer", "template")}
+    yield from _table(("", ""), {"model": base["name"], "revision": base["revision"], "licence": licence, **digests}.items())
     yield "## Data\n"
     columns = ("name", "source", "context", "rows", "digest", "licence")
-    yield from _table(columns, ([each.get(key) or "not given" for key in columns] for each in facts["data"]))
+    yield from _table(columns, ([each.get(key) or "unknown" for key in columns] for each in facts["data"]))
     yield "## Reward functions and code\n"
     yield from _table(("function", "SHA-256 of its source"), [*facts["rewards"].items(), *facts["code"].items()])
     if facts["changed"]:
@@ -131,7 +132,7 @@ def _body(facts: Predicate) -> Iterable[str]:
     yield from _table(("status", "number", "cause"), counts)
     yield from (f"- deleted from the log: {code(gone)}" for gone in facts["deleted"])
     yield "## Hardware\n"
-    yield from _table(("", ""), {**facts["fingerprint"], "workers": json.dumps(facts["workers"])}.items())
+    yield from _table(("", ""), {**(facts["fingerprint"] or {}), "workers": json.dumps(facts["workers"])}.items())
     yield "## Verification\n"
     audit = facts["audit"]
     yield f"Of the log: {code(audit['summary'])}\n"
@@ -141,10 +142,6 @@ def _body(facts: Predicate) -> Iterable[str]:
         yield f"The trained prompts have the salted root {code(prompts['root'])} ({prompts['leaves']} groups): the run's owner can prove"
         yield "that one of them was trained without the others.\n"
     yield "Not proved: that rewards and data are good, and that the log was honest before its head was published.\n"
-
-
-def _digests(base: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"digest of the {name}": base.get(name) for name in ("weights", "tokenizer", "template")}
 
 
 def _evaluation(measured: Mapping[str, Any]) -> list[Any]:

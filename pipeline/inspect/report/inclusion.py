@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
         return _sha256(b"\0", salt, json.dumps(self).encode())
 
     def salt(self, secret: bytes) -> bytes:
-        """The leaf's salt: it tells nothing about the run's secret, or the salt of another leaf."""
+        """The leaf's salt, from which the run's secret and other salts do not follow."""
         return hmac.digest(secret, b"%d" % self.group, "sha256")
 
 

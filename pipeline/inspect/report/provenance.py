@@ -1,15 +1,20 @@
-"""Predicate of a run's in-toto statement: what its model was made from, by the log alone, so that a repetition gives the same."""
+"""A run's in-toto statement: what its model was made from, by the log alone, so that a repetition gives the same; and its files."""
 
 import contextlib
+import hashlib
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
-from penstock.infra.errors import LogError, RunNotFound
+from penstock.infra.errors import ConfigError, LogError, RunNotFound
 from penstock.infra.log import Log
+from penstock.infra.paths import run_directory, write_private
 from penstock.pipeline.config.hub import SCHEME, is_hub_name
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.inspect.report.inclusion import Chain, leaves, root
@@ -24,11 +29,18 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 
+STATEMENT, README, SIGNATURE, SALT = "provenance.json", "README.md", "model.sig", "card.salt"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://penstock.dev/run/v1"
+PREVIOUS = "README.previous{}.md"
+"""Name of a README.md that a card replaces; the number is empty for the first one."""
+UNNAMED = ("*.sig", "*.sigstore", "*.sigstore.json", ".git/*", ".gitattributes", ".cache/*", ".*.new")
+"""Files that no statement names: signatures, what git and downloads leave, and unfinished files."""
 TRAINER_KEYS = (
     "backend", "dtype", "lr", "betas", "weight_decay", "lr_schedule", "warmup_steps", "max_grad_norm", "lora_rank", "lora_alpha",
 )  # fmt: skip
 PUBLISHED_KEYS = ("run", "step", "version", "digest", "ledger")
-"""What a card tells of a parent run."""
+"""What a card has of a parent run."""
 _FOLDERS = re.compile(r"(?<![\w.:/-])(?:~|\.{0,2})/(?:[^/\n]+/)*")
 
 
@@ -48,15 +60,6 @@ class Published:
     @property
     def config(self) -> Config:
         return from_json(json.dumps(config_of(self.view)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Licences:
-    """Licences as the user gives them."""
-
-    model: str | None = None
-    data: Mapping[str, str] = field(default_factory=dict)
-    """Source or name of a data set -> licence."""
 
 
 def read_published(log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> Published:
@@ -87,8 +90,13 @@ def read_prompts(reader: RunReader, chain: Chain) -> dict[int, str] | None:
     return prompts if trained <= prompts.keys() else None
 
 
-def predicate(published: Published, *, audit: Mapping[str, Any], secret: bytes, licences: Licences) -> dict[str, Any]:
-    """The statement about a run; `audit` is its audit as JSON, `secret` salts the leaves of its prompts."""
+def predicate(
+    published: Published, *, audit: Mapping[str, Any], secret: bytes, licence: str | None, data_licences: Mapping[str, str]
+) -> dict[str, Any]:
+    """The statement about a run. `audit` is its audit as JSON, `secret` salts the leaves of its prompts.
+
+    `licence` is the model's, `data_licences` those of data sources or their names.
+    """
     entries = [entry for entry, _ in published.chain]
     details = [json.loads(entry.details or "{}") for entry in entries]
     opened = [facts["fingerprint"] for facts in details if "fingerprint" in facts]
@@ -99,7 +107,7 @@ def predicate(published: Published, *, audit: Mapping[str, Any], secret: bytes, 
     return {
         "run": published.view.run,
         "status": figures["status"],
-        "fingerprint": opened[-1] if opened else {},
+        "fingerprint": opened[-1] if opened else None,
         "ledger": {"head": ledger.digest(published.chain[-1][1]), "entries": len(entries)},
         "steps": sum(entry.kind == "step" for entry in entries),
         "samples": figures["samples"],
@@ -113,11 +121,11 @@ def predicate(published: Published, *, audit: Mapping[str, Any], secret: bytes, 
         ],
         "evaluations": _evaluations(published, listed={sha256 for entry in entries for sha256 in ledger.evaluations(entry)}),
         "audit": audit,
-        "licence": licences.model,
+        "licence": licence,
         "parent": {key: parent.get(key) for key in PUBLISHED_KEYS} if parent else None,
         "base": {**_base(published.config), "weights": versions[0]["digest"] if versions else None, **info.get("digests", {})},
         "data": [
-            {**each, "source": public(each["source"]), "licence": licences.data.get(each["source"], licences.data.get(each["name"]))}
+            {**each, "source": public(each["source"]), "licence": data_licences.get(each["source"], data_licences.get(each["name"]))}
             for each in info.get("data", ())
         ],
         "rewards": {public(name): digest for name, digest in (info.get("reward_sources") or {}).items()},
@@ -173,7 +181,7 @@ def public(value: Any) -> Any:
 
 
 def read_chain(reader: RunReader) -> Chain:
-    """The ledger with the payloads of its entries. Raises `LogError` if it is empty or does not begin with the first entry."""
+    """The ledger with the payloads of its entries. Raises `LogError` if it is empty or has lost its first entries."""
     state, chain = LedgerState(reader.run), list[tuple[ledger.Entry, bytes]]()
     for record in reader.records("ledger", partitions=[0]):
         with contextlib.suppress(Unusable):
@@ -182,3 +190,86 @@ def read_chain(reader: RunReader) -> Chain:
     if not chain:
         raise LogError(f"the ledger of {reader.run} has no entry yet, or its first entries were deleted: there is nothing to publish")
     return chain
+
+
+def secret_of(run: str) -> bytes:
+    """The run's secret for salts, made at the first call; it is in the run's folder on this machine and never published."""
+    path = run_directory(run) / SALT
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, secrets.token_hex(32))
+    return bytes.fromhex(path.read_text(encoding="utf-8"))
+
+
+def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify: Callable[[str], None]) -> Path:
+    """Write README.md and then the statement, each complete or not at all. Raises `ConfigError` if a file cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _keep_other_readme(directory, text, notify)
+        write_private(directory / README, text)
+        statement = {
+            "_type": STATEMENT_TYPE, "subject": subjects(directory), "predicateType": PREDICATE_TYPE, "predicate": predicate,
+        }  # fmt: skip
+        write_private(directory / STATEMENT, json.dumps(statement, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the card in {directory}: {error.strerror}; give another --out") from error
+    return directory / STATEMENT
+
+
+def subjects(directory: Path) -> list[dict[str, Any]]:
+    """Name and SHA-256 of every file of a model but the statement and `UNNAMED`."""
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    return [
+        {"name": name, "digest": {"sha256": sha256_of(path)}}
+        for name, path in sorted(files.items())
+        if name != STATEMENT and not any(fnmatch(name, pattern) for pattern in UNNAMED)
+    ]
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_statement(directory: Path) -> dict[str, Any]:
+    """The statement in a folder. Raises `ConfigError`."""
+    try:
+        statement = json.loads((directory / STATEMENT).read_text(encoding="utf-8"))
+        if statement["predicateType"] == PREDICATE_TYPE and statement["predicate"]["ledger"]["entries"] >= 1:
+            return dict(statement)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"{directory} has no {STATEMENT} of a run; write the card first: penstock card RUN")
+
+
+def sign(directory: Path, key: Path) -> Path:
+    """Sign all files of a model with a private elliptic-curve key, by the package model-signing. Raises `ConfigError`."""
+    try:
+        from model_signing import hashing, signing
+    except ImportError as error:
+        raise ConfigError(f"--sign needs the package model-signing ({error}): pip install model-signing pyopenssl") from error
+    signature = directory / SIGNATURE
+    try:
+        hashed = hashing.Config().set_ignored_paths(paths=[signature], ignore_git_paths=True)
+        signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(hashed).sign(directory, signature)
+    # The boundary to a library: its errors, those of keys included, have no common type.
+    except Exception as error:
+        raise ConfigError(f"--sign {key}: {' '.join(str(error).split())[:200]}; give a private elliptic-curve key in PEM") from error
+    return signature
+
+
+def _keep_other_readme(directory: Path, text: str, notify: Callable[[str], None]) -> None:
+    """Rename a README.md that is not the one of the statement before, such as the base model's or one that was edited."""
+    path = directory / README
+    if not path.is_file() or path.read_bytes() == text.encode():
+        return
+    try:
+        stated = {each["name"]: each["digest"]["sha256"] for each in read_statement(directory)["subject"]}
+    except (ConfigError, KeyError, TypeError):
+        stated = {}
+    if stated.get(README) == sha256_of(path):
+        return
+    names = (PREVIOUS.format(f"-{number}" if number else "") for number in range(len(list(directory.iterdir())) + 1))
+    unused = next(directory / name for name in names if not (directory / name).exists())
+    path.rename(unused)
+    notify(f"{path} was another one: it is now {unused.name}")

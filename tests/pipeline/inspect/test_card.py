@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -12,11 +13,12 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from penstock.infra.errors import ConfigError, LogError
-from penstock.pipeline.inspect.report import inclusion, publish
+from penstock.pipeline.inspect.report import inclusion, provenance
 from penstock.pipeline.inspect.report.card import MARK, card, code, licence_of
 from penstock.pipeline.inspect.report.inclusion import InvalidProof, Leaf, leaves
-from penstock.pipeline.inspect.report.provenance import Licences, predicate, public, read_published
+from penstock.pipeline.inspect.report.provenance import predicate, public, read_chain, read_published
 from penstock.pipeline.runtime.topic_reader import RunReader
+from penstock.topics import ledger
 from penstock.topics.ledger import Entry
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import log_with
@@ -37,8 +39,8 @@ def facts_of(text: str = "gsm8k", *, licence: str | None = None) -> dict[str, An
         "changes": [{"what": text, "before": text, "after": text, "time_ns": 0}],
     }
     log = log_with(built.whole())
-    licences = Licences(model=licence, data={f"hf:openai/{text}": licence or "mit"})
-    return predicate(read_published(log, RUN), audit={**AUDIT, "notes": [text]}, secret=SECRET, licences=licences)
+    audit, data_licences = {**AUDIT, "notes": [text]}, {f"hf:openai/{text}": licence or "mit"}
+    return predicate(read_published(log, RUN), audit=audit, secret=SECRET, licence=licence, data_licences=data_licences)
 
 
 def test_hugging_face_reads_base_data_and_evaluations_with_intervals() -> None:
@@ -69,8 +71,8 @@ def test_hostile_text_is_neither_markup_nor_metadata() -> None:
 
 
 def test_folders_and_passwords_of_a_machine_are_not_published() -> None:
-    given = ["/home/me/my data/r.py:f", "algorithm.loss ../x/loss.py:g", "hf:openai/gsm8k", "https://me:pw@host/score", 0.5]
-    assert [public(value) for value in given] == ["r.py:f", "algorithm.loss loss.py:g", "hf:openai/gsm8k", "https://host/score", 0.5]
+    values = ["/home/me/my data/r.py:f", "algorithm.loss ../x/loss.py:g", "hf:openai/gsm8k", "https://me:pw@host/score", 0.5]
+    assert [public(value) for value in values] == ["r.py:f", "algorithm.loss loss.py:g", "hf:openai/gsm8k", "https://host/score", 0.5]
     assert "/home/me" not in json.dumps(facts_of())
 
 
@@ -82,14 +84,14 @@ def test_a_repetition_writes_the_same_bytes_and_another_readme_stays(tmp_path: P
     text = card(facts)
 
     def files() -> dict[str, bytes]:
-        publish.publish(tmp_path, text, facts, notify=notes.append)
+        provenance.publish(tmp_path, text, facts, notify=notes.append)
         return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     first = files()
     assert first["README.previous.md"].endswith(b"# Base model\n") and len(notes) == 1
-    (tmp_path / publish.STATEMENT).unlink()  # as if killed between the two files
+    (tmp_path / provenance.STATEMENT).unlink()  # as if killed between the two files
     assert files() == files() == first
-    statement = publish.published(tmp_path)
+    statement = provenance.read_statement(tmp_path)
     assert [each["name"] for each in statement["subject"]] == ["README.md", "README.previous.md", "model.safetensors"]
     (tmp_path / "README.md").write_text(text + "edited")
     assert files()["README.previous-1.md"].endswith(b"edited") and len(notes) == 2
@@ -105,7 +107,7 @@ def test_a_signature_without_the_package_names_it(tmp_path: Path) -> None:
     if find_spec("model_signing") is not None:
         pytest.skip("model-signing is installed")
     with pytest.raises(ConfigError, match="pip install model-signing"):
-        publish.sign(tmp_path, tmp_path / "key.pem")
+        provenance.sign(tmp_path, tmp_path / "key.pem")
 
 
 def leaf_of(group: int, prompt: str) -> Leaf:
@@ -113,7 +115,7 @@ def leaf_of(group: int, prompt: str) -> Leaf:
 
 
 def test_a_short_prompt_is_guessed_from_a_plain_leaf_but_not_from_a_salted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof shows the sibling of its leaf; whoever knows the plans can try all sums."""
+    """A proof shows the sibling of its leaf; with the plans, all sums can be tried."""
 
     def guessed() -> list[str]:
         path = inclusion._climb([leaf.digest(leaf.salt(SECRET)) for leaf in (leaf_of(0, "1+1="), leaf_of(1, "7+5="))], 0)[1]
@@ -139,11 +141,6 @@ def test_every_leaf_of_a_tree_has_a_path_to_its_root(count: int) -> None:
 
 def chained() -> tuple[inclusion.Chain, dict[int, str]]:
     """The ledger of a small run whose entries have digests of their predecessors."""
-    from dataclasses import replace
-
-    from penstock.pipeline.inspect.report.provenance import read_chain
-    from penstock.topics import ledger
-
     chain: list[tuple[Entry, bytes]] = []
     for entry, _ in read_chain(RunReader(log_with(RecordBuilder(steps=4).whole()), RUN)):
         linked = replace(entry, previous=ledger.digest(chain[-1][1]) if chain else None)
