@@ -65,14 +65,22 @@ def run(
 
 
 def _listener(listen: str, advertise: str | None) -> Any:
-    """The listener of `--listen` and `--advertise`. Raises `ConfigError`."""
+    """The listener of `--listen` and `--advertise`. Raises `ConfigError`, and `PenstockError` if the address is not free."""
     from penstock.infra.broker.settings import Listener
-    from penstock.infra.errors import ConfigError
+    from penstock.infra.errors import ConfigError, PenstockError
 
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"--listen {listen}: expected HOST:PORT, such as 0.0.0.0:9092")
     name = advertise or (socket.gethostname() if host == "0.0.0.0" else host)
+    if name.startswith("0.0.0.0"):
+        raise ConfigError(f"--advertise {name}: expected a name or address by which clients reach the broker")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError as error:
+        raise PenstockError(
+            f"--listen {listen}: {os.strerror(error.errno or 0)}; end what listens there, or take another address"
+        ) from error
     return Listener(host, int(port), name if ":" in name else f"{name}:{port}")
 
 

@@ -16,8 +16,33 @@ from tests.support.paths import ROOT
 from tests.support.slurm import Slurm
 
 SCRIPTS = {"run.sbatch": [], "workers.sbatch": ["--bootstrap", "broker.example:9092"]}
-STEPS = 40
-SETTINGS = [f"run.steps={STEPS}", "eval.every=20", "trainer.checkpoint_every=5"]
+STEPS = 16
+CONFIG = """
+[run]
+name = "exact"
+steps = {steps}
+seed = 1
+[model]
+path = "{model}"
+[data]
+source = "tiny:successor"
+size = 64
+[reward]
+functions = ["exact_match"]
+[schedule]
+prompts_per_step = 2
+samples_per_prompt = 8
+[sampling]
+max_new_tokens = 6
+[algorithm]
+filter_zero_variance = false
+[rollout]
+workers = 2
+[trainer]
+checkpoint_every = 4
+[mlflow]
+enabled = false
+"""
 
 
 def test_the_scripts_in_deploy_are_what_penstock_sbatch_writes_for_the_demo(
@@ -68,9 +93,17 @@ def model(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def script(cluster: Slurm, model: Path) -> Path:
-    """The script of a run that repeats bit by bit, for a cluster whose nodes have no names of their own."""
-    written = penstock("sbatch", str(ROOT / "examples" / "exact.toml"), *settings(model))
+def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that repeats bit by bit."""
+    file = tmp_path_factory.mktemp("config") / "exact.toml"
+    file.write_text(CONFIG.format(steps=STEPS, model=model))
+    return file
+
+
+@pytest.fixture(scope="module")
+def script(cluster: Slurm, config: Path) -> Path:
+    """The script of its job, and the program `penstock` for it."""
+    written = penstock("sbatch", str(config))
     file = cluster.folder / "run.sbatch"
     file.write_text(written)
     (cluster.folder / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m penstock "$@"\n')
@@ -79,13 +112,9 @@ def script(cluster: Slurm, model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def digest(model: Path) -> str:
+def digest(config: Path) -> str:
     """The weights in which the run ends without Slurm."""
-    return str(json.loads(penstock("run", str(ROOT / "examples" / "exact.toml"), *settings(model), "--json"))["weights"]["digest"])
-
-
-def settings(model: Path) -> list[str]:
-    return [word for text in (f"model.path={model}", *SETTINGS) for word in ("--set", text)]
+    return str(json.loads(penstock("run", str(config), "--json"))["weights"]["digest"])
 
 
 def penstock(*words: str) -> str:
@@ -104,14 +133,14 @@ def steps(home: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("end", ["none", "scontrol requeue", "--signal before the limit", "scancel"])
+@pytest.mark.parametrize("end", ["scontrol requeue", "scancel", "--signal before the limit", "none"])
 def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_without_slurm(
     end: str, cluster: Slurm, script: Path, digest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = f"run-{time.time_ns() % 10**6}"
     home = cluster.folder / run
     own = {"RUN": run, "PENSTOCK_HOME": str(home), "PENSTOCK": str(cluster.folder / "penstock"), "HEAD": "127.0.0.1"}
-    limit = ["--time=2", "--signal=B:USR1@75"] if end == "--signal before the limit" else []
+    limit = ["--time=2", "--signal=B:USR1@60"] if end == "--signal before the limit" else []
     job = cluster.submit(script, *limit, **own)
 
     def told() -> str:
