@@ -207,7 +207,9 @@ def test_a_run_whose_pods_are_deleted_one_after_another_ends_as_an_undisturbed_o
     assert release.finish() == undisturbed
 
 
-def test_a_drained_node_gives_its_pods_to_the_other(cluster: Kubernetes, secured: SecuredBroker, models: Path, undisturbed: str) -> None:
+def test_a_run_goes_on_after_the_node_of_its_trainer_is_drained(
+    cluster: Kubernetes, secured: SecuredBroker, models: Path, undisturbed: str
+) -> None:
     release = Release(cluster, secured, models, "drained", replicas={})
     release.await_steps(5)
     node = release.pods("trainer")[0]["spec"]["nodeName"]
@@ -299,7 +301,9 @@ def _is_served(url: str) -> bool:
         return False
 
 
-def test_a_lost_node_costs_the_run_nothing_but_time(cluster: Kubernetes, secured: SecuredBroker, models: Path, undisturbed: str) -> None:
+def test_a_run_goes_on_after_the_node_of_its_trainer_is_lost(
+    cluster: Kubernetes, secured: SecuredBroker, models: Path, undisturbed: str
+) -> None:
     release = Release(cluster, secured, models, "lost", replicas={"scorer": 2})
     release.await_steps(5)
     node = release.pods("trainer")[0]["spec"]["nodeName"]
