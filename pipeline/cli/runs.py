@@ -178,6 +178,8 @@ def card(
     pairs = [each.rpartition("=") for each in data_licence or ()]
     if wrong := next((last for source, _, last in pairs if not source), None):
         raise typer.BadParameter(f"--data-license {wrong}: expected SOURCE=ID")
+    if sign is not None:
+        provenance.require_signing()
     with reading(run, bootstrap, security) as (log, run_id):
         model = run_directory(run_id) / MODEL
         directory = out or (model if model.is_dir() else model.with_name(CARD))

@@ -242,12 +242,18 @@ def read_statement(directory: Path) -> dict[str, Any]:
     raise ConfigError(f"{directory} has no {STATEMENT} of a run; write the card first: penstock card RUN")
 
 
-def sign(directory: Path, key: Path) -> Path:
-    """Sign all files of a model with a private elliptic-curve key, by the package model-signing. Raises `ConfigError`."""
+def require_signing() -> None:
+    """Raise `ConfigError` if model-signing, or a package that it needs, is not installed."""
     try:
-        from model_signing import hashing, signing
+        import model_signing.signing  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"--sign needs the package model-signing ({error}): pip install model-signing pyopenssl") from error
+
+
+def sign(directory: Path, key: Path) -> Path:
+    """Sign all files of a model with a private elliptic-curve key, by the package model-signing. Raises `ConfigError`."""
+    from model_signing import hashing, signing
+
     signature = directory / SIGNATURE
     try:
         hashed = hashing.Config().set_ignored_paths(paths=[signature], ignore_git_paths=True)

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from penstock.infra.errors import ConfigError, LogError
+from penstock.pipeline.cli.runs import card as card_command
 from penstock.pipeline.inspect.report import inclusion, provenance
 from penstock.pipeline.inspect.report.card import MARK, card, code, licence_of
 from penstock.pipeline.inspect.report.inclusion import InvalidProof, Leaf, leaves
@@ -103,11 +104,11 @@ def test_a_run_without_a_ledger_entry_has_no_card() -> None:
         read_published(log_with([built.made(), built.record()]), RUN)
 
 
-def test_a_signature_without_the_package_names_it(tmp_path: Path) -> None:
+def test_a_signature_without_the_package_is_refused_before_the_run_is_read() -> None:
     if find_spec("model_signing") is not None:
         pytest.skip("model-signing is installed")
     with pytest.raises(ConfigError, match="pip install model-signing"):
-        provenance.sign(tmp_path, tmp_path / "key.pem")
+        card_command("no-such-run", sign=Path("key.pem"))
 
 
 def leaf_of(group: int, prompt: str) -> Leaf:
