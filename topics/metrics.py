@@ -150,7 +150,7 @@ WORKER: Mapping[str, str] = {
     "admitted": "feeder: groups admitted",
     "admissible": "feeder: groups that may be admitted but wait for a free slot",
     "repeated": "feeder: prompts sampled again because their group was abandoned",
-    "left_out": "feeder: rows left out by `data.skip_solved` and `data.skip_unsolved`",
+    "left_out": "feeder: rows left out by `data.skip_solved`, `data.skip_unsolved` and `data.skip_rows`",
     "all_out": "feeder: 1 once no prompt follows and all groups have ended",
     "dropped": "feeder: groups that were dropped",
     "slots": "rollout: most groups in flight",

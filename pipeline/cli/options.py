@@ -110,3 +110,13 @@ def refuse_folder(log: "Log", what: str) -> None:
 
     if isinstance(log, ArchivedLog):
         raise ConfigError(f"{what} needs a broker; import the run first: penstock topics import {log.archive.path}")
+
+
+def group_numbers(text: str | None) -> list[int]:
+    """The groups of `--without GROUP,GROUP`. Raises `ConfigError`."""
+    from penstock.infra.errors import ConfigError
+
+    words = text.split(",") if text is not None else []
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--without {text}: expected numbers of groups, separated by commas")
+    return [int(word) for word in words]

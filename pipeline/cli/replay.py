@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, notify, reading, refuse_folder
+from penstock.pipeline.cli.options import (
+    Bootstrap,
+    Json,
+    RunOrFolder,
+    Security,
+    TrustRun,
+    emit,
+    group_numbers,
+    notify,
+    reading,
+    refuse_folder,
+)
 
 if TYPE_CHECKING:
+    from penstock.infra.log import Log
+    from penstock.pipeline.config.load import Config
     from penstock.pipeline.replay.overrides import WhatIf
     from penstock.pipeline.replay.recording import Recording
     from penstock.pipeline.replay.resample import ResampledCompletion
@@ -143,6 +156,7 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Train the same groups with another setting; repeatable.")
     ] = None,
+    without: Annotated[str | None, typer.Option("--without", metavar="GROUP[,GROUP]", help="Train the steps without these groups.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Train new steps as well, until the run is closed.")] = False,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a difference and print how the weights drift.")] = False,
     model: Annotated[Path | None, typer.Option(metavar="DIR", help=MODEL)] = None,
@@ -155,7 +169,7 @@ def train(
     security: Security = None,
     json: Json = False,
 ) -> int:
-    """Train a run's recorded steps again, without other workers, and compare every bit; with --set, train them with a change."""
+    """Train recorded steps again, without other workers, and compare every bit; with --set or --without, train them with a change."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.overrides import what_if
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
@@ -168,7 +182,7 @@ def train(
         try:
             if model is not None:
                 recording.config = with_model(recording.config, model.resolve())
-            chosen = what_if(recording.config, overrides or [])
+            chosen = what_if(recording.config, overrides or [], without=group_numbers(without))
             if overrides and not chosen.changed:
                 notify(f"--set changes nothing: {recording.run} was trained with these settings")
             is_what_if = bool(chosen.changed) or (recording.over and not recording.steps)
@@ -219,3 +233,62 @@ def _what_if(recording: "Recording", chosen: "WhatIf", request: "ReplayRequest",
         if result.whole or (result.steps and sys.exc_info()[0] is KeyboardInterrupt):
             emit(result.as_json()) if json else print(table(result))
     return 0
+
+
+def bisect(
+    run: RunOrFolder,
+    *,
+    test: Annotated[
+        str, typer.Option("--test", metavar="EXPR|CMD", help="'greedy_accuracy > 0.6', or a program that gets a model in PENSTOCK_MODEL.")
+    ],
+    good: Annotated[int, typer.Option("--good", min=0, metavar="S", help="The test passes after S steps.")] = 0,
+    bad: Annotated[int | None, typer.Option("--bad", min=1, metavar="T", help="It fails after T steps; the newest step if absent.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="CONFIG|RUN", help="Search the settings in which another configuration differs.")
+    ] = None,
+    replays: Annotated[int, typer.Option("--replays", min=1, help="Most replays without groups or with other settings.")] = 64,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run's initial model and tokenizer, if they are not in model.path.")
+    ] = None,
+    trust_code: TrustRun = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Find the step after which a test keeps failing, the groups responsible for it, the cause, and the fork without them."""
+    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
+
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
+        recording = Recording.open(log, run_id)
+        try:
+            if model is not None:
+                recording.config = with_model(recording.config, model.resolve())
+            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
+            prepare(recording.config)
+            from penstock.pipeline.replay.bisect.find import BisectRequest, as_text  # imports torch, which reads the environment then
+            from penstock.pipeline.replay.bisect.find import bisect as search
+
+            other = None if against is None else _other_config(log, against, trust_code=trust_code)
+            request = BisectRequest(test=test, good=good, bad=bad, replays=replays)
+            result = search(recording, request, against=other, notify=notify)
+        finally:
+            recording.close()
+    if json:
+        emit(result)
+    else:
+        print(as_text(result))
+
+
+def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":
+    """The configuration in a TOML file, or of another run whose code may be executed."""
+    from penstock.infra.backends.hardware import this_cpu
+    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.pipeline.config.load import from_json, load
+    from penstock.pipeline.runtime.registration.run_registry import registration, resolve
+    from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
+
+    if Path(name).is_file():
+        return load(name, gpus=len(visible_gpus()), cpu=this_cpu())
+    registered = registration(log, resolve(log, name, executes=True))
+    return from_json(require_trusted(registered, trust=Trust(code=trust_code), notify=notify).config)

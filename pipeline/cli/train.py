@@ -18,6 +18,7 @@ from penstock.pipeline.cli.options import (
     at,
     connected,
     emit,
+    group_numbers,
     notify,
     reading,
 )
@@ -207,6 +208,9 @@ def fork(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
     ] = None,
+    without: Annotated[
+        str | None, typer.Option("--without", metavar="GROUP[,GROUP]", help="Never use the rows of these groups of the parent.")
+    ] = None,
     run_id: RunId = None,
     start: Annotated[bool, typer.Option("--start", help="Start it at once, as `penstock run --resume` does.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,
@@ -234,7 +238,8 @@ def fork(
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 
-            created = make(recording, from_step, overrides or [], run_id=run_id, notify=notify)
+            left_out = group_numbers(without)
+            created = make(recording, from_step, overrides or [], run_id=run_id, notify=notify, without=left_out)
         finally:
             recording.close()
         new, origin = created.record.run, created.origin

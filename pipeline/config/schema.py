@@ -65,6 +65,9 @@ class DataSection(Section):
     sort_by: str | None = Field(None, description="column of numbers; each epoch is sorted by it, ascending, instead of shuffled")
     skip_solved: float | None = Field(None, description="mean reward at or above which a row is left out of the next epoch")
     skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is left out of the next epoch")
+    skip_rows: list[NonNegative] = Field(
+        default_factory=list, description="rows that are never used, by their number in the log; `penstock fork --without` adds some"
+    )
     prompt_field: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
     answer_field: str = Field("answer", description="column that reward functions get as `answer`; empty for none")
     tag_field: str | None = Field(None, description="column that selects one of `rollout.pools`; in a mixture it may be `data_source`")

@@ -7,7 +7,9 @@ that outcome.
 """
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -132,6 +134,8 @@ class Choices:
     """Rows whose group had at least this mean reward in the epoch before are skipped."""
     unsolved: float | None = None
     """Rows whose group had at most this mean reward in the epoch before are skipped."""
+    skipped: AbstractSet[tuple[int, int]] = frozenset()
+    """(source, row) of rows that are never used."""
     next_position: int = 0
     left_out: int = 0
     repeated: int = 0
@@ -156,6 +160,9 @@ class Choices:
             return self.awaiting[group]._replace(again=group)
         while self.limit is None or self.next_position < self.limit:
             turn = self.order.at(self.next_position)
+            if (turn.source, turn.row) in self.skipped:
+                self.next_position, self.left_out = self.next_position + 1, self.left_out + 1
+                continue
             before = turn._replace(epoch=turn.epoch - 1)
             if before not in self._reward:
                 return Choice(self.next_position, turn)
@@ -226,6 +233,11 @@ class Data:
         """For each source, the first of its row numbers in the log: the number of rows in earlier sources."""
         return [0, *itertools.accumulate(map(len, self.sources.values()))][:-1]
 
+    def at(self, number: int) -> tuple[int, int]:
+        """Source and index of a row by its number in the log."""
+        source = bisect_right(self.rows_before, number) - 1
+        return source, number - self.rows_before[source]
+
     def row(self, source: int, index: int) -> Row:
         """The row `index` of source number `source`; in a mixture it has the name of its source as `data_source`."""
         name = list(self.sources)[source]
@@ -250,7 +262,10 @@ class Data:
 
 def open_data(config: Config) -> Data:
     """Open the training prompts. Raises `DataError` with the configuration key."""
-    return Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
+    data = Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
+    if len({row for row in config.data.skip_rows if row < len(data)}) == len(data):
+        raise DataError(f"data.skip_rows: all {len(data)} rows are skipped; leave some in")
+    return data
 
 
 def open_eval_data(config: Config) -> dict[str, Dataset]:

@@ -5,7 +5,7 @@ The initial weights are verified against the digests in the parent's ledger; the
 
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open
 from penstock.pipeline.replay.verify import report_arithmetic
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.registration.run_registry import find
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.catalogue import check_run_id
 from penstock.topics.runs import RunRecord
 
@@ -39,11 +40,14 @@ class Forked:
     """Directory of the fork's model and optimizer state."""
 
 
-def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, run_id: str | None, notify: Notify) -> Forked:
-    """Register a run that continues `recording` after `after` steps, its last if None, with `overrides`.
+def fork(
+    recording: Recording, after: int | None, overrides: Sequence[str], *, run_id: str | None, notify: Notify, without: Collection[int] = ()
+) -> Forked:
+    """Register a run that continues `recording` after `after` steps, its last if None, with `overrides`, without the rows of some groups.
 
     Raises:
-        ConfigError: a step that is not committed, a key that a fork cannot change, an invalid or existing id, or no steps left.
+        ConfigError: a step that is not committed, a key that a fork cannot change, an invalid or existing id, no steps left, or a group
+            without a prompt.
         PenstockError: the parent's state at that step cannot be restored from its log.
     """
     log, count = recording.log, len(recording.steps)
@@ -51,6 +55,8 @@ def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, r
     if step > count:
         raise ConfigError(f"{recording.run} has {count} committed steps; a fork starts after one of them, or at 0")
     config = _config(recording, step, overrides)
+    if without:
+        config = with_values(config, "data", skip_rows=sorted({*config.data.skip_rows, *_rows_of(recording, without)}))
     run = run_id or new_id(config)
     try:
         check_run_id(run)
@@ -106,6 +112,15 @@ def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config
     if config.algorithm.kl_coef > 0 and config.algorithm.reference is None:  # the KL reference stays the parent's initial model
         config = with_values(config, "algorithm", reference=parent.model.path)
     return with_values(config, "trainer", initial_steps=parent.trainer.initial_steps + step)
+
+
+def _rows_of(recording: Recording, groups: Collection[int]) -> set[int]:
+    """The rows of these groups. Raises `ConfigError` for one without a prompt."""
+    reads = RunReader(recording.log, recording.run).prompts(only=set(groups))
+    rows = {read.payload.group: read.payload.row for read in reads if read.payload is not None}
+    if missing := sorted(set(groups) - rows.keys()):
+        raise ConfigError(f"--without {missing[0]}: {recording.run} has no prompt of this group")
+    return set(rows.values())
 
 
 def _origin(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Configuration keys that a what-if, a resampling and a re-scoring may change; other keys are refused with a reason."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class WhatIf:
 
     config: Config
     changed: Mapping[str, tuple[Any, Any]]
-    """Key -> recorded and new value; empty for an exact replay."""
+    """Key -> recorded and new value, and `without` -> the groups that are left out; empty for an exact replay."""
+    without: frozenset[int] = frozenset()
 
     @property
     def selects(self) -> bool:
@@ -53,8 +54,26 @@ class WhatIf:
         return ", ".join(f"{key} {before} -> {after}" for key, (before, after) in self.changed.items())
 
 
-def what_if(config: Config, overrides: Sequence[str]) -> WhatIf:
-    """The configuration with `a.b=c` overrides. Raises `ConfigError` for a key that a replay cannot change.
+def differences(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Key -> its two values, of the keys with different ones."""
+    before, after = json.loads(to_json(config)), json.loads(to_json(other))
+    return {
+        f"{section}.{key}": (before[section][key], value)
+        for section, table in after.items()
+        for key, value in table.items()
+        if before[section][key] != value
+    }
+
+
+def replayable(key: str) -> bool:
+    """True if a replay of recorded plans from any step can change this key."""
+    section, _, name = key.partition(".")
+    names = ALLOWED.get(section, set())
+    return (names is None or name in names) and key not in SELECTING and not key.startswith("algorithm.truncated")
+
+
+def what_if(config: Config, overrides: Sequence[str], *, without: Collection[int] = ()) -> WhatIf:
+    """The configuration with `a.b=c` overrides, and groups that are left out. Raises `ConfigError` for a key that a replay cannot change.
 
     Example:
         what_if(config, ["algorithm.loss=gspo"]).changed  # -> {"algorithm.loss": ("grpo", "gspo")}
@@ -69,17 +88,12 @@ def what_if(config: Config, overrides: Sequence[str]) -> WhatIf:
             reason = REASONS.get(section, "it has no influence on what a step computes")
             raise ConfigError(f"--set {text}: a replay cannot change {section}.{key}: {reason}. Allowed keys: {keys}")
     after = override(config, overrides)
-    before_table, after_table = json.loads(to_json(config)), json.loads(to_json(after))
-    changed = {
-        f"{section}.{key}": (before_table[section][key], value)
-        for section, table in after_table.items()
-        for key, value in table.items()
-        if before_table[section][key] != value
-    }
+    changed = differences(config, after)
     for key, (before, now) in changed.items():
         if key == "algorithm.truncated_penalty" or (key == "algorithm.truncated" and "penalise" in (before, now)):
             raise ConfigError(f"--set {key}={now}: the recorded rewards contain the penalty of {before}; see `{BY_THE_SCORER}`")
-    return WhatIf(config=after, changed=changed)
+    left_out: dict[str, tuple[Any, Any]] = {"without": ([], sorted(without))} if without else {}
+    return WhatIf(config=after, changed={**changed, **left_out}, without=frozenset(without))
 
 
 def resampled(config: Config, overrides: Sequence[str]) -> Config:

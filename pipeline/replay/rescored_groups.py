@@ -66,14 +66,14 @@ class SkippedGroup:
     """Its recorded outcome, if there is one."""
 
 
-def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case | SkippedGroup]:
-    """Every admitted group once: those with an outcome in log order, then those without, by number.
+def cases(recorded: RecordedRun, *, model: str | None = None, only: AbstractSet[int] | None = None) -> Iterator[Case | SkippedGroup]:
+    """Every admitted group, or each in `only`, once: those with an outcome in log order, then those without, by number.
 
     `model` is the directory of the run's tokenizer, the configured one if None. Raises `LogError`.
     """
-    prompts = read_prompts(recorded)
+    prompts = read_prompts(recorded, numbers=only)
     unscored: dict[int, Group | None] = dict.fromkeys(prompts)
-    for outcome in recorded.reader.groups():
+    for outcome in recorded.reader.groups(only=only):
         if (group := outcome.payload) is None:
             continue
         number, partition = group.group, outcome.record.partition

@@ -58,8 +58,7 @@ def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify
     if step and store is not None:
         state = policy.load_newest(store, recording.past.recorded(), notify=notify, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
-    first, shown = policy.steps_done, time.monotonic()
-    require_retained(recording, recording.steps[first:step])
+    first = policy.steps_done
     if step:
         origin = (
             f"from the checkpoint of step {loaded} on this machine"
@@ -67,7 +66,18 @@ def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify
             else "from version 0: no earlier checkpoint is on this machine"
         )
         notify(f"restoring step {step} {origin}" + (f", {step - first} steps are recomputed" if first < step else ""))
-    for entry in recording.steps[first:step]:
+    recompute(policy, recording, step, notify=notify)
+    return StartPoint(step=step, checkpoint=loaded, repeated=step - first)
+
+
+def recompute(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> None:
+    """Recompute the recorded steps from those done up to the start of `step`.
+
+    Raises `Unrecoverable` if one differs from the ledger, `PenstockError` if its groups are deleted.
+    """
+    shown = time.monotonic()
+    require_retained(recording, recording.steps[policy.steps_done : step])
+    for entry in recording.steps[policy.steps_done : step]:
         apply_rebase(policy, recording, notify=notify)
         repetition = repeat(policy, entry, read_planned(recording.log, recording.run, entry.plan))
         if repetition.differences:
@@ -78,7 +88,6 @@ def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify
         if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
             notify(f"restoring step {step}: {policy.steps_done} done")
-    return StartPoint(step=step, checkpoint=loaded, repeated=step - first)
 
 
 def apply_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify) -> None:

@@ -33,6 +33,8 @@ class Selection:
     config: Config
     follow: bool = False
     """True to wait for groups until the run is closed."""
+    without: frozenset[int] = frozenset()
+    """Groups that are not selected."""
     waited_s: float = 0.0
     _selector: Selector = field(init=False)
     _tail: Tail | None = None
@@ -55,7 +57,7 @@ class Selection:
 
     def steps(self) -> int:
         """Number of plans; not for a selection that follows."""
-        return sum(1 for _ in Selection(self.recording, self.config).plans())
+        return sum(1 for _ in Selection(self.recording, self.config, without=self.without).plans())
 
     def _selected(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
         for batch in batches:
@@ -114,7 +116,9 @@ class Selection:
         )  # fmt: skip
 
     def _trained(self, planned: Planned) -> bool:
-        """True unless the filter drops a group that was recorded without a filter."""
+        """True unless it is left out, or the filter drops a group that was recorded without a filter."""
+        if planned.group in self.without:
+            return False
         if not self.config.algorithm.filter_zero_variance or self.recording.config.algorithm.filter_zero_variance:
             return True
         member = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]

@@ -6,7 +6,7 @@ The samples are those of the recorded policies: everything here is off-policy, a
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +81,10 @@ def train(
         )
     if not selects:
         check_steps(recording, request)
-        require_retained(recording, recording.steps[request.from_step : None if request.to_step is None else request.to_step + 1])
+        requested = recording.steps[request.from_step : None if request.to_step is None else request.to_step + 1]
+        require_retained(recording, requested)
+        if not request.follow:
+            _check_without(requested, what_if.without)
     if export is not None:
         check_export_path(export)
     await_weights(recording, request)
@@ -90,9 +93,9 @@ def train(
     with ExitStack() as stack:
         policy, result.start = stack.enter_context(_policy_at_start(recording, what_if, request, selects=selects, notify=notify))
         result.fingerprint = arithmetic(recording, policy)
-        selection = Selection(recording, what_if.config, follow=request.follow) if selects else None
+        selection = Selection(recording, what_if.config, follow=request.follow, without=what_if.without) if selects else None
         result.times.start_s = time.monotonic() - start
-        _train(policy, recording, request, selection, result, stack.enter_context(curves), notify)
+        _train(policy, recording, request, selection, result, stack.enter_context(curves), notify, what_if.without)
         if export is not None and result.whole:
             _export(policy, export)
             result.exported = str(export)
@@ -106,6 +109,7 @@ def _train(
     result: WhatIfResult,
     points: ChildRun | None,
     notify: Notify,
+    without: Collection[int],
 ) -> None:
     unsent: list[Point] = []
 
@@ -122,7 +126,7 @@ def _train(
     try:
         with closing(steps):
             for step in steps:
-                outcome = _train_step(policy, recording, step)
+                outcome = train_step(policy, recording, step, without=without)
                 result.steps.append(_row(step.number, outcome, step.recorded))
                 unsent += _points(step.number, outcome, step.recorded)
         result.whole = True
@@ -131,12 +135,23 @@ def _train(
         send()
 
 
-def _train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain) -> StepOutcome:
+def _check_without(steps: Sequence[Entry], without: Collection[int]) -> None:
+    """Raise `ConfigError` if these steps were not trained on a group that is left out, or if one of them has no other group."""
+    plans = {entry.step: {planned.group for planned in entry.plan} for entry in steps}
+    if unknown := set(without).difference(*plans.values()):
+        raise ConfigError(f"--without {min(unknown)}: none of these steps was trained on it; `penstock explain` shows a group's step")
+    if empty := [step for step, groups in plans.items() if groups <= set(without)]:
+        raise ConfigError(f"--without: step {empty[0]} was trained on no other group; leave one of them in")
+
+
+def train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain, *, without: Collection[int] = ()) -> StepOutcome:
+    """Train a step, whose result need not be the recorded one. Raises `PenstockError` for a group that is not the planned one."""
     training = policy.step()
     for member in step.members:
         if member.group is None or member.problem is not None:
             raise PenstockError(f"step {step.number}: {member.problem}; see `penstock replay train {recording.run}`")
-        training.add(member.group)
+        if member.planned.group not in without:
+            training.add(member.group)
     version = rules.version_after(step.number, steps_per_version=recording.config.schedule.steps_per_version)
     outcome = training.finish(learner_version=version)
     policy.steps_done += 1
@@ -150,7 +165,7 @@ def _policy_at_start(
     """The policy under the changed settings, with the recorded state before the first step."""
     steps = None
     if selects and not request.follow:
-        steps = Selection(recording, what_if.config).steps() if request.to_step is None else request.to_step + 1
+        steps = Selection(recording, what_if.config, without=what_if.without).steps() if request.to_step is None else request.to_step + 1
         if not steps:
             raise PenstockError(
                 f"{recording.run} has fewer than {what_if.config.schedule.prompts_per_step} scored groups: too few for a step"

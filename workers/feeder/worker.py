@@ -209,7 +209,10 @@ def main(session: Session) -> None:
 
 def _nothing_admitted(session: Session, data: Data) -> Admission:
     chosen, limit = session.config.data, session.info.get("prompts")
-    choices = Choices(order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved)
+    skipped = {data.at(number) for number in chosen.skip_rows}
+    choices = Choices(
+        order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved, skipped=skipped
+    )
     state, rows_before = LedgerState(session.run, newest_only=True), dict(enumerate(data.rows_before))
     return Admission(session.run, session.config.partitions, state, choices=choices, rows_before=rows_before)
 

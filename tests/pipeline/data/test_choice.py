@@ -88,3 +88,15 @@ def test_a_restarted_feeder_that_reads_the_log_chooses_what_one_that_never_died_
         for group, outcome, reward in outcomes:
             restarted.ended(group, outcome=outcome, reward=reward)
         assert restarted.next() == live.next()
+
+
+def test_a_skipped_row_is_never_chosen_before_or_after_a_restart() -> None:
+    spoiled = PromptOrder(sizes=(ROWS,), weights=(1.0,), seed=1).at(1).row
+    state = Choices(order=PromptOrder(sizes=(ROWS,), weights=(1.0,), seed=1), skipped={(0, spoiled)})
+    chosen = [ask(state, group) for group in range(2 * (ROWS - 1))]
+    restarted = Choices(order=PromptOrder(sizes=(ROWS,), weights=(1.0,), seed=1), skipped={(0, spoiled)})
+    for group, choice in enumerate(chosen[:3]):
+        restarted.requested(group, choice)
+    assert [ask(restarted, group) for group in range(3, 2 * (ROWS - 1))] == chosen[3:]
+    assert {choice.turn.row for choice in chosen} == set(range(ROWS)) - {spoiled}
+    assert len({choice.turn for choice in chosen}) == len(chosen)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.learner.evaluation import pass_at, summary
 from penstock.pipeline.rewards.functions import Score
-from penstock.workers.evaluator.evaluator import EarlyStopping, pass_at, summary
+from penstock.workers.evaluator.evaluator import EarlyStopping
 
 
 def score(*rewards: float) -> Score:

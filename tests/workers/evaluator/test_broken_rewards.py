@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import Done
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import load
+from penstock.pipeline.learner.evaluation import Evaluator
 from penstock.pipeline.rewards.scoring import FaultCount
 from penstock.pipeline.rewards.values import BrokenReward
-from penstock.workers.evaluator.evaluator import Evaluator
 from tests.support.worker_set import complete, config_of
 
 
@@ -88,9 +87,8 @@ def test_a_reward_that_breaks_on_one_completion_of_two_counts_as_half_a_prompt_a
     score = {"rewards": [1.0, None], "components": [[1.0], [None]], "broken": {"1": "reward f broke: KeyError (f.py line 3)"}}
     pool: Any = Ended(Done(key=number, result=score, seconds=0.0) for number in range(prompts))
     logged = list[str]()
-    session: Any = SimpleNamespace(reporter=SimpleNamespace(notify=logged.append))
     unused: Any = None
-    evaluator = Evaluator(session, unused, pool, unused, [], [], unused, FaultCount("stop"), lambda: None)
+    evaluator = Evaluator(unused, unused, logged.append, unused, unused, pool, unused, [], [], unused, FaultCount("stop"), lambda: None)
     if stops:
         with pytest.raises(BrokenReward, match=r"it failed for 5\.5 of 11 groups"):
             evaluator._scored()

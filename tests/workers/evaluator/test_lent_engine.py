@@ -1,5 +1,6 @@
 """Evaluations on a rollout worker's engine: the same measures and the same run as with an evaluator, whichever worker lends it."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.audit.report import as_text
+from penstock.pipeline.learner.evaluation import Evaluator
 from penstock.pipeline.runtime.roles import ROLES
-from penstock.workers.evaluator.evaluator import Evaluator
 from penstock.workers.evaluator.worker import main
 from tests.support.counting_run import counting_run
 from tests.support.in_flight import config_in_flight
@@ -63,9 +64,10 @@ def test_a_worker_that_takes_over_makes_the_evaluations_that_are_left(
     evaluate = Evaluator.evaluate
 
     def noted(self: Evaluator, version: int, tensors: Any) -> Any:
-        made.append((self.session.worker, version))
+        worker = threading.current_thread().name
+        made.append((worker, version))
         if len(made) == 1:  # it is stopped in the midst of its first one
-            self.session.stop.set()
+            worker_set.stops[worker].set()
         return evaluate(self, version, tensors)
 
     monkeypatch.setattr(Evaluator, "evaluate", noted)

@@ -1,0 +1,266 @@
+"""Measures states of a recorded run: as recorded, or with groups left out or settings changed in some steps.
+
+A state is the weights after a number of steps. Each result is stored as it comes, so that an interrupted bisect continues after it.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from penstock.infra.backends.model import write_model
+from penstock.infra.checkpoints import State
+from penstock.infra.errors import ConfigError, LogError, PenstockError
+from penstock.infra.paths import new_directory, run_directory, write_private
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.config.load import Config, override
+from penstock.pipeline.learner.evaluation import Evaluator
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
+from penstock.pipeline.replay.bisect.search import EXIT_STATUS, UNTESTED, Criterion
+from penstock.pipeline.replay.recording import PlannedGroups, Recording, require_retained
+from penstock.pipeline.replay.restore_policy import apply_rebase, open_policy, recompute, weights_of
+from penstock.pipeline.replay.steps import StepToTrain
+from penstock.pipeline.replay.what_if import train_step
+from penstock.pipeline.rewards import functions as rewards
+from penstock.pipeline.runtime.factories import make_engine, open_store
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.pipeline.scheduling.rules import version_after
+from penstock.topics import metrics
+from penstock.topics.wire.errors import Unusable
+
+Values = Mapping[str, float]
+WORK = ("recorded", "stored", "measured", "replays", "replayed", "recomputed")
+"""Values of the run's own evaluations, of an earlier bisect, and measured now; replays with changes, their steps, and unchanged steps."""
+
+
+class OutOfReplays(PenstockError):
+    """The bisect has made as many replays with changes as `--replays` allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """The state after `end` steps, of which those from `start` on are trained without some groups or under other settings."""
+
+    end: int
+    start: int | None = None
+    """None for the recorded state."""
+    without: frozenset[int] = frozenset()
+    changes: tuple[str, ...] = ()
+    """Overrides as of `--set`."""
+
+    def __str__(self) -> str:
+        named = f"group {min(self.without)}" if len(self.without) == 1 else f"{len(self.without)} groups"
+        return (
+            f"after {self.end} steps" + (f" without {named}" if self.without else "") + "".join(f" --set {text}" for text in self.changes)
+        )
+
+
+@dataclass(slots=True)
+class Measurer:
+    """Measures experiments on one run; `close` it."""
+
+    recording: Recording
+    criterion: Criterion
+    notify: Notify
+    replays: int
+    """Largest number of replays with changes."""
+    work: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WORK, 0))
+    recorded: dict[int, Values] = field(default_factory=dict)
+    """State -> the run's own evaluation."""
+    _results: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Key of an experiment -> what was measured for it, now or earlier."""
+    _seen: dict[str, Values] = field(default_factory=dict)
+    _changed: int = 0
+    _basis: str = ""
+    """Digest of what evaluations depend on: stored results of another basis are not used."""
+    _evaluator: Evaluator | None = None
+    _policies: ExitStack = field(default_factory=ExitStack)
+    _policy: tuple[Config, PolicyTrainer] | None = None
+
+    def __post_init__(self) -> None:
+        """Read the run's evaluations, and the results of earlier bisects. Raises `ConfigError` without held-out prompts."""
+        config, sources = self.recording.config, dict[str, str]()
+        if self.criterion.evaluates:
+            if not config.eval_sources:
+                why = "has no eval.source; test a metric of its steps, or give a command"
+                raise ConfigError(f"--test {self.criterion.text!r}: {self.recording.run} {why}")
+            sources = rewards.digests(config.eval_reward.functions)
+            self.recorded = self._recorded_evaluations()
+        self._basis = hashlib.sha256(json.dumps([sources, config.eval.model_dump()], default=str).encode()).hexdigest()
+        with suppress(OSError, ValueError):
+            stored = json.loads(self._file.read_text(encoding="utf-8"))
+            self._results = stored["results"] if stored["basis"] == self._basis else {}
+
+    @property
+    def published(self) -> dict[int, int]:
+        """State -> the version with its weights, of those that the log has."""
+        manifests, every = self.recording.ledger_state.manifests, self.recording.config.weights.keep == "all"
+        return {manifest.step: version for version, manifest in manifests.items() if every or version in (0, max(manifests))}
+
+    def check_recorded(self, good: int, bad: int) -> None:
+        """Evaluate one state that the run has evaluated: if the results differ, as on another engine, its evaluations are not used."""
+        states = [state for state in self.recorded if good <= state <= bad and state in self.published]
+        if states and not set(range(good, bad + 1)) <= self.recorded.keys():
+            recorded, self.recorded = self.recorded, {}
+            here, then = self.values(Experiment(end=states[0])), recorded[states[0]]
+            if all(here.get(name) == then.get(name) for name in self.criterion.metrics if name.startswith("eval/")):
+                self.recorded = recorded
+            else:
+                self.notify(f"the run's evaluation after {states[0]} steps differs from that of this machine: its evaluations are not used")
+
+    def passes(self, experiment: Experiment) -> bool:
+        """True if the state is good."""
+        return self.criterion.passes(self.values(experiment))
+
+    def values(self, experiment: Experiment) -> Values:
+        """The values of a state: of its last step, as `train/…`, and of its evaluation, or the exit status of the command."""
+        test = "evaluation" if self.criterion.any_of else self.criterion.text
+        key = json.dumps([test, experiment.start, experiment.end, sorted(experiment.without), experiment.changes])
+        if key not in self._seen:
+            steps = self.recording.steps[: experiment.end] if experiment.start is None else []
+            trained = {f"train/{name}": value for name, value in steps[-1].metrics.items()} if steps else {}
+            self._seen[key] = {**trained, **self._tested(experiment, key)}
+        return self._seen[key]
+
+    def close(self) -> None:
+        """Close models and delete restored states; results stay."""
+        self._policies.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
+            self._evaluator.engine.close()
+        for state in self._file.parent.glob("state-*"):
+            shutil.rmtree(state, ignore_errors=True)
+
+    @property
+    def _file(self) -> Path:
+        return run_directory(self.recording.run) / "bisect" / "results.json"
+
+    def _recorded_evaluations(self) -> dict[int, Values]:
+        run, evaluations = self.recording.run, dict[int, Values]()
+        for record in scan(self.recording.log, f"{run}.metrics"):
+            with suppress(Unusable):
+                measurement = metrics.read(record, run=run)[1]
+                manifest = self.recording.ledger_state.manifests.get(-1 if measurement.version is None else measurement.version)
+                if measurement.kind == "eval" and manifest is not None:
+                    evaluations.setdefault(manifest.step, {f"eval/{name}": value for name, value in measurement.values.items()})
+        return evaluations
+
+    def _tested(self, experiment: Experiment, key: str) -> Values:
+        if experiment.start is None and self.criterion.any_of and not self.criterion.evaluates:
+            return {}
+        if experiment.start is None and experiment.end in self.recorded:
+            self.work["recorded"] += 1
+            return self.recorded[experiment.end]
+        if experiment.start is not None:
+            if self._changed == self.replays:  # counted with stored ones, so that an interrupted search ends where another does
+                raise OutOfReplays(f"the search ends after {self.replays} replays; --replays N allows more")
+            self._changed += 1
+        if key in self._results:
+            self.work["stored"] += 1
+            return self._results[key]
+        self._results[key] = self._measured(experiment)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_private(self._file, json.dumps({"basis": self._basis, "results": self._results}))
+        return self._results[key]
+
+    def _measured(self, experiment: Experiment) -> dict[str, float]:
+        self.notify(f"measuring the state {experiment}")
+        tensors, values = self._weights(experiment)
+        if self.criterion.evaluates:
+            values |= self._evaluated(experiment, tensors)
+        elif not self.criterion.any_of:
+            values |= self._command(experiment, tensors)
+        self.work["measured"] += 1
+        self.notify(f"{experiment}: " + ", ".join(f"{name} {values[name]:.4g}" for name in self.criterion.metrics if name in values))
+        return values
+
+    def _weights(self, experiment: Experiment) -> tuple[Sequence[TensorBytes], dict[str, float]]:
+        """The weights of an experiment, and the metrics of its last step if that was trained now."""
+        recording, config, start = self.recording, self.recording.config, experiment.start
+        if start is None:
+            if (version := self.published.get(experiment.end)) is not None:
+                with suppress(LogError):
+                    return weights_of(recording, version), {}
+            return self._restored(experiment.end, config).weights().tensors, {}
+        steps, planned, values = recording.steps[start : experiment.end], PlannedGroups(recording.log, recording.run), dict[str, float]()
+        self.work["replays"] += 1
+        self.work["replayed"] += len(steps)
+        require_retained(recording, steps)
+        policy = self._restored(start, override(config, experiment.changes) if experiment.changes else config)
+        for entry in steps:
+            apply_rebase(policy, recording, notify=self.notify)
+            step = StepToTrain(number=entry.step or 0, recorded=entry, members=planned.read(entry.plan))
+            outcome = train_step(policy, recording, step, without=experiment.without)
+            values = {f"train/{name}": value for name, value in outcome.metrics.items()}
+        return policy.weights().tensors, values
+
+    def _evaluated(self, experiment: Experiment, tensors: Sequence[TensorBytes]) -> dict[str, float]:
+        config = self.recording.config
+        if self._evaluator is None:
+            engine, info, run = make_engine(config), self.recording.info, self.recording.run
+            self._evaluator = Evaluator.open(config, info, engine, run=run, notify=lambda _: None)
+        torch.set_num_threads(config.rollout.threads)
+        version = version_after(experiment.end, steps_per_version=config.schedule.steps_per_version)
+        values = self._evaluator.evaluate(version, tensors)
+        assert values is not None, "only a stop request ends an evaluation early"
+        return {f"eval/{name}": value for name, value in values.items()}
+
+    def _command(self, experiment: Experiment, tensors: Sequence[TensorBytes]) -> dict[str, float]:
+        with tempfile.TemporaryDirectory(prefix="penstock-model-") as directory:
+            write_model(self.recording.config.model_directory, tensors, Path(directory))
+            environment = {**os.environ, "PENSTOCK_MODEL": directory, "PENSTOCK_STEPS": str(experiment.end)}
+            done = subprocess.run(shlex.split(self.criterion.text), env=environment, stdout=2, check=False)  # stdout is the result's
+        if not 0 <= done.returncode < UNTESTED:
+            raise PenstockError(
+                f"--test {self.criterion.text!r} ended with status {done.returncode} and has tested nothing (0: good, 1 to {UNTESTED - 1}: "
+                "bad). Fix it and start the bisect again: finished tests are not repeated"
+            )
+        return {EXIT_STATUS: float(done.returncode)}
+
+    def _restored(self, step: int, config: Config) -> PolicyTrainer:
+        """The policy after `step` recorded steps, opened under `config`; the state is saved for later experiments."""
+        path = self._state(step)
+        if not path.exists():
+            policy = self._advanced(step)
+            state = State(run=self.recording.run, steps=step, version=policy.version, digest=policy.weights().digest, seq=0)
+            with new_directory(path, holds="the state") as directory:
+                policy.backend.save(directory / "backend")
+                (directory / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+        return self._opened(config, at=step)
+
+    def _advanced(self, step: int) -> PolicyTrainer:
+        """The recorded policy after `step` steps, from the nearest saved state or checkpoint, or from version 0."""
+        recording, config = self.recording, self.recording.config
+        nearest = max((number for number in range(step) if self._state(number).exists()), default=None)
+        if nearest is None:
+            self._policy = None
+        policy, store = self._opened(config, at=nearest), open_store(config, recording.run, to_read=True)
+        if store is not None and any((nearest or 0) < number <= step for number in store.steps()):
+            policy.load_newest(store, recording.past.recorded(), notify=self.notify, doing=lambda _: None, at_most=step)
+        self.work["recomputed"] += step - policy.steps_done
+        recompute(policy, recording, step, notify=self.notify)
+        return policy
+
+    def _opened(self, config: Config, *, at: int | None) -> PolicyTrainer:
+        """The policy under this configuration, in a saved state if one is named; one policy is open at a time."""
+        if self._policy is None or self._policy[0] != config:
+            self._policies.close()
+            self._policy = config, self._policies.enter_context(open_policy(self.recording, config, notify=self.notify))
+        policy = self._policy[1]
+        torch.set_num_threads(config.trainer.threads)
+        if at is not None:
+            path = self._state(at)
+            policy.load(path / "backend", State(**json.loads((path / "state.json").read_text(encoding="utf-8"))))
+        return policy
+
+    def _state(self, step: int) -> Path:
+        return self._file.parent / f"state-{step:08d}"

@@ -1,0 +1,184 @@
+"""The test of a bisect, the search of the step after which it keeps failing, and delta debugging: pure functions of measured results."""
+
+import math
+import operator
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from penstock.infra.errors import ConfigError, PenstockError
+from penstock.pipeline.config.plugins import nearest
+from penstock.topics.metrics import EVAL, TRAIN, meaning_of
+
+EXIT_STATUS = "exit_status"
+"""The only value of a state that a command tests."""
+UNTESTED = 125
+"""Lowest exit status of a command that did not test the model, as of `git bisect`: 125 by agreement, 126 and above by the shell."""
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+_SIGN = "|".join(OPERATORS)
+_EXPRESSION = re.compile(rf"\s*[^\s<>=!]+\s*({_SIGN})")
+_COMPARISON = re.compile(rf"\s*([^\s<>=!]+)\s*({_SIGN})\s*(\S+)\s*")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A metric compared with a number."""
+
+    metric: str
+    """Full name: `eval/…` or `train/…`."""
+    sign: str
+    number: float
+
+    def holds(self, values: Mapping[str, float]) -> bool:
+        """Raises `PenstockError` if the state has no such value."""
+        if self.metric not in values:
+            raise PenstockError(
+                f"--test: {self.metric} was not measured in one of the states; the initial model has no metrics of a step: --good 1"
+            )
+        return OPERATORS[self.sign](values[self.metric], self.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """A condition on metrics, or a command: a state that passes is good."""
+
+    text: str
+    any_of: tuple[tuple[Comparison, ...], ...] = ()
+    """Alternatives, each with the comparisons that must all hold; empty for a command."""
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Parse `--test`. Raises `ConfigError`.
+
+        Example:
+            Criterion.of("greedy_accuracy > 0.6 and kl < 1").metrics  # -> ("eval/greedy_accuracy", "train/kl")
+        """
+        if _EXPRESSION.match(text):
+            alternatives = (re.split(r"\sand\s", part) for part in re.split(r"\sor\s", text))
+            return cls(text=text, any_of=tuple(tuple(_comparison(part, text) for part in parts) for parts in alternatives))
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"--test {text!r}: {error}") from error
+        if not words or shutil.which(words[0]) is None:
+            raise ConfigError(f"--test {text!r}: neither an expression such as 'greedy_accuracy > 0.6' nor a program of this machine")
+        return cls(text=text)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Full names of its metrics, in order; `exit_status` for a command."""
+        comparisons = [comparison for alternative in self.any_of for comparison in alternative]
+        return tuple(dict.fromkeys(comparison.metric for comparison in comparisons)) or (EXIT_STATUS,)
+
+    @property
+    def evaluates(self) -> bool:
+        """True if it needs evaluations on held-out prompts."""
+        return any(metric.startswith("eval/") for metric in self.metrics)
+
+    def passes(self, values: Mapping[str, float]) -> bool:
+        """True if a state with these values is good."""
+        if not self.any_of:
+            return values[EXIT_STATUS] == 0
+        return any(all(comparison.holds(values) for comparison in alternative) for alternative in self.any_of)
+
+
+def _comparison(part: str, text: str) -> Comparison:
+    match = _COMPARISON.fullmatch(part)
+    try:
+        if match is None:
+            raise ValueError
+        name, sign, number = match[1], match[2], float(match[3])
+    except ValueError:
+        raise ConfigError(f"--test {text!r}: {part.strip()!r} is no comparison; write NAME > NUMBER, joined by `and` or `or`") from None
+    for metric in (name,) if name.startswith(("eval/", "train/")) else (f"train/{name}", f"eval/{name}"):
+        if meaning_of(metric) is not None:
+            return Comparison(metric=metric, sign=sign, number=number)
+    raise ConfigError(f"--test {text!r}: {name} is no metric of an evaluation or a step{nearest(name, [*EVAL, *TRAIN])}")
+
+
+def last_transition(
+    good: int, bad: int, is_good: Callable[[int], bool], *, measured: Collection[int] = (), cheap: Collection[int] = ()
+) -> tuple[int, dict[int, bool]]:
+    """The last good state, and every state that was tested: the step after it is the first after which all tested states are bad.
+
+    States are numbers of steps. `measured` ones are tested first, because they cost nothing, and `cheap` ones are preferred. After the
+    binary search, states at distances of 2, 4, 8, … are tested on both sides: one that is good afterwards moves the search there.
+
+    Raises `ConfigError` if `good` is bad or `bad` is good.
+    """
+    points: dict[int, bool] = {}
+    for number in (good, bad, *sorted(n for n in measured if good < n < bad)):
+        points[number] = is_good(number)
+        if number == good and not points[number]:
+            raise ConfigError(f"--good {good}: the test fails after {good} steps already; choose an earlier state, or another test")
+        if number == bad and points[number]:
+            raise ConfigError(f"--bad {bad}: the test passes after {bad} steps; choose another state, or another test")
+    while True:
+        low = max(number for number, passes in points.items() if passes)
+        high = min(number for number in points if number > low)
+        if high - low > 1:
+            between = [number for number in cheap if low < number < high] or range(low + 1, high)
+            following = min(between, key=lambda number: abs(2 * number - low - high))
+        else:
+            unseen = (number for number in _around(low, good, bad) if number not in points)
+            if (first := next(unseen, None)) is None:
+                return low, dict(sorted(points.items()))
+            following = first
+        points[following] = is_good(following)
+
+
+def _around(low: int, good: int, bad: int) -> Iterator[int]:
+    distances = [2**power for power in range(1, (bad - good).bit_length())]
+    yield from (low + distance for distance in distances if low + distance < bad)
+    yield from (low - distance + 1 for distance in distances if low - distance + 1 > good)
+
+
+def ddmin(items: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> list[Item]:
+    """A smallest list of `items` that passes: without any one of them it does not (Zeller and Hildebrandt, TSE 28(2), 2002).
+
+    `items` as a whole passes and is not tested.
+
+    Example:
+        ddmin(range(8), lambda subset: {2, 7} <= set(subset))  # -> [2, 7]
+    """
+    smallest, parts = list(items), 2
+    while len(smallest) > 1:
+        size = -(-len(smallest) // parts)
+        chunks = [smallest[start : start + size] for start in range(0, len(smallest), size)]
+        rests = [[item for item in smallest if item not in chunk] for chunk in chunks] if len(chunks) > 2 else []
+        smaller = next((candidate for candidate in [*chunks, *rests] if passes(candidate)), None)
+        if smaller is not None:
+            parts = 2 if smaller in chunks else max(2, parts - 1)
+            smallest = smaller
+        elif parts >= len(smallest):
+            break
+        else:
+            parts = min(2 * parts, len(smallest))
+    return smallest
+
+
+def smallest_prefix(ranked: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> Sequence[Item] | None:
+    """The first 1, 2, 4, … items that pass: a first guess for `ddmin` from a ranking; None if none of these prefixes passes."""
+    prefixes = (ranked[: 2**power] for power in range(len(ranked).bit_length()))
+    return next((prefix for prefix in prefixes if passes(prefix)), None)
+
+
+def share_of_change(
+    criterion: Criterion, values: Mapping[int, Mapping[str, float]], low: int, *, between: tuple[int, int], ends: tuple[int, int]
+) -> float | None:
+    """The part of the change between the `ends` that is `between` two states, in the metric that fails after `low`.
+
+    None for a command, and if there is no such number.
+    """
+    for comparison in (comparison for alternative in criterion.any_of for comparison in alternative):
+        metric = comparison.metric
+        if comparison.holds(values[low]) and not comparison.holds(values[low + 1]) and all(metric in values[end] for end in ends):
+            part, total = (values[first][metric] - values[last][metric] for first, last in (between, ends))
+            return part / total if total and math.isfinite(part) and math.isfinite(total) else None
+    return None
