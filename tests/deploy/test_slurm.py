@@ -126,8 +126,8 @@ def penstock(*words: str) -> str:
 
 def steps(home: Path) -> int:
     """The newest step of which the tracker has written measurements."""
-    lines = [line for file in home.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
-    return max((json.loads(line).get("step") or 0 for line in lines), default=0)
+    text = "".join(file.read_text() for file in home.glob("runs/*/metrics.jsonl"))
+    return max(map(int, re.findall(r'"kind": "step", "step": (\d+)', text)), default=0)
 
 
 @pytest.mark.slow
