@@ -260,13 +260,21 @@ class ArchivedTail:
     outage_s = 0.0
 
     def __init__(self, log: ArchivedLog, starts: Mapping[Partition, Start]) -> None:
-        self._ends = log.end_offsets(starts)
-        firsts = {tp: 0 if start == "earliest" else self._ends[tp] if start == "latest" else start for tp, start in starts.items()}
-        self._positions = dict(firsts)
+        self._log = log
+        self._ends: dict[Partition, int] = {}
+        self._positions: dict[Partition, int] = {}
+        self.add(starts)
+
+    def add(self, starts: Mapping[Partition, Start]) -> None:
+        """Read these partitions as well, or again, from these offsets."""
+        self._ends |= self._log.end_offsets(starts)
+        self._positions |= {
+            tp: 0 if start == "earliest" else self._ends[tp] if start == "latest" else start for tp, start in starts.items()
+        }
         self._records = (
             record
-            for (topic, number), first in firsts.items()
-            for record in log.records(kind_of(topic.removeprefix(f"{log.run}."), number), number, first=first)
+            for (topic, number), first in list(self._positions.items())
+            for record in self._log.records(kind_of(topic.removeprefix(f"{self._log.run}."), number), number, first=first)
         )
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:

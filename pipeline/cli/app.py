@@ -26,6 +26,7 @@ from penstock.pipeline.cli.runs import card
 from penstock.pipeline.cli.slurm import sbatch
 from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.cli.train import check, create, fork, init, plan, run, worker
+from penstock.pipeline.cli.verify import verify
 from penstock.pipeline.launch.shutdown import silence
 from penstock.pipeline.runtime.reporting.log_lines import VisibleStream, visible_errors
 
@@ -85,6 +86,7 @@ app.command(rich_help_panel=INSPECT, short_help="Print the logs of a run's worke
 app.command(rich_help_panel=INSPECT, short_help="Report on a run: reward, groups, staleness, time; as a page.")(report)
 app.command(rich_help_panel=INSPECT, short_help="Verify from the log that nothing was lost or trained twice.")(audit)
 app.command(rich_help_panel=INSPECT, short_help="Write a model card and a statement that can be checked.")(card)
+app.command(rich_help_panel=INSPECT, short_help="Verify a model by its statement, its log and repeated steps.")(verify)
 app.command("explain", rich_help_panel=INSPECT, short_help="Trace one group: samples, rewards, status.")(explain_group)
 app.command(rich_help_panel=INSPECT, short_help="Query a run in SQL.")(sql)
 app.add_typer(topics_app, name="topics", rich_help_panel=INSPECT, short_help="List, show, export, import and delete records.")

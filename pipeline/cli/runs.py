@@ -171,6 +171,7 @@ def card(
     """Write a model card and an in-toto statement next to the model's files: what it was made from, and how to check that."""
     from penstock.infra.paths import run_directory
     from penstock.pipeline.inspect.audit import report
+    from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
     from penstock.pipeline.inspect.report import card as text
     from penstock.pipeline.inspect.report import provenance
     from penstock.pipeline.inspect.report.summary import Progress
@@ -187,7 +188,8 @@ def card(
             emit(_proof(log, run_id, prove, directory, record=record))
             return
         published = provenance.read_published(log, run_id, alive=Progress(notify))
-    audited = report.as_table(report.audit(audit_source(run, bootstrap, security)[1]))
+    digests = TopicDigests()
+    audited = report.as_table(report.audit(audit_source(run, bootstrap, security)[1], digests=digests))
     folders = (Path(published.config.model.path).expanduser(), directory)
     licence = licence or next(filter(None, map(text.licence_of, folders)), None)
     audit = {
@@ -196,7 +198,9 @@ def card(
     }
     data_licences = {source: last for source, _, last in pairs}
     secret = provenance.secret_of(run_id)
-    predicate = provenance.predicate(published, audit=audit, secret=secret, licence=licence, data_licences=data_licences)
+    predicate = provenance.predicate(published, audit=audit, secret=secret, licence=licence, data_licences=data_licences) | {
+        "topics": digests.as_table()
+    }
     statement = provenance.publish(directory, text.card(predicate), predicate, notify=notify)
     signature = provenance.sign(directory, sign) if sign is not None else None
     if json:

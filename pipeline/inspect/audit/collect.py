@@ -21,6 +21,7 @@ from penstock.pipeline.inspect.audit.facts import (
 )
 from penstock.pipeline.inspect.audit.rules import as_object, oldest_trained, terms_of, trajectory_flaw
 from penstock.pipeline.inspect.audit.source import Source, Unreadable, plain
+from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.samples import Rollout
@@ -85,9 +86,9 @@ ORDER = ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "prompts", "cal
 outcomes, so that only hashes are stored for the comparison."""
 
 
-def collect(source: Source) -> Facts:
-    """Read a whole run; raises `Unreadable`."""
-    collector = Collector(empty_facts(source))
+def collect(source: Source, digests: TopicDigests | None = None) -> Facts:
+    """Read a whole run, and add every record to `digests`; raises `Unreadable`."""
+    collector = Collector(empty_facts(source), digests)
     for topic in ORDER:
         for record in source.read(topic):
             collector.take(record, topic)
@@ -102,8 +103,8 @@ def collect(source: Source) -> Facts:
 class Collector:
     """Accumulates facts, and groups whose parts are not all read yet."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, facts: Facts, digests: TopicDigests | None = None) -> None:
+        self.facts, self._digests = facts, digests
         self._named: dict[RecordId, str] = {}
         """Records with a dead letter -> its kind."""
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
@@ -126,6 +127,8 @@ class Collector:
         """Count a record; store the hash of its bytes if it has a dead letter."""
         where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.counts[where.topic] = self.facts.counts.get(where.topic, 0) + 1
+        if self._digests is not None:
+            self._digests.add(where, record)
         if where in self._named:
             self.facts.bodies[where] = body_of(record.key, record.headers, record.value)
         return where
@@ -294,7 +297,7 @@ class Collector:
         if measurement.kind == "final":
             worker.final = where.offset
         if measurement.kind == "eval" and measurement.version is not None:
-            self.facts.evaluations[ledger.digest(record.value)] = measurement.version
+            self.facts.evaluations[ledger.digest(record.value)] = measurement
         if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
             self.facts.anchors = [*(other for other in self.facts.anchors if other.steps > anchor.steps), anchor]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from penstock.pipeline.inspect.audit.rules import Terms, as_object
 from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Measurement
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.record import RecordId
 
@@ -285,8 +286,8 @@ class Facts:
     """Valid records that crashed their readers: dead-lettered and not used."""
     anchors: list[Anchor] = field(default_factory=list)
     """Evidence of committed steps outside the ledger."""
-    evaluations: dict[str, int] = field(default_factory=dict)
-    """SHA-256 of the payload of each evaluation -> version."""
+    evaluations: dict[str, Measurement] = field(default_factory=dict)
+    """By the SHA-256 of the payload."""
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     """Topic -> number of records identical to an earlier one."""

@@ -15,6 +15,7 @@ from penstock.pipeline.inspect.audit.collect import collect
 from penstock.pipeline.inspect.audit.facts import Anchor, Facts
 from penstock.pipeline.inspect.audit.rules import as_object
 from penstock.pipeline.inspect.audit.source import Source, Unreadable
+from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
 from penstock.topics.metrics import EVERY_RUN_HAS
 
 
@@ -193,10 +194,13 @@ class Audit:
         return not any(result.violations for result in self.results)
 
 
-def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
-    """Read a run and apply all checks; `anchors` are evidence read before from other places. Raises `Unreadable`."""
+def audit(source: Source, anchors: Sequence[Anchor] = (), digests: TopicDigests | None = None) -> Audit:
+    """Read a run and apply all checks; `anchors` are evidence read before from elsewhere. Raises `Unreadable`.
+
+    Every record is added to `digests`.
+    """
     try:
-        facts = collect(source)
+        facts = collect(source, digests)
         facts.anchors.extend(anchors)
         if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
             raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
@@ -277,7 +281,7 @@ def as_text(audited: Audit) -> str:
     for result in audited.results:
         examined = f"{result.examined:,} {result.check.counts}"
         lines.append(f"{result.check.name:<{width}}  {len(result.violations) or '-':>10}  {examined:<24}  {result.check.promise}")
-        lines += [f"    {_line(violation)}" for violation in result.violations[:SHOWN]]
+        lines += [f"    {as_line(violation)}" for violation in result.violations[:SHOWN]]
         if len(result.violations) > SHOWN:
             lines.append(f"    and {len(result.violations) - SHOWN} more; --json lists them")
     for title, counts in (
@@ -291,7 +295,8 @@ def as_text(audited: Audit) -> str:
     return "\n".join([*lines, summary(audited)])
 
 
-def _line(violation: Violation) -> str:
+def as_line(violation: Violation) -> str:
+    """A violation as text, with where it is."""
     coordinates = [f"{name} {value}" for name in ("group", "step", "version") if (value := getattr(violation, name)) is not None]
     where = ", ".join([*coordinates, *([str(violation.where)] if violation.where else [])])
     return f"{where}: {violation.text}" if where else violation.text

@@ -63,10 +63,10 @@ def _short(sha256: str | None) -> str:
 )
 def evaluations(facts: Facts) -> Iterator[Violation]:
     """An evaluation that an entry lists is in `metrics`; one that is missing entirely may have been lost with its worker."""
-    recorded = set(facts.evaluations.values())
+    recorded = {evaluation.version for evaluation in facts.evaluations.values()}
     for fact, sha256, version in _listed_evaluations(facts):
         actual = facts.evaluations.get(sha256)
-        if actual != version and (actual is not None or version in recorded):
+        if (actual.version != version) if actual is not None else version in recorded:
             text = f"entry {fact.entry.seq} lists an evaluation of version {version} with SHA-256 {_short(sha256)}, metrics has another one"
             yield Violation(text=text, version=version, where=fact.where)
 
