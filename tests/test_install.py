@@ -87,6 +87,22 @@ def test_a_lock_has_what_the_wheel_and_its_extras_require(build: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize(
+    ("image", "build"), [("light", "cpu"), ("tracker", "cpu"), ("kafka", "cpu"), ("cpu", "cpu"), ("build", "cpu"), ("gpu", "gpu")]
+)
+def test_the_lock_of_an_image_is_a_part_of_the_lock_with_the_same_versions_and_digests(image: str, build: str) -> None:
+    part, full = (blocks(lock) for lock in (f"deploy/image/locks/{image}.lock", LOCKS[build]))
+    if image == "build":
+        assert part.pop("uv").startswith(re.search(r"^UV_PIN := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+    assert {name for name in part if part[name] != full[name]} == set()
+    assert ("torch" in part) == (image in ("cpu", "gpu"))
+
+
+def blocks(lock: str) -> dict[str, str]:
+    """Name of a package -> its lines in a lock file."""
+    return {block.partition("==")[0]: block.strip() for block in re.split(r"\n(?=[a-z0-9])", (ROOT / lock).read_text())}
+
+
 def test_the_two_locks_agree_on_every_package_that_both_have() -> None:
     on_cpu, on_gpu = pins(LOCKS["cpu"]), pins(LOCKS["gpu"])
     assert {name for name in on_cpu.keys() & on_gpu.keys() if on_cpu[name] != on_gpu[name]} <= HELD_BACK

@@ -407,7 +407,10 @@ PORT = 8265
 
 def ui(
     *,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 takes a free one.")] = PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = PORT,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 in a container whose port is published on loopback.")
+    ] = "127.0.0.1",
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
 ) -> None:
@@ -420,9 +423,9 @@ def ui(
     make_files_private()
     with at(bootstrap, security) as log:
         try:
-            server = Server(log, port=port, token=stable_token(state_directory() / "ui.token"))
+            server = Server(log, host=host, port=port, token=stable_token(state_directory() / "ui.token"))
         except OSError as error:
-            raise PenstockError(f"cannot listen on port {port}: {error.strerror}; give another --port, or 0") from error
+            raise PenstockError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0") from error
         address_file = state_directory() / UI_ADDRESS
         address_file.write_text(server.address, encoding="utf-8")
         print(server.address, flush=True)

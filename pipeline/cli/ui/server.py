@@ -1,6 +1,6 @@
 """The server of `penstock ui`: pages for one person's browser on this machine.
 
-It listens on loopback, serves only paths that start with its token, changes nothing, and allows pages nothing from elsewhere.
+It listens on loopback by default, serves only paths that start with its token, changes nothing, and allows pages nothing from elsewhere.
 """
 
 import asyncio
@@ -60,9 +60,9 @@ def stable_token(path: Path) -> str:
 class Server:
     """Serves the runs of a log below `address`, until `shutdown`."""
 
-    def __init__(self, log: Log, *, port: int, token: str) -> None:
+    def __init__(self, log: Log, *, port: int, token: str, host: str = HOST) -> None:
         """Raises `OSError` if the port is taken."""
-        self._socket = socket.create_server((HOST, port), backlog=128)
+        self._socket = socket.create_server((host, port), backlog=128)
         self.server_address: tuple[str, int] = self._socket.getsockname()
         self.runs, self.token = Runs(log), token
         self.questions = threading.BoundedSemaphore(pages.AT_ONCE)

@@ -56,6 +56,13 @@ def test_it_listens_on_loopback_and_answers_only_who_has_the_token_and_asks_this
     assert asked(server, "/secret/", method="POST")[0] == 501
 
 
+def test_in_a_container_it_listens_on_every_address_and_serves_a_port_published_on_loopback() -> None:
+    server = Server(MemoryLog(), host="0.0.0.0", port=0, token="secret")
+    assert server.server_address[0] == "0.0.0.0"
+    assert server.address == f"http://127.0.0.1:{server.server_address[1]}/secret/"
+    server.server_close()
+
+
 def test_a_port_that_is_taken_is_an_error_of_the_system_and_not_ours(server: Server) -> None:
     with pytest.raises(OSError, match="in use"):
         Server(MemoryLog(), port=server.server_address[1], token="other")
