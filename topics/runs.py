@@ -105,7 +105,7 @@ def _check_info(info: dict[str, Any]) -> None:
         value = info.get(name)
         sound = value is None or (type(value) is int and 0 <= value <= MAX_COUNT)
         require(sound, f"info has {name} = {str(value)[:60]}, expected a whole number")
-    for name in ("forked_from", "rescored_from"):
+    for name in ("forked_from", "rescored_from", "regraded_from"):
         parent = info.get(name)
         run = parent.get("run") if isinstance(parent, dict) else None
         require(parent is None or (isinstance(run, str) and is_run_id(run)), f"info has {name} = {str(parent)[:60]}, expected a run id")

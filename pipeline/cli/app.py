@@ -20,7 +20,7 @@ from penstock.pipeline.cli.machine import app as broker_app
 from penstock.pipeline.cli.machine import doctor
 from penstock.pipeline.cli.machine import models as model_app
 from penstock.pipeline.cli.replay import app as replay_app
-from penstock.pipeline.cli.replay import bisect
+from penstock.pipeline.cli.replay import bisect, regrade
 from penstock.pipeline.cli.runs import app as runs_app
 from penstock.pipeline.cli.runs import card
 from penstock.pipeline.cli.slurm import sbatch
@@ -93,6 +93,7 @@ app.add_typer(topics_app, name="topics", rich_help_panel=INSPECT, short_help="Li
 app.command(rich_help_panel=INSPECT, short_help="List the roles and the topics each reads and writes.")(graph)
 app.command(rich_help_panel=REPLAY, short_help="Start a new run from another run's weights.")(fork)
 app.command(rich_help_panel=REPLAY, short_help="Find the step and the groups that spoiled a run.")(bisect)
+app.command(rich_help_panel=REPLAY, short_help="Score a run again; train its groups under another reward.")(regrade)
 app.add_typer(replay_app, name="replay", rich_help_panel=REPLAY, short_help="Repeat a stage, unchanged or with a change.")
 app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="Start, run, stop and check this machine's Kafka broker.")
 app.add_typer(model_app, name="model", rich_help_panel=MACHINE, short_help="Make a small model.")

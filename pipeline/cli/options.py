@@ -38,6 +38,9 @@ TrustCode = Annotated[
 TrustRun = Annotated[
     bool, typer.Option("--trust-code", help="Run the code that the run names although no key on this machine has signed it.")
 ]
+RunId = Annotated[
+    str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64, no '-' first. Made up if absent.")
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/reference/configuration.md.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable.")]
 OUTAGE_TIMEOUT_S = 60.0

@@ -10,9 +10,12 @@ import typer
 from penstock.pipeline.cli.options import (
     Bootstrap,
     Json,
+    Run,
+    RunId,
     RunOrFolder,
     Security,
     TrustRun,
+    at,
     emit,
     group_numbers,
     notify,
@@ -31,6 +34,15 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Repeat a stage of a run from its log: unchanged, to verify it, or with a change.")
 SHOWN = 20
 CONTEXT = 4
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward", metavar="NAME", help="A reward, as in reward.functions; repeatable. The run's own, as they are now, if absent."
+    ),
+]
+Weights = Annotated[str | None, typer.Option("--weights", metavar="W,W", help="A weight for each reward, separated by commas.")]
+Threshold = Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")]
+Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")]
 
 
 @app.command()
@@ -92,22 +104,17 @@ def _ids(tokens: Sequence[int], low: int, index: int, high: int) -> str:
 def score(
     run: RunOrFolder,
     *,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--reward", metavar="NAME", help="A reward, as in reward.functions; repeatable. The run's own, as they are now, if absent."
-        ),
-    ] = None,
-    weights: Annotated[str | None, typer.Option("--weights", metavar="W,W", help="A weight for each reward, separated by commas.")] = None,
+    reward: Rewards = None,
+    weights: Weights = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
     ] = None,
-    threshold: Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")] = 0.5,
+    threshold: Threshold = 0.5,
     new_run: Annotated[str | None, typer.Option("--write", metavar="NEWRUN", help="Write a new run with the new groups.")] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="DIR", help="Directory of the run's tokenizer, if it is not model.path.")
     ] = None,
-    processes: Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")] = None,
+    processes: Processes = None,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
@@ -118,15 +125,11 @@ def score(
     from penstock.pipeline.replay.rescore import RescoreRequest, as_page, score_run
     from penstock.pipeline.runtime.registration.trust import Trust
 
-    try:
-        factors = [float(word) for word in weights.split(",")] if weights else []
-    except ValueError as error:
-        raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
     if new_run == "":
         raise ConfigError("--write: give the id of the new run")
     request = RescoreRequest(
         functions=reward or [],
-        weights=factors,
+        weights=_factors(weights),
         overrides=overrides or [],
         threshold=threshold,
         write=new_run,
@@ -142,6 +145,16 @@ def score(
         emit(report)
     else:
         print(as_page(report))
+
+
+def _factors(weights: str | None) -> list[float]:
+    """The numbers of `--weights`. Raises `ConfigError`."""
+    from penstock.infra.errors import ConfigError
+
+    try:
+        return [float(word) for word in weights.split(",")] if weights else []
+    except ValueError as error:
+        raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
 
 
 MODEL = "Directory with the model's config.json, if it is not model.path; the weights are in the log."
@@ -292,3 +305,63 @@ def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":
         return load(name, gpus=len(visible_gpus()), cpu=this_cpu())
     registered = registration(log, resolve(log, name, executes=True))
     return from_json(require_trusted(registered, trust=Trust(code=trust_code), notify=notify).config)
+
+
+def regrade(
+    run: Run,
+    *,
+    reward: Rewards = None,
+    weights: Weights = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
+    ] = None,
+    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="S", help="First step that gets the new rewards.")] = 0,
+    floor: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Least effective sample size of a regraded step; algorithm.ess_floor, or else 0.5 or 0.9."),
+    ] = None,
+    threshold: Threshold = 0.5,
+    start: Annotated[bool, typer.Option("--start", help="Train the regraded groups in a new run, then continue it live.")] = False,
+    run_id: RunId = None,
+    plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help=MODEL)] = None,
+    processes: Processes = None,
+    trust_code: TrustRun = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> int:
+    """Show what another reward would change in a run; with --start, train its groups again under that reward and continue live."""
+    from penstock.infra.paths import make_files_private
+    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.replay.rescore import RescoreRequest
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+    from penstock.pipeline.runtime.registration.trust import Trust
+
+    make_files_private()
+    request = RescoreRequest(
+        functions=reward or [], weights=_factors(weights), overrides=overrides or [], threshold=threshold,
+        model=None if model is None else str(model.resolve()), processes=processes, trust=Trust(code=trust_code),
+    )  # fmt: skip
+    with at(bootstrap, security, attends=start, start=start) as log:
+        recording = Recording.open(log, resolve(log, run, executes=True))
+        try:
+            if model is not None:
+                recording.config = with_model(recording.config, model.resolve())
+            prepare(recording.config)
+            from penstock.pipeline.replay.regrade import as_text, score_from  # imports torch, which reads the environment then
+
+            regraded = score_from(recording, request, first=from_step, floor=floor, notify=notify)
+            if not start:
+                emit(regraded.report) if json else print(as_text(regraded.report))
+                return 0
+            print(as_text(regraded.report), file=sys.stderr)
+            from penstock.pipeline.replay.regraded_run import write_regraded
+
+            new = write_regraded(recording, regraded, run_id=run_id, notify=notify).run
+        finally:
+            recording.close()
+        from penstock.pipeline.launch.launcher import resume
+
+        notify(f"{new} continues live; if it is interrupted: penstock run --resume {new}")
+        return resume(new, log=log, notify=notify, live=not plain and not json, json_out=json)

@@ -13,6 +13,7 @@ from penstock.pipeline.cli.options import (
     Json,
     Overrides,
     Run,
+    RunId,
     Security,
     TrustRun,
     at,
@@ -81,11 +82,6 @@ def _report(config: object, *, samples: bool, json: bool) -> dict[str, str]:
     if json:
         emit({**results.lines, "samples": list(results.samples)})
     return results.lines
-
-
-RunId = Annotated[
-    str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64, no '-' first. Made up if absent.")
-]
 
 
 def run(

@@ -142,8 +142,8 @@ def settled(config: Config) -> dict[str, Any]:
 
 
 def lineage(info: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of a run that was forked from another; nothing for one that was not."""
-    origin = info.get("forked_from")
+    """The tags of a run that starts from another one's state; nothing for one that does not."""
+    origin = info.get("regraded_from") or info.get("forked_from")
     if not isinstance(origin, Mapping):
         return {}
     tags = {FORKED_TAG: str(origin["run"]), f"{FORKED_TAG}.step": str(origin["step"]), f"{FORKED_TAG}.digest": str(origin["digest"])}

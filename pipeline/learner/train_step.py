@@ -254,6 +254,12 @@ class Step:
         }
         return StepOutcome(loss=loss, grad_norm=result.grad_norm, boundaries=boundaries(self._closed), metrics=metrics)
 
+    @property
+    def ess(self) -> float | None:
+        """Effective sample size of the micro-batches that have run; None without a trained token."""
+        counts = {"tokens": float(sum(batch.tokens for batch in self._batches)), "denominator": 1.0}
+        return losses.summarise(losses.add_stats(self._stats) | counts).get("ess")
+
     def _close(self, sequences: tuple[TokenSequence, ...]) -> None:
         batch = pack(sequences)
         self._closed.append(sequences)

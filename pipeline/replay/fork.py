@@ -75,7 +75,7 @@ def fork(
         with open_policy(recording, recording.config, notify=notify) as policy:
             report_arithmetic(arithmetic(recording, policy), notify)
             advance_to(policy, recording, step, notify=notify)
-            origin = _origin(recording, policy, step)
+            origin = origin_of(recording, policy, step)
             _write(policy, temporary, state=config.trainer.initial_state is not None)
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary.rename(directory)
@@ -123,7 +123,7 @@ def _rows_of(recording: Recording, groups: Collection[int]) -> set[int]:
     return set(rows.values())
 
 
-def _origin(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:
+def origin_of(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:
     """The fork's origin. Raises `Unrecoverable` if the weights differ from those in the ledger."""
     digest = policy.weights().digest
     published = next((manifest for manifest in recording.ledger_state.manifests.values() if manifest.step == step), None)

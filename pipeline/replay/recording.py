@@ -116,10 +116,11 @@ def ranges(numbers: Iterable[int]) -> str:
     Example:
         ranges([3, 4, 5, 9])  # -> "3-5, 9"
     """
-    return ", ".join(f"{low}-{high}" if low < high else str(low) for low, high in _runs(sorted(set(numbers))))
+    return ", ".join(f"{low}-{high}" if low < high else str(low) for low, high in spans(sorted(set(numbers))))
 
 
-def _runs(ordered: list[int]) -> Iterator[tuple[int, int]]:
+def spans(ordered: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last number of each run of consecutive ones."""
     for _, pairs in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in pairs]
         yield members[0], members[-1]

@@ -150,8 +150,16 @@ class RescoreRequest:
     """Permission to load functions of the run although no key here has signed it."""
 
 
-def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[str], None]) -> dict[str, Any]:
-    """The report as plain data, ready for JSON.
+def score_run(
+    log: Log,
+    run: str,
+    request: RescoreRequest,
+    *,
+    notify: Callable[[str], None],
+    only: Callable[[int], bool] = lambda _: True,
+    take: Callable[[ScoredGroup | SkippedGroup], None] | None = None,
+) -> dict[str, Any]:
+    """The report as plain data, ready for JSON; `take` gets each group, of those whose numbers `only` selects.
 
     Raises `ConfigError` for an invalid request, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
     cannot be loaded, `LogError`.
@@ -160,26 +168,27 @@ def score_run(log: Log, run: str, request: RescoreRequest, *, notify: Callable[[
     config = rescored(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
     # A new run has the full configuration, which is signed on this machine: all of it has to be trusted.
     keys = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
-    code = user_code(config, sections=() if request.write else ("reward",), overridden=keys)
+    code = user_code(config, sections=() if request.write or take else ("reward",), overridden=keys)
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
     described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)
     comparison, shown = Comparison(request.threshold), time.monotonic()
-    origin = {"run": run, "reward": described["after"], "was": described["before"]}
     missing = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))
-    context = NewRun.create(log, source, request.write, config, origin=origin) if request.write else nullcontext()
+    context = NewRun.create(log, source, request.write, config) if request.write else nullcontext()
     with context as new:
+        receive = take if new is None else new.add
         notify(f"scoring the groups of {run}")
-        recorded, processes = cases(source, model=request.model), request.processes or config.scorer.processes
+        recorded = (case for case in cases(source, model=request.model) if only(case.number))
+        processes = request.processes or config.scorer.processes
         for number, result in enumerate(score_groups(recorded, config, steps=source.planned_steps, processes=processes)):
             comparison.add(result)
-            if new is not None:
-                new.add(result)
+            if receive is not None:
+                receive(result)
             if time.monotonic() - shown > PROGRESS_S:
                 shown = time.monotonic()
                 notify(f"{number + 1} groups scored, {sum(before != after for before, after in comparison.rewards)} rewards changed")
         if new is not None:
-            new.finish(notify=notify)
+            new.finish(origin={"run": run, "reward": described["after"], "was": described["before"]}, notify=notify)
     return {"run": run, "reward": described, **comparison.table(), "gone": missing, "written": request.write}
 
 

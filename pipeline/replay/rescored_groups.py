@@ -7,7 +7,7 @@ A new run is registered last, so that an interruption leaves no run.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -17,6 +17,7 @@ from typing import Any, Self
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
 from penstock.infra.sandbox.pool import Done, Failed
+from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
@@ -33,8 +34,9 @@ from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
-from penstock.topics.runs import RunRecord
+from penstock.topics.runs import RunRecord, Status
 from penstock.topics.samples import generated
+from penstock.topics.weights import Manifest
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -52,6 +54,10 @@ class Case:
     completions: tuple[str, ...]
     samples: tuple[Rollout, ...]
     """By number, as the completions."""
+
+    @property
+    def number(self) -> int:
+        return self.group.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +172,14 @@ class ScoredGroup:
     group: Group
     """With the new outcome; without samples if the reward function failed."""
 
+    @property
+    def number(self) -> int:
+        return self.group.group
+
+    @property
+    def partition(self) -> int:
+        return self.case.partition
+
 
 def score_groups(
     recorded: Iterable[Case | SkippedGroup], config: Config, *, steps: int, processes: int
@@ -226,15 +240,18 @@ WAIT_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class NewRun:
-    """A run being written; leaving the block without `finish` deletes its topics."""
+    """A run being written from the records of another; leaving the block before it is registered deletes its topics."""
 
     log: Log
     source: RecordedRun
     run: str
     config: Config
-    origin: dict[str, Any]
-    _producer: Producer
-    _transactions: Transactions
+    producer: Producer
+    transactions: Transactions
+    worker: str = WORKER
+    """Scorer in the headers of its groups."""
+    offsets: dict[int, int] = field(default_factory=dict)
+    """Group -> offset of its outcome, once committed."""
     _waiting: list[Outgoing] = field(default_factory=list)
     _bytes: int = 0
     _head: str | None = None
@@ -242,25 +259,25 @@ class NewRun:
     _done: bool = False
 
     @classmethod
-    def create(cls, log: Log, source: RecordedRun, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
-        """Create the topics of a new run. Raises `ConfigError` for an invalid or existing id."""
+    def create(cls, log: Log, source: RecordedRun, run: str, config: Config, *, option: str = "--write", worker: str = WORKER) -> Self:
+        """Create the topics of a new run; `option` named its id. Raises `ConfigError` for an invalid or existing id."""
         try:
             check_run_id(run)
         except ValueError as error:
-            raise ConfigError(f"--write {error}") from error
+            raise ConfigError(f"{option} {error}") from error
         if find(log, run) is not None or log.topics(f"{run}."):
-            raise ConfigError(f"--write {run}: the run exists already, or its topics do; choose another id")
+            raise ConfigError(f"{option} {run}: the run exists already, or its topics do; choose another id")
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.ledger_state.manifests:
             raise LogError(f"{source.run} cannot be copied: it has no topics, or its version 0 was never published")
         specs = topics_of(
             run, partitions=count, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
-            sample_segment_bytes=config.sample_segment_bytes,
+            sample_segment_bytes=config.sample_segment_bytes, turns=config.turns_by_log,
         )  # fmt: skip
         log.create_topics(specs, copies=config.kafka.copies)
         return cls(
-            log=log, source=source, run=run, config=config, origin=origin, _producer=log.producer(),
-            _transactions=log.transactions(f"{run}.{WORKER}"),
+            log=log, source=source, run=run, config=config, worker=worker, producer=log.producer(),
+            transactions=log.transactions(f"{run}.{WORKER}"),
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -268,79 +285,87 @@ class NewRun:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._transactions.close()
-            self._producer.close()
+            self.transactions.close()
+            self.producer.close()
         finally:
             if not self._done:
                 self.log.delete_topics(self.log.topics(f"{self.run}."))
 
     def add(self, result: ScoredGroup | SkippedGroup) -> None:
         """Write a group's outcome; a skipped group keeps the recorded one, if any."""
-        group = result.group
-        partition = result.partition if isinstance(result, SkippedGroup) else result.case.partition
-        if group is None:
-            return
-        for headers, value in groups.encode_parts(_stamped(result, group), run=self.run, worker=WORKER):
-            key = str(group.group).encode()
-            self._waiting.append(
-                Outgoing(topic=f"{self.run}.groups", partition=partition, key=key, headers=headers.encode(value), value=value)
-            )
-            self._bytes += len(value)
-        if self._bytes >= BATCH_BYTES:
-            self._commit()
+        if result.group is not None:
+            self.write_group(_stamped(result, result.group), result.partition)
 
-    def finish(self, *, notify: Callable[[str], None]) -> RunRecord:
-        """Copy prompts, samples and version 0, close the ledger, and register the run."""
-        self._commit()
+    def write_group(self, group: Group, partition: int) -> str:
+        """Write an outcome; returns its SHA-256."""
+        parts, key = groups.encode_parts(group, run=self.run, worker=self.worker), str(group.group).encode()
+        topic = f"{self.run}.groups"
+        self._write(Outgoing(topic=topic, partition=partition, key=key, headers=own.encode(value), value=value) for own, value in parts)
+        return parts[0][0].sha256 or ""
+
+    def copy_group(self, outcome: Read[Group]) -> None:
+        """Write a recorded outcome unchanged."""
+        self._write(self._renamed(record, groups.check(record, run=self.source.run)) for record in outcome.records)
+
+    def copy(self, *, only: AbstractSet[int] | None = None, notify: Callable[[str], None]) -> None:
+        """Copy prompts and samples, all or those of the groups in `only`."""
         notify(f"copying prompts and samples to {self.run}")
         reader = self.source.reader
-        copied: tuple[tuple[str, Callable[..., Headers], Iterator[Read[Any]]], ...] = (
-            ("prompts", prompts.check, reader.prompts()),
-            ("rollouts", rollouts.check, reader.samples()),
+        copied: tuple[tuple[Callable[..., Headers], Iterator[Read[Any]]], ...] = (
+            (prompts.check, reader.prompts(only=only)),
+            (rollouts.check, reader.samples(only=only)),
         )
-        for topic, check, reads in copied:
+        for check, reads in copied:
             # A record may hold several samples; it is copied once.
             for _, records in groupby((read.record for read in reads if read.payload is not None), key=lambda record: record.id):
                 record = next(records)
-                self._copy(record, check(record, run=reader.run), to=f"{self.run}.{topic}")
-        self._producer.flush(WAIT_S)
-        self._producer.check()
-        created_ns = time.time_ns()
-        info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": self.origin}
-        self._write_ledger(info)
-        text, now = json.dumps(info), time.time_ns()
-        done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=text, created_ns=created_ns, updated_ns=now)
-        make_key(self.run)
-        write(self.log, done)
-        self._done = True
-        return done
+                self.producer.send(self._renamed(record, check(record, run=reader.run)))
+        self.producer.flush(WAIT_S)
+        self.producer.check()
 
-    def _copy(self, record: Record, headers: Headers, *, to: str) -> None:
-        named = replace(headers, run=self.run).encode(record.value)
-        self._producer.send(Outgoing(topic=to, partition=record.partition, key=record.key, headers=named, value=record.value))
-
-    def _write_ledger(self, info: dict[str, Any]) -> None:
-        """A ledger without steps, and the weights of version 0."""
-        ledger_state = self.source.past.ledger_state
-        tensors = fetch(self.log, ledger_state.manifests, 0, run=self.source.run)
-        manifest = send_version(
-            self._producer, tensors, run=self.run, version=0, step=0,
-            partitions=chunk_partitions(0, count=self.log.partitions(f"{self.run}.weights") or 0),
-            max_bytes=self.config.weights.chunk_mib * 2**20, digest=lambda: ledger_state.manifests[0].digest,
-        )  # fmt: skip
-        opened = {
-            **json.loads((ledger_state.opened and ledger_state.opened.details) or "{}"),
-            "config": json.loads(to_json(self.config)),
-            "info": info,
-        }
+    def finish(self, *, origin: dict[str, Any], notify: Callable[[str], None]) -> RunRecord:
+        """Copy prompts, samples and version 0, close the ledger, and register the run."""
+        self.commit()
+        self.copy(notify=notify)
+        info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": origin}
+        manifest = self.copy_version(0)
         end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
         now = time.time_ns()
         entries = (
-            Entry(seq=0, kind="run-opened", time_ns=now, details=json.dumps(opened)),
+            Entry(seq=0, kind="run-opened", time_ns=now, details=self.opening(info)),
             Entry(seq=1, kind="version", time_ns=now, version=0, step=0, digest=manifest.digest, metrics={"bytes": float(manifest.nbytes)}),
             Entry(seq=2, kind="run-closed", time_ns=now, step=0, digest=manifest.digest, details=json.dumps(end)),
         )
-        self._transactions.commit([manifest_record(manifest, run=self.run), *map(self._as_record, entries)])
+        return self.register(info, entries, [manifest], status="finished")
+
+    def opening(self, info: Mapping[str, Any]) -> str:
+        """Details of the first entry: those of the source with this run's configuration and info."""
+        opened = self.source.past.ledger_state.opened
+        return json.dumps({**json.loads((opened and opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info})
+
+    def copy_version(self, version: int, tensors: Sequence[TensorBytes] | None = None) -> Manifest:
+        """Send a version of the source, read from its chunks without `tensors`. Raises `LogError` if they were deleted."""
+        manifests = self.source.past.ledger_state.manifests
+        recorded, content = manifests[version], tensors or fetch(self.log, manifests, version, run=self.source.run)
+        return replace(self.send(content, version=version, step=recorded.step, digest=recorded.digest), created_ns=recorded.created_ns)
+
+    def send(self, tensors: Sequence[TensorBytes], *, version: int, step: int, digest: str) -> Manifest:
+        """Send a version's chunks."""
+        return send_version(
+            self.producer, tensors, run=self.run, version=version, step=step,
+            partitions=chunk_partitions(version, count=self.log.partitions(f"{self.run}.weights") or 0),
+            max_bytes=self.config.weights.chunk_mib * 2**20, digest=lambda: digest,
+        )  # fmt: skip
+
+    def register(self, info: Mapping[str, Any], entries: Iterable[Entry], manifests: Iterable[Manifest], *, status: Status) -> RunRecord:
+        """Write the ledger and the manifests of the sent versions in one transaction, then register the run."""
+        self.transactions.commit([*(manifest_record(one, run=self.run) for one in manifests), *map(self._as_record, entries)])
+        now = time.time_ns()
+        record = RunRecord(run=self.run, status=status, config=to_json(self.config), info=json.dumps(info), created_ns=now, updated_ns=now)
+        make_key(self.run)
+        write(self.log, record)
+        self._done = True
+        return record
 
     def _as_record(self, entry: Entry) -> Outgoing:
         value = ledger.encode(replace(entry, previous=self._head))
@@ -348,9 +373,24 @@ class NewRun:
         headers = ledger.headers(entry, run=self.run).encode(value)
         return Outgoing(topic=f"{self.run}.ledger", partition=0, key=entry.kind.encode(), headers=headers, value=value)
 
-    def _commit(self) -> None:
-        if self._waiting:
-            self._transactions.commit(self._waiting)
+    def _renamed(self, record: Record, headers: Headers) -> Outgoing:
+        """The source's record for this run's topic, in the same partition."""
+        topic = f"{self.run}{record.topic.removeprefix(self.source.run)}"
+        named = replace(headers, run=self.run).encode(record.value)
+        return Outgoing(topic=topic, partition=record.partition, key=record.key, headers=named, value=record.value)
+
+    def _write(self, parts: Iterable[Outgoing]) -> None:
+        for part in parts:
+            self._waiting.append(part)
+            self._bytes += len(part.value)
+        if self._bytes >= BATCH_BYTES:
+            self.commit()
+
+    def commit(self) -> None:
+        """Commit the outcomes written so far."""
+        offsets = self.transactions.commit(self._waiting) if self._waiting else []
+        for record, offset in zip(self._waiting, offsets, strict=True):
+            self.offsets.setdefault(int(record.key or b""), offset)
         self._waiting, self._bytes = [], 0
 
 

@@ -414,6 +414,10 @@ def a_broken_environment_that_counts(built: EditedRun) -> None:
     played(built, turns=(*parts, Turn(start=tokens, end=tokens, source="environment", finish="environment-step: x")), finish="abort")
 
 
+def groups_of_a_parent_that_they_do_not_name(built: EditedRun) -> None:
+    built.registered("info", regraded_from={"run": "another", "step": 0, "steps": 1, "groups": [[0, 0]]})
+
+
 PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (a_gap_in_the_numbers, {"prompt-numbers"}),
     (a_second_prompt, {"prompt-numbers"}),
@@ -442,6 +446,7 @@ PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (stale_and_filtered, {"one-status"}),
     (trained_and_filtered, {"one-status"}),
     (an_outcome_of_nobody, {"one-status"}),
+    (groups_of_a_parent_that_they_do_not_name, {"regraded"}),
     (a_gap_in_the_ledger, {"ledger-order"}),
     (a_number_twice_in_the_ledger, {"ledger-order"}),
     (a_story_that_goes_on_after_its_end, {"ledger-order"}),

@@ -31,6 +31,8 @@ from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 RETAINED = ("prompts", "calls", "replies", "rollouts", "groups", "weights", "metrics", "ledger", "dead-letters")
 """Topics in which deleted records are distinguished from lost ones."""
+REGRADE = "regrade:"
+"""Before the parent run in the scorer's name of a regraded group."""
 COMPLETE = {"ledger": "the final status of the run's groups", "dead-letters": "the unusable records"}
 """Topics that an audit needs from offset 0 -> what their records hold."""
 
@@ -234,7 +236,7 @@ class Collector:
 
     def _complete_group(self, records: Sequence[Record]) -> None:
         try:
-            group = groups.read(records, run=self.facts.run)[1]
+            headers, group = groups.read(records, run=self.facts.run)
         except errors.Unusable as error:
             for record in records:
                 self.refuse(record, error.kind, str(error))
@@ -245,7 +247,9 @@ class Collector:
         if not self._repeats_group("outcomes", group.group, where, sha256.digest()):
             hashes = (prompt_hash(group, group.prompt_ids), sha256.digest())
             oldest = oldest_trained([sample.rollout for sample in group.samples])
-            self._insert("outcomes", group.group, *where[1:], group.outcome, *hashes, oldest, *self._outcome_samples(group, where))
+            worker = headers.worker or ""
+            parent = worker.removeprefix(REGRADE) if worker.startswith(REGRADE) else None
+            self._insert("outcomes", group.group, *where[1:], group.outcome, *hashes, oldest, *self._outcome_samples(group, where), parent)
 
     def _outcome_samples(self, group: groups.Group, where: RecordId) -> Iterator[str]:
         """JSON lists of the samples that an outcome holds, has to hold, that are missing in `rollouts`, and that differ from it."""

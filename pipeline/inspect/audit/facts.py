@@ -186,7 +186,8 @@ CREATE TABLE outcomes (
     numbers TEXT,     -- JSON: the samples it holds
     expected TEXT,    -- JSON: the samples it has to hold
     absent TEXT,      -- JSON: those that its prompt's partition lacks
-    differing TEXT    -- JSON: those that differ from their first record there
+    differing TEXT,   -- JSON: those that differ from their first record there
+    parent TEXT       -- run that its record names as its parent
 );
 CREATE INDEX outcomes_by_group ON outcomes (group_id);
 CREATE INDEX outcomes_by_offset ON outcomes (partition, offset);

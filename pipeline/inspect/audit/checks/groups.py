@@ -93,6 +93,29 @@ def one_status(facts: Facts) -> Iterator[Violation]:
             yield Violation(text=f"is {statuses[0]} without an outcome in groups", group=group, step=step)
 
 
+@check(
+    "regraded",
+    "groups of a parent run name it, and the regraded steps train them alone",
+    groups=lambda facts: sum(map(len, facts.terms.regraded_groups)),
+)
+def regraded(facts: Facts) -> Iterator[Violation]:
+    """A regraded group names its parent run, no other group names one, and the regraded steps train those groups and no other."""
+    terms = facts.terms
+    query = "SELECT group_id, partition, offset, parent FROM outcomes WHERE parent IS NOT NULL OR :parent IS NOT NULL ORDER BY rowid"
+    for group, *where, parent in facts.rows(query, parent=terms.parent):
+        if parent != (expected := terms.parent if terms.is_regraded(group) else None):
+            text = f"its record names {parent or 'no run'} as its parent, expected {expected or 'none'}"
+            yield Violation(text=text, group=group, where=RecordId("groups", *where))
+    trained = "SELECT group_id, step FROM lifecycles WHERE step IS NOT NULL AND :parent IS NOT NULL ORDER BY step, group_id"
+    for group, step in facts.rows(trained, parent=terms.parent):
+        if terms.is_regraded(group) != (step in terms.regraded_steps):
+            steps = f"{terms.regraded_steps.start} to {terms.regraded_steps.stop - 1}"
+            own = "of" if terms.is_regraded(group) else "not of"
+            yield Violation(
+                text=f"a group {own} {terms.parent} is trained in step {step}, regraded are steps {steps}", group=group, step=step
+            )
+
+
 def group_statuses(facts: Facts) -> dict[str, int]:
     """Final status -> number of admitted groups; those without one are `unused` once the run is closed and `open` before.
 
@@ -108,4 +131,4 @@ def group_statuses(facts: Facts) -> dict[str, int]:
     return dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", unfinished), 0) | dict(facts.rows(query, unfinished))
 
 
-CHECKS = (one_outcome, partition, samples, one_status)
+CHECKS = (one_outcome, partition, samples, one_status, regraded)

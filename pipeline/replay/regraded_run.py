@@ -1,0 +1,220 @@
+"""Writes the run that `penstock regrade --start` makes: its parent's log up to a step, then the steps of the regraded groups.
+
+It is registered last, so that an interruption leaves no run. Its workers resume it like a run that was stopped after its newest step.
+"""
+
+import json
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from penstock.infra.checkpoints import State
+from penstock.infra.errors import PenstockError
+from penstock.infra.paths import run_directory
+from penstock.pipeline.config.load import ConfigError, with_values
+from penstock.pipeline.launch.create import check_inputs, new_id
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
+from penstock.pipeline.learner.train_step import Objective, Step, StepOutcome
+from penstock.pipeline.replay.fork import origin_of
+from penstock.pipeline.replay.recording import Recording, spans, with_model
+from penstock.pipeline.replay.regrade import PlannedStep, Regraded
+from penstock.pipeline.replay.rescored_groups import NewRun, read_prompts
+from penstock.pipeline.replay.restore_policy import PROGRESS_S, advance_to, open_policy
+from penstock.pipeline.rewards.scoring import group_of
+from penstock.pipeline.runtime.factories import open_store
+from penstock.pipeline.runtime.weights.publish import deletable
+from penstock.pipeline.scheduling import rules
+from penstock.topics.ledger import Entry, EntryKind, Planned
+from penstock.topics.runs import RunRecord
+from penstock.topics.weights import NOWHERE, Manifest
+
+OWN_INFO = ("reward_sources", "code", "git")
+"""Parts of the run's info that are not its parent's."""
+
+
+class TooFarOff(Exception):
+    """The samples of a step have too small an effective sample size; nothing was updated."""
+
+
+def write_regraded(recording: Recording, regraded: Regraded, *, run_id: str | None, notify: Notify) -> RunRecord:
+    """Train the regraded steps in a new run, until their effective sample size is below the floor, and register it.
+
+    Raises `ConfigError` for an existing id, `PenstockError` if no step can be trained or the parent's state cannot be restored.
+    """
+    if not regraded.steps:
+        reasons = [row["reason"] for row in regraded.report["broken"]]
+        cause = f"; the last failed reward: {reasons[-1]}" if reasons else ""
+        raise PenstockError(f"the regraded groups of {recording.run} make no step: nothing to train{cause}")
+    config, run = regraded.config, run_id or new_id(regraded.config)
+    info = {name: value for name, value in check_inputs(config, notify=notify)[0].items() if name in OWN_INFO}
+    with NewRun.create(recording.log, regraded.source, run, config, option="--run-id", worker=f"regrade:{recording.run}") as new:
+        if run_directory(run).exists():
+            raise ConfigError(f"{run_directory(run)} exists already; choose another --run-id, or remove it")
+        notify(f"writing {run}, which is registered once its regraded steps are trained")
+        try:
+            _own_start(new, recording.run)
+            with open_policy(recording, recording.config, notify=notify) as policy:
+                advance_to(policy, recording, regraded.past.first, notify=notify)
+                return _Branch(recording, regraded, new, policy, {**recording.info, **info, "rescored_from": None}).write(notify)
+        except BaseException:
+            shutil.rmtree(run_directory(run), ignore_errors=True)
+            raise
+
+
+def _own_start(new: NewRun, parent: str) -> None:
+    """Copy the model and the optimizer state that a fork starts from, which have to outlive the fork."""
+    theirs, ours = run_directory(parent) / "start", run_directory(new.run) / "start"
+    if theirs.is_dir():
+        shutil.copytree(theirs, ours)
+        state = new.config.trainer.initial_state and str(ours / "backend")
+        new.config = with_model(with_values(new.config, "trainer", initial_state=state), ours / "model")
+
+
+@dataclass(slots=True)
+class _Branch:
+    """The new run's ledger and versions so far."""
+
+    recording: Recording
+    regraded: Regraded
+    new: NewRun
+    policy: PolicyTrainer
+    info: dict[str, Any]
+    entries: list[Entry] = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)
+    _ended: int = 0
+    """Number of candidates whose outcome is written."""
+
+    def write(self, notify: Notify) -> RunRecord:
+        """Write everything, and register the run."""
+        past, new = self.regraded.past, self.new
+        origin = origin_of(self.recording, self.policy, past.first)
+        for outcome in self.regraded.source.reader.groups(only=past.settled, decode=False):
+            if outcome.headers is not None:
+                new.copy_group(outcome)
+        new.commit()
+        self._copy_ledger()
+        self._copy_versions()
+        self._train(notify)
+        if self.policy.steps_done == past.first:
+            raise PenstockError(
+                f"the effective sample size of step {past.first} is below {self.regraded.floor:g}: no regraded step is trained. Allow less "
+                f"with --floor, or go back to its weights: penstock fork {self.recording.run} --from-step {past.first}"
+            )
+        below = 1 + max(new.offsets)
+        self._abandon_rest(below)
+        new.copy(only=frozenset(range(below)), notify=notify)
+        self._save()
+        steps, numbers = self.policy.steps_done - past.first, new.offsets.keys() - past.settled
+        self.info["regraded_from"] = origin | {"steps": steps, "groups": list(spans(sorted(numbers)))}
+        self.entries[0] = replace(self.entries[0], details=new.opening(self.info))
+        return new.register(self.info, self.entries, self.manifests, status="created")
+
+    def _append(self, kind: EntryKind, **fields: Any) -> None:
+        self.entries.append(Entry(seq=len(self.entries), kind=kind, time_ns=time.time_ns(), **fields))
+
+    def _copy_ledger(self) -> None:
+        """Take the parent's entries up to the first regraded step; their resume points name offsets of the parent."""
+        first = self.regraded.past.first
+        for entry in self.regraded.source.past.entries:
+            limits = {"run-opened": 0, "step": first - 1, "stale": first - 1, "version": first, "rebased": first}
+            if (entry.step or 0) > limits.get(entry.kind, -1):
+                continue
+            plan = tuple(replace(planned, offset=self.new.offsets[planned.group]) for planned in entry.plan)
+            details = None if entry.kind == "step" else entry.details
+            self.entries.append(replace(entry, seq=len(self.entries), plan=plan, details=details))
+
+    def _copy_versions(self) -> None:
+        """Copy version 0 and the newest one; the others get manifests whose chunks are gone, as after retention."""
+        first, recorded = self.regraded.past.first, self.regraded.source.past.ledger_state.manifests
+        newest = rules.version_after(first, steps_per_version=self.regraded.config.schedule.steps_per_version)
+        if newest not in recorded:
+            raise PenstockError(f"version {newest} of {self.recording.run} is not published yet: try again in a moment")
+        for version in range(newest + 1):
+            manifest = recorded[version]
+            if version in (0, newest):
+                current = self.policy.weights().tensors if manifest.step == first else None
+                self.manifests.append(self.new.copy_version(version, current))
+            else:
+                self.manifests.append(replace(manifest, chunk_offsets=(NOWHERE,) * len(manifest.chunk_offsets)))
+
+    def _train(self, notify: Notify) -> None:
+        """Train the planned steps, and stop before the first one whose effective sample size is below the floor."""
+        config, policy, shown = self.regraded.config, self.policy, time.monotonic()
+        policy.objective = Objective.of(config, total_steps=config.trainer.initial_steps + policy.steps)
+        for step in self.regraded.steps:
+            training, started = policy.step(), time.time()
+            training.before_update = partial(_require_near, training, self.regraded.floor)
+            for member in step.members:
+                training.add(self.regraded.spool.read(member.number))
+            try:
+                outcome = training.finish(learner_version=step.version)
+            except TooFarOff as error:
+                notify(f"step {step.number} {error}: live from here on")
+                return
+            policy.steps_done += 1
+            self._commit(step, outcome, started=started)
+            if time.monotonic() - shown > PROGRESS_S:
+                shown = time.monotonic()
+                notify(
+                    f"{policy.steps_done} of {self.regraded.source.planned_steps} steps trained, ess {outcome.metrics.get('ess', 1.0):.2f}"
+                )
+
+    def _commit(self, step: PlannedStep, outcome: StepOutcome, *, started: float) -> None:
+        """Write the outcomes that have ended with a step, its entry, and the version that it completes."""
+        new, digest, digests = self.new, self.policy.weights().digest, dict[int, str]()
+        ended = self.regraded.order[self._ended : step.ended]
+        for candidate in ended:
+            digests[candidate.number] = new.write_group(self.regraded.spool.read(candidate.number), candidate.partition)
+        new.commit()
+        self._ended = step.ended
+        if step.stale:
+            self._append("stale", step=step.number, groups=step.stale)
+        plan = tuple(
+            Planned(group=member.number, sha256=digests[member.number], partition=member.partition, offset=new.offsets[member.number])
+            for member in step.members
+        )
+        measured = {**outcome.metrics, "started_at": started, "wait_s": 0.0, "dropped": float(len(ended) - len(plan))}
+        self._append(
+            "step", step=step.number, version=step.version, plan=plan, boundaries=outcome.boundaries, loss_bits=outcome.loss_bits,
+            grad_norm_bits=outcome.grad_norm_bits, digest=digest, metrics=measured,
+            details=json.dumps({"regraded_from": {"run": self.recording.run}}),
+        )  # fmt: skip
+        if rules.publishes(step.number, steps=self.policy.steps, steps_per_version=new.config.schedule.steps_per_version):
+            self._publish(digest)
+        self.policy.release_weights()
+
+    def _publish(self, digest: str) -> None:
+        version, step = self.policy.version, self.policy.steps_done
+        self.manifests.append(self.new.send(self.policy.weights().tensors, version=version, step=step, digest=digest))
+        self._append("version", version=version, step=step, digest=digest, metrics={"bytes": float(self.manifests[-1].nbytes)})
+        if self.new.config.weights.keep == "chain":
+            sent = {manifest.version: manifest for manifest in self.manifests if NOWHERE not in manifest.chunk_offsets}
+            before = deletable(sent, ends={}, every=self.new.config.weights.anchor_every)
+            self.new.log.delete_records({(f"{self.new.run}.weights", partition): offset for partition, offset in before.items()})
+
+    def _abandon_rest(self, below: int) -> None:
+        """Give every other group below this number an outcome; the feeder admits its prompt again."""
+        rest = frozenset(range(below)) - self.new.offsets.keys()
+        reason, reward = f"not trained by the regraded steps of {self.recording.run}", self.new.config.reward
+        for prompt, partition in read_prompts(self.regraded.source, numbers=rest).values():
+            group = group_of(prompt, "abandoned", reason=reason, samples=(), reward=reward, scored_ns=time.time_ns())
+            self.new.write_group(group, partition)
+        self.new.commit()
+
+    def _save(self) -> None:
+        """Write a checkpoint, from which the trainer resumes."""
+        policy, digest = self.policy, self.policy.weights().digest
+        state = State(run=self.new.run, steps=policy.steps_done, version=policy.version, digest=digest, seq=len(self.entries) - 1)
+
+        def record(size: int) -> None:
+            self._append("checkpoint", step=state.steps, version=state.version, digest=digest, metrics={"bytes": float(size)})
+
+        if (store := open_store(self.new.config, self.new.run)) is not None:
+            store.write(state, save=policy.backend.save, record=record)
+
+
+def _require_near(training: Step, floor: float) -> None:
+    if rules.too_far_off(training.ess, floor=floor):
+        raise TooFarOff(f"would have an effective sample size of {training.ess:.2f}, below {floor:g}")
