@@ -18,6 +18,7 @@ from docs.generate import docstrings, table
 from penstock.pipeline.cli.app import app
 from penstock.pipeline.runtime.main import parsed
 from penstock.pipeline.runtime.reporting import reporter
+from penstock.pipeline.runtime.reporting.prometheus import family_of
 from penstock.topics import metrics
 from penstock.topics.metrics import Activity
 
@@ -29,6 +30,15 @@ UNITS = {
     "_lag_STAT": "versions",
 }  # fmt: skip
 """End of a metric's name -> its unit; others are counts, shares, or what their meaning says."""
+METRICS = """# Metrics
+
+In a name, STAT is `min`, `mean`, `max` or `p95`, N a number, SOURCE a data source, NAME any name, and USE a use of time.
+
+Each worker answers `/metrics` with its own metrics, the tracker also with the newest steps, evaluations and rewards. Names there have base
+units. Those that end in `_total` are counters, which start at 0 with the process; the others are gauges. The labels `run`, `role` and
+`worker` name the worker; the variable part of a name is the label `stat`, `n`, `source`, `name` or `use`.
+
+"""
 
 
 def cli() -> str:
@@ -71,12 +81,13 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def metric_names() -> str:
     """Every metric with unit and meaning, and the uses of a worker's time."""
-    text = "# Metrics\n\nIn a name, STAT is `min`, `mean`, `max` or `p95`, N a number, NAME any name, and USE a use of time.\n\n"
-    for title, names in zip(("Steps", "Evaluations", "Rewards by version", "Workers"), metrics.TABLES.values(), strict=True):
+    text = METRICS
+    for title, (prefix, names) in zip(("Steps", "Evaluations", "Rewards by version", "Workers"), metrics.TABLES.items(), strict=True):
         where = next(meaning for name, meaning in docstrings(metrics).items() if getattr(metrics, name) is names)
         units = {name: next((unit for end, unit in UNITS.items() if f"_{name}".endswith(end)), "") for name in names}
-        rows = ((f"`{name}`", units[name], meaning) for name, meaning in names.items())
-        text += f"## {title}\n\n{where}.\n\n" + table(("metric", "unit", "meaning"), *rows)
+        shown = {name: family_of(prefix, name)[0].replace("SOURCE", "NAME") for name in names}
+        rows = ((f"`{name}`", units[name], meaning, f"`{shown[name]}`") for name, meaning in names.items())
+        text += f"## {title}\n\n{where}.\n\n" + table(("metric", "unit", "meaning", "on `/metrics`"), *rows)
     uses = [(f"`{Activity[name]}`", meaning) for name, meaning in docstrings(Activity).items() if Activity[name] in reporter.USES]
     return text + "## Uses of time\n\n" + table(("use", "meaning"), *uses, ("`broker`, `suspended`", docstrings(reporter)["NO_ACTIVITY"]))
 

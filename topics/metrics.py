@@ -43,7 +43,7 @@ CODEC = Codec(
     ),
 )
 _REQUIRED = ("outcome", "worker")
-# In a name, STAT is min, mean, max or p95, USE a use of time, N a number and NAME any name.
+# In a name, STAT is min, mean, max or p95, USE a use of time, N a number, SOURCE a data source and NAME any name.
 TRAIN: Mapping[str, str] = {
     "loss": "loss of the step",
     "grad_norm": "gradient norm before clipping",
@@ -120,7 +120,7 @@ EVAL: Mapping[str, str] = {
     "n_failed": "completions of prompts without a reward, which count in nothing else",
     "best_version": "version with the best greedy accuracy so far",
     "eval_s": "seconds of the evaluation",
-    "NAME/NAME": "the same for one source of several",
+    "SOURCE/NAME": "the same for one source of several",
 }
 """Of an evaluation: in `metrics`, and as `eval/NAME`."""
 REWARD: Mapping[str, str] = {
@@ -146,9 +146,12 @@ WORKER: Mapping[str, str] = {
     "rebalances": "rebalances of consumer groups; only on `/metrics`",
     "transaction_retries": "retried transactions; only on `/metrics`",
     "lag": "records behind the end of the worker's partitions; only on `/metrics`",
+    "broker_silent_s": "seconds without a response of the broker while a client waits; only on `/metrics`",
+    "disk_free_bytes": "free bytes of the disk with the state directory; only on `/metrics`",
     "version": "policy version of the worker",
     "admitted": "feeder: groups admitted",
     "admissible": "feeder: groups that may be admitted but wait for a free slot",
+    "unfinished": "feeder: admitted groups without an outcome",
     "repeated": "feeder: prompts sampled again because their group was abandoned",
     "left_out": "feeder: rows left out by `data.skip_solved`, `data.skip_unsolved` and `data.skip_rows`",
     "all_out": "feeder: 1 once no prompt follows and all groups have ended",
@@ -204,6 +207,7 @@ WORKER: Mapping[str, str] = {
     "engine_replayed": "environments: turns taken from recorded replies",
     "engine_turns_asked": "environments: turns that wait for a reply",
     "engine_overhead_ms_pN": "environments: quantile N of a turn's time outside generation",
+    "outcome_NAME": "scorer: groups that ended with that outcome",
     "open_groups": "scorer: groups with missing samples",
     "oldest_open_s": "scorer: age of the oldest open group",
     "reward_s": "scorer: seconds of the reward functions",
@@ -216,6 +220,7 @@ WORKER: Mapping[str, str] = {
     "surplus_samples": "scorer: samples beyond K",
     "step": "trainer: committed steps",
     "compute_s": "trainer: seconds of computing",
+    "stale_groups": "trainer: groups dropped as stale",
     "checkpoint_step": "trainer: steps of the newest checkpoint",
     "checkpoint_bytes": "trainer: its size",
     "checkpoint_s": "trainer: seconds of writing it",
@@ -224,10 +229,16 @@ WORKER: Mapping[str, str] = {
     "recovery_s": "trainer: seconds of its recovery",
     "points": "tracker: values written",
 }
-"""Of a worker: in `metrics`, as `system/WORKER/NAME`, and as `penstock_NAME` on the worker's `/metrics`; most are cumulative."""
+"""Of a worker: in `metrics`, as `system/WORKER/NAME`, and on the worker's `/metrics`; most are cumulative."""
 TABLES = {"train": TRAIN, "eval": EVAL, "reward": REWARD, "system": WORKER}
 """First part of a point's name -> its table."""
-_PLACEHOLDERS = {"STAT": "(min|mean|max|p95)", "USE": r"\w+", "NAME": ".+", "N": r"\d+"}
+_PLACEHOLDERS = {
+    "STAT": "(?P<stat>min|mean|max|p95)",
+    "USE": r"(?P<use>\w+)",
+    "SOURCE": "(?P<source>.+)",
+    "NAME": "(?P<name>.+)",
+    "N": r"(?P<n>\d+)",
+}
 
 
 class Activity(StrEnum):
@@ -357,20 +368,33 @@ def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
     return checked, measurement
 
 
+def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
+    """The table of a metric by its full name, its key there, and the variable parts of its name; None if it has no meaning.
+
+    Example:
+        entry_of("train/tokens_at_lag_3")  # -> ("train", "tokens_at_lag_N", {"n": "3"})
+    """
+    table, slash, name = point.partition("/")
+    if table == "system":
+        name = name.partition("/")[2]
+    if not slash:
+        name = point
+    table = table if slash and table in TABLES else "reward"
+    matches = ((key, _pattern(key).fullmatch(name)) for key in TABLES[table])
+    return next(((table, key, match.groupdict()) for key, match in matches if match), None)
+
+
 def meaning_of(point: str) -> str | None:
     """The meaning of a metric by its full name; None if it has none.
 
     Example:
         meaning_of("train/tokens_at_lag_3")  # -> "share of trained tokens with that lag"
     """
-    prefix, slash, name = point.partition("/")
-    if prefix == "system":
-        name = name.partition("/")[2]
-    names = TABLES.get(prefix, REWARD) if slash else REWARD
-    return next((text for key, text in names.items() if _pattern(key).fullmatch(name if slash else point)), None)
+    entry = entry_of(point)
+    return None if entry is None else TABLES[entry[0]][entry[1]]
 
 
 @cache
 def _pattern(key: str) -> re.Pattern[str]:
     """Matches the names of a table's key. Cached, because each request of `/metrics` matches each of its names with all keys."""
-    return re.compile(re.sub("STAT|USE|NAME|N", lambda match: _PLACEHOLDERS[match[0]], key))
+    return re.compile(re.sub("|".join(_PLACEHOLDERS), lambda match: _PLACEHOLDERS[match[0]], key))

@@ -177,8 +177,9 @@ class KafkaLog(Admin):
         return self.cpu.totals()
 
     def counts(self) -> dict[str, float]:
-        """Events of this log's clients so far, and `lag`: records that its group members have not taken yet."""
+        """Events of this log's clients so far, the broker's silence, and `lag`: records that its group members have not taken yet."""
         counts = {name: float(self.contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
+        counts["broker_silent_s"] = self.contact.silent_s
         members = list(self._members)
         return {**counts, "lag": float(sum(member.lag() for member in members))} if members else counts
 

@@ -284,6 +284,18 @@ def plan(
     ] = None,
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Bytes through the brokers, disk and partitions of this run; with --step-s and the next four."),
+    ] = None,
+    step_s: Annotated[float | None, typer.Option(min=0.001, help="Seconds of an optimizer step.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers; the configuration's if absent.")] = None,
+    machines: Annotated[int | None, typer.Option(min=1, help="Their machines; as many as workers if absent.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Mean tokens of a prompt; `data.max_prompt_tokens` if absent.")] = None,
+    dropped: Annotated[float, typer.Option(min=0, max=0.99, help="Share of groups that are filtered, stale or failed.")] = 0.0,
+    delta: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Size of a weight delta relative to the full version; estimated if absent.")
+    ] = None,
     from_run: Annotated[
         str | None, typer.Option(metavar="RUN|DIR", help="Take all times from a run; compare other worker numbers and schedules.")
     ] = None,
@@ -300,6 +312,12 @@ def plan(
             from penstock.pipeline.launch.planning.rendering import check_path
 
             check_path(plot)
+        if cluster is not None:
+            _cluster(
+                cluster, step_s=step_s, workers=workers, machines=machines, lengths=lengths, prompt_tokens=prompt_tokens, dropped=dropped,
+                delta=delta, json=json,
+            )  # fmt: skip
+            return
         if from_run is not None:
             _from_run(from_run, accelerators=accelerators, max_lag=max_lag, bootstrap=bootstrap, security=security, plot=plot, json=json)
             return
@@ -328,12 +346,35 @@ def plan(
             load_s=load_s,
             publish_s=publish_s,
         )
-        cluster = Cluster(
+        searched = Cluster(
             accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes, settings=settings
         )
-        _show(cluster, plot=plot, json=json)
+        _show(searched, plot=plot, json=json)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _cluster(
+    path: Path, *, step_s: float | None, workers: int | None, machines: int | None, lengths: str | None, prompt_tokens: int | None,
+    dropped: float, delta: float | None, json: bool,
+) -> None:  # fmt: skip
+    """Print what the brokers carry of a run with so many rollout workers."""
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.launch.planning.cluster import ClusterPlan, as_json, as_text
+    from penstock.pipeline.launch.planning.workload import parse
+
+    if step_s is None:
+        raise ValueError("give --step-s as well: the seconds of an optimizer step; `penstock report RUN` has those of an earlier run")
+    config = load(path, [] if workers is None else [f"rollout.workers={workers}"])
+    tokens = config.max_completion_tokens if lengths is None else round(parse(lengths).mean)
+    plan = ClusterPlan(
+        config=config, step_s=step_s, machines=machines or config.rollout.workers, tokens=tokens, dropped=dropped, delta=delta,
+        prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,
+    )  # fmt: skip
+    if json:
+        emit(as_json(plan))
+    else:
+        print(as_text(plan), end="")
 
 
 def _from_run(

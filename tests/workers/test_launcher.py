@@ -6,8 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from penstock.infra.broker import embedded
 from penstock.infra.errors import Fenced, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.create import create
@@ -25,7 +23,8 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics.metrics import meaning_of
-from tests.support.children import child, end_in_time
+from tests.support.children import end_in_time
+from tests.support.launched import launched, pids, toml_of
 from tests.support.paths import ROOT
 from tests.support.worker_set import WorkerSet, complete, config_of
 
@@ -40,35 +39,6 @@ def share(prompts, completions, **columns):
     return [sum(c.isdigit() for c in text) / 8 for text in completions]
 """
 """A reward that takes long until a file is there: a run is interrupted before its end."""
-
-
-def toml_of(config: Config, directory: Path) -> Path:
-    """The configuration as a file that `penstock run` reads."""
-    file = directory / "run.toml"
-    lines = []
-    for section, values in json.loads(to_json(config)).items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value not in (None, {})]
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-@contextmanager
-def launched(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """`penstock run ...` as a process of its own; it is ended with the block."""
-    command = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import main; sys.exit(main(sys.argv[1:]))", "run", *arguments]
-    with child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait(60)
-
-
-def pids(home: Path, run: str) -> dict[str, int]:
-    """The launcher's worker processes."""
-    return json.loads((home / "runs" / run / "workers.json").read_text())["workers"]
 
 
 def holding(text: str, *places: Path) -> list[str]:

@@ -202,7 +202,7 @@ def main(session: Session) -> None:
             with contextlib.suppress(LogError):  # without the commit a restart only takes longer
                 tail.commit(state.commits())
     session.reporter.doing(Activity.DONE, "done")
-    session.reporter.values["admissible"] = 0.0
+    session.reporter.values.update(admissible=0.0, unfinished=0.0)
     tail.close()
     transactions.close()
 
@@ -241,6 +241,7 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
         "left_out": float(choices.left_out),
         "all_out": float(all_out),
         "admissible": float(state.admissible(_limit(state, session))),
+        "unfinished": float(sum(state.unfinished)),
     }
 
 

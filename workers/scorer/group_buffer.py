@@ -300,6 +300,8 @@ class OutcomeWriter:
             return
         for record, offset in zip(records, offsets, strict=True):
             self.owned[record.partition].finish(int(record.key or b""), offset=offset)
+        for parts in batch.values():
+            self.session.reporter.add(f"outcome_{dict(parts[0].headers)['outcome'].decode()}")
 
     def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
         """Offsets and metadata for a new owner once the groups in `without` have ended."""

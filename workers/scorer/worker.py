@@ -51,6 +51,7 @@ def main(session: Session) -> None:
     member = session.member("prompts", "rollouts", max_records=2048, max_bytes=128 << 20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     polled = 0.0
+    session.reporter.values.update((f"outcome_{outcome}", 0.0) for outcome in groups.OUTCOMES)
     session.ready(
         finishing=lambda: f"leaves {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)",
         outage=lambda: member.outage_s,

@@ -249,6 +249,8 @@ class Tracker:
         for line in lines:
             new = self.file.write(line)
             self.sinks.write(line, new=new)
+            if line.kind in ("step", "eval", "reward"):
+                self.session.reporter.points.update(line.values)
             if new:
                 self.session.reporter.add("points", len(line.values))
 

@@ -66,6 +66,7 @@ def main(session: Session) -> None:
                 return
         session.reporter.doing(Activity.START, "loading the model", now=True)
         trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)), device)
+        session.reporter.values["stale_groups"] = 0.0
         session.ready(finishing=trainer.finishing, outage=lambda: trainer.arrivals.tail.outage_s)
         set_status(session.log, session.record, status="running")
         trainer.start(resumed)
@@ -294,6 +295,7 @@ class Trainer:
             groups = tuple(candidate.group for candidate in stale)
             self.writer.write("stale", step=self.policy.steps_done, groups=groups)
             self.arrivals.inbox.drop_causes["stale"] += len(stale)
+            self.session.reporter.add("stale_groups", len(stale))
             stale.clear()
 
     def _check_drops(self) -> None:

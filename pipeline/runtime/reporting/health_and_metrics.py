@@ -1,10 +1,10 @@
 """HTTP endpoint of a worker: `/livez`, `/readyz` and `/metrics` for Prometheus, on a thread of its own, if a port is configured."""
 
 import os
-import re
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -13,8 +13,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import psutil
 
 from penstock.infra.errors import ConfigError
+from penstock.infra.paths import state_path
+from penstock.pipeline.runtime.reporting.prometheus import COUNTED_FROM_ZERO, families
 from penstock.pipeline.runtime.reporting.reporter import Reporter
-from penstock.topics.metrics import meaning_of
 
 HEALTH = "PENSTOCK_HEALTH"
 """The environment variable with [HOST:]PORT; the host is loopback if absent."""
@@ -82,19 +83,15 @@ class Health:
         registry.register(self)  # type: ignore[arg-type]
         return generate_latest(registry)
 
-    def collect(self) -> Iterator[Any]:
-        """The values of the worker's status and of its Kafka clients, as `penstock_NAME`."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        if self.reporter is None:
-            return
-        labels = {"run": self.reporter.run, "role": self.reporter.role, "worker": self.reporter.worker}
-        for name, value in sorted({**self.reporter.numbers(), **self.reporter.log.counts()}.items()):
-            plain = re.sub("[^a-zA-Z0-9_]", "_", name)
-            meaning = meaning_of(f"system/{self.reporter.worker}/{name}") or name
-            family = GaugeMetricFamily(f"penstock_{plain}", meaning, labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
+    def collect(self) -> Iterable[Any]:
+        """The values of the worker's status and of its Kafka clients, and the points of `Reporter.points`."""
+        reporter, home = self.reporter, state_path()
+        if reporter is None:
+            return ()
+        free = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
+        values = {**dict.fromkeys(COUNTED_FROM_ZERO, 0.0), **reporter.numbers(), **reporter.log.counts(), "disk_free_bytes": float(free)}
+        points = {f"system/{reporter.worker}/{name}": value for name, value in values.items()}
+        return families(points | reporter.points, {"run": reporter.run, "role": reporter.role, "worker": reporter.worker})
 
 
 def cpu_s() -> float:

@@ -146,6 +146,8 @@ class Reporter:
     values: dict[str, float] = field(default_factory=dict)
     """Cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
+    points: dict[str, float] = field(default_factory=dict)
+    """Further metrics by full name, for `/metrics` alone."""
     turned_s: float = field(default_factory=time.monotonic)
     """Time of the main loop's last iteration, on the monotonic clock."""
     throttled: ThrottledLog = field(init=False)
