@@ -70,14 +70,29 @@ def measure(home: Path, bootstrap: str, count: int, chosen: argparse.Namespace) 
     try:
         joined_s = wait(lambda: sum(state["owned"]) == partitions and min(state["owned"]) > 0, started)
         if joined_s is None:
-            owned = np.array(state["owned"])
-            used = [f"{core:.2f}" for core in cores]
+            some, joins = int((np.array(state["owned"]) > 0).sum()), int(sum(state["joins"]))
+            print(f"{count} clients: {some} own partitions after {LIMIT_S:g} s and {joins} assignments", flush=True)
+            return False
+        time.sleep(5.0)
+        state["joins"][:] = [0.0] * count
+        broker_pid, pids = embedded.status(home).pid, [process.pid for process in children]
+        before = [cpu_s(broker_pid), sum(map(cpu_s, pids))]
+        latencies, lost, took_s = traffic(log, partitions, rate=chosen.rate, seconds=chosen.seconds)
+        rejoins = int(sum(state["joins"]))
+        cores = [(now - then) / took_s for now, then in zip([cpu_s(broker_pid), sum(map(cpu_s, pids))], before, strict=True)]
+        memory = psutil.Process(broker_pid).memory_info().rss / 1e6
+        state["joins"][:] = [0.0] * count
+        state["leave"][0], left = 1.0, time.monotonic()
+        moved_s = wait(lambda: sum(state["owned"][1:]) == partitions and min(state["joins"][1:]) >= 1, left)
+        p50, p99 = np.percentile(latencies or [float("nan")], [50, 99])
+        moved = "never" if moved_s is None else f"{moved_s:.1f}"
+        used = [f"{core:.2f}" for core in cores]
         cells = (count, partitions, f"{joined_s:.1f}", moved, f"{p50:.0f}", f"{p99:.0f}", lost, rejoins, f"{memory:.0f}", *used)
         print("".join(f"{cell!s:>{len(name) + 2}}" for name, cell in zip(COLUMNS, cells, strict=True)), flush=True)
         return not lost and moved_s is not None
     finally:
         for child in children:
-            child.terminate()
+            child.kill()
         for child in children:
             child.join()
         log.close()
@@ -186,6 +201,6 @@ def feeder(bootstrap: str) -> None:
     tail.close()
     log.close()
     print(
-        f"groups of {samples} samples of {tokens} tokens: feeder and tracker read {read / count:,.0f} bytes each, {headers / count:,.0f} of "
+        f"groups of {samples} x {tokens} tokens: feeder and tracker read {read / count:,.0f} bytes each, {headers / count:,.0f} of "
         f"them headers; a reader of headers gets through {read / seconds / 1e6:,.0f} MB/s, {count / seconds:,.0f} such groups a second"
     )

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from penstock.pipeline.runtime.reporting.prometheus import GAUGES, family_of
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.topics.metrics import TABLES, WORKER
 from tests.support.paths import ROOT
+from tests.support.promtool import promtool
 from tests.support.worker_set import PIPELINE
 
 OBSERVE = ROOT / "deploy" / "observe"
@@ -32,6 +32,8 @@ ORDINARY = {
     **{f'penstock_uptime_seconds{{run="r", role="{role}", worker="{role}"}}': "0+60x120" for role in PIPELINE},
     **{f'{EXIT}{{pod="p{code}", container="rollout"}}': f"{code}+0x120" for code in (0, 1, 137, 143)},
     f"penstock_step_total{{{TRAINER}}}": "0+3x120",
+    'penstock_unfinished{run="r", role="feeder"}': "6+0x120",
+    'penstock_admissible{run="r", role="feeder"}': "0+0x120",
     f"penstock_broker_silent_seconds{{{TRAINER}}}": "0.4+0x120",
     f"penstock_disk_free_bytes{{{TRAINER}}}": "5e11-1e8x120",
     'penstock_dead_letters_total{run="r", role="scorer", worker="scorer-0"}': "0+0x120",
@@ -64,12 +66,6 @@ PROVOKED = {
     "PenstockRolloutWaits": {f'penstock_time_seconds_total{{{ROLLOUT}, use="no_prompts"}}': "0+58x120"},
 }
 """Alert -> the series that differ."""
-
-
-def promtool(*words: str, text: str = "") -> str:
-    """What promtool says; empty if nothing is wrong and it prints nothing."""
-    done = subprocess.run(["promtool", *words], input=text, capture_output=True, text=True, check=False, timeout=120)
-    return done.stdout + done.stderr if done.returncode or done.stderr else ""
 
 
 @needs_promtool
@@ -108,7 +104,7 @@ def test_rules_and_panels_name_only_metrics_that_workers_have() -> None:
     used = set(re.findall(r"\bpenstock_\w+", RULES + (OBSERVE / "dashboard.json").read_text(encoding="utf-8")))
     assert len(used) > 30
     assert used - names == set()
-    assert GAUGES <= WORKER.keys()
+    assert WORKER.keys() >= GAUGES
 
 
 @needs_promtool

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 import urllib.parse
 import urllib.request
@@ -23,6 +22,7 @@ from penstock.topics.wire.record import Outgoing
 from tests.support.children import child
 from tests.support.launched import launched, pids, toml_of
 from tests.support.paths import ROOT
+from tests.support.promtool import promtool
 from tests.support.worker_set import config_of
 
 pytestmark = [
@@ -130,9 +130,9 @@ def test_panels_have_data_and_alerts_fire_for_what_happens_to_a_run_and_are_sile
         assert len(expressions) > 20
         until(lambda: all(map(server.result, expressions)), lambda: [text for text in expressions if not server.result(text)])
         for target in targets:
-            done = subprocess.run(["promtool", "check", "metrics"], input=get(f"http://{target}/metrics"), text=True, capture_output=True)
-            assert (done.returncode, done.stdout + done.stderr) == (0, ""), target
+            assert promtool("check", "metrics", text=get(f"http://{target}/metrics")) == "", target
         assert {alert for alert in server.firing() if alert.startswith("Penstock")} == set()
+        assert server.result('resets({__name__=~"penstock_.*_total"}[5m]) > 0') == [], "a counter fell"
         for pid in (pid for name, pid in pids(home, "seen").items() if name.startswith("rollout")):
             os.kill(pid, signal.SIGSTOP)
         log = KafkaLog(broker)

@@ -137,7 +137,7 @@ class ClusterPlan:
         ids = np.zeros(self.prompt_tokens, np.int32)
         prompt = Prompt(
             group=10**5, slot=10**5, min_version=10**3, samples_per_prompt=count, epoch=1, row=10**4, prompt=text * self.prompt_tokens,
-            messages=None, token_ids=ids, columns=json.dumps({"answer": text}), created_ns=NOW_NS, place=10**5,
+            messages=None, token_ids=ids, columns=json.dumps({"answer": text}), created_ns=NOW_NS,
         )  # fmt: skip
         samples = [
             Rollout(

@@ -39,14 +39,14 @@ def families(points: Mapping[str, float], labels: Mapping[str, str]) -> Iterable
     """Metrics by full name as families of `prometheus_client`; `labels` are on every sample. A name without a meaning is a gauge."""
     from prometheus_client.core import Metric
 
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for point, value in sorted(points.items()):
         entry, more = entry_of(point), dict[str, str]()
         if entry is not None and entry[1] == "SOURCE/NAME":
             more = {"source": entry[2]["source"]}
             entry = entry_of(f"{entry[0]}/{entry[2]['name']}")
-        table, key, variable = entry or ("system", re.sub(r"\W", "_", point.split("/", 2)[-1].replace("/", "_per_")), {})
+        table, key, variable = entry or ("system", re.sub("[^a-zA-Z0-9_]", "_", point.split("/", 2)[-1].replace("/", "_per_")), {})
         name, kind, factor = family_of(table, key)
-        family = found.setdefault(name, Metric(name.removesuffix("_total"), TABLES[table].get(key, key), kind))
+        family = by_name.setdefault(name, Metric(name.removesuffix("_total"), TABLES[table].get(key, key), kind))
         family.add_sample(name, {**labels, **more, **variable}, value * factor)
-    return found.values()
+    return by_name.values()

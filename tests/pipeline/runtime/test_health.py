@@ -84,13 +84,15 @@ def test_a_loop_that_stands_still_is_dead_unless_its_process_computes(
 
 def test_prometheus_reads_the_numbers_of_the_newest_report_with_run_role_and_worker(health: Health, url: str) -> None:
     health.reporter.add("samples", 12.0)
-    health.reporter.values["engine_tokens/s"] = 7.5
+    health.reporter.values |= {"engine_tokens/s": 7.5, "engine_größe": 1.0, 'outcome_a "b"': 2.0}
     code, text = asked(f"{url}/metrics")
     samples = {one.name: one for family in text_string_to_metric_families(text) for one in family.samples}
     assert code == 200
     assert samples["penstock_samples_total"].value == 12.0
     assert samples["penstock_samples_total"].labels == {"run": "r", "role": "scorer", "worker": "scorer-0"}
     assert samples["penstock_engine_tokens_per_second"].value == 7.5
+    assert samples["penstock_engine_gr__e"].value == 1.0
+    assert samples["penstock_outcome_total"].labels["name"] == 'a "b"'
     assert samples["penstock_rss_bytes"].value > 2**20
 
 
