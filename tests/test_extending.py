@@ -170,7 +170,7 @@ def test_a_new_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_a_new_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(metrics.TABLES, "train", {**metrics.TRAIN, "toys_N": "toys of each kind"})
-    assert metrics.entry_of("train/toys_3") == ("train", "toys_N", {"n": "3"})
+    assert metrics.meaning_of("train/toys_3") == "toys of each kind"
 
 
 def test_a_new_configuration_key() -> None:

@@ -384,6 +384,16 @@ def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
     return next(((table, key, match.groupdict()) for key, match in matches if match), None)
 
 
+def meaning_of(point: str) -> str | None:
+    """The meaning of a metric by its full name; None if it has none.
+
+    Example:
+        meaning_of("train/tokens_at_lag_3")  # -> "share of trained tokens with that lag"
+    """
+    entry = entry_of(point)
+    return None if entry is None else TABLES[entry[0]][entry[1]]
+
+
 @cache
 def _pattern(key: str) -> re.Pattern[str]:
     """Matches the names of a table's key. Cached, because each request of `/metrics` matches each of its names with all keys."""

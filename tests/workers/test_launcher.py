@@ -22,7 +22,7 @@ from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
-from penstock.topics.metrics import entry_of
+from penstock.topics.metrics import meaning_of
 from tests.support.children import end_in_time
 from tests.support.launched import launched, pids, toml_of
 from tests.support.paths import ROOT
@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
     places = [(line["from"], line["number"]) for line in lines]
     assert len(places) == len(set(places))
     fields = {"kind", "step", "time", "from", "number", "worker", "version", "source", "examples"}
-    assert {name for line in lines for name in set(line) - fields if entry_of(name) is None} == set()
+    assert {name for line in lines for name in set(line) - fields if meaning_of(name) is None} == set()
     assert holding(run, penstock_home / "broker", penstock_home / "runs")
     assert not holding(password, penstock_home, tmp_path)
     assert (penstock_home.stat().st_mode & 0o777, open_to_others(penstock_home / "runs" / run)) == (0o700, [])
