@@ -33,7 +33,7 @@ from tests.support.value_sets import BINARIES, CHART, VALUE_SETS, rendered
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif("PENSTOCK_CLUSTER_TEST" not in os.environ, reason="needs its own namespaces: make cluster-test"),
 ]
 STEPS, GROUPS = 80, 4

@@ -24,7 +24,7 @@ import yaml
 from tests.support.paths import ROOT
 from tests.support.value_sets import BINARIES
 
-WAIT_S = 600.0
+WAIT_S = 1800.0
 GATEWAY, NODES = "192.0.2.1", {"n1": "192.0.2.2", "n2": "192.0.2.3"}
 """Addresses for documentation (RFC 5737), which no machine has."""
 IMAGES = ("localhost/penstock:1", "localhost/penstock:2")
