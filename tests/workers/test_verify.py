@@ -128,6 +128,14 @@ def test_an_unchanged_model_is_verified_at_three_levels_with_the_same_steps_each
     assert len({tuple(step["step"] for step in found["levels"][2]["steps"]) for _, found in results}) == 1
 
 
+def test_what_penstock_card_writes_is_verified(verified: Verified, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["card", str(verified.archive), "--out", str(verified.model)]) == 0
+    capsys.readouterr()
+    assert verified.named(capsys) == set()
+    flip(verified.model / "README.md")
+    assert verified.named(capsys) == {(1, "changed", "README.md")}
+
+
 def flip(path: Path, at: int | None = None) -> None:
     """Turn one bit of a file, in its middle by default."""
     data = bytearray(path.read_bytes())
