@@ -123,7 +123,9 @@ class Verification:
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A model's directory with the provenance.json of `penstock card`.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR|PROOF", help="A model's directory with a provenance.json, or a file of `penstock card --prove`.")
+    ],
     *,
     log: Annotated[
         str | None, typer.Option("--log", metavar="RUN|DIR", help="Also check the run's log, or an exported folder of it.")
@@ -138,6 +140,8 @@ def verify(
     """Verify a model against its statement, its run's log, and some of the run's steps; exit status 1 for any difference."""
     from penstock.infra.errors import ConfigError
 
+    if directory.is_file():
+        return _verify_proof(directory, json=json)
     if steps and log is None:
         raise ConfigError("--steps needs --log: steps are repeated from the run's log")
     done = Verification(directory=directory)
@@ -152,6 +156,29 @@ def verify(
     else:
         print("\n".join(_lines(done)))
     return 1 if done.problems else 0
+
+
+def _verify_proof(path: Path, *, json: bool) -> int:
+    """Check a proof of one group from its file alone; raises if it is invalid."""
+    from json import loads
+
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.inspect.report.inclusion import check
+    from penstock.topics.wire.visible import visible
+
+    try:
+        proof = loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is neither a model's directory nor a proof: {' '.join(str(error).split())[:200]}") from error
+    proved = check(proof)
+    if json:
+        emit(proved._asdict())
+        return 0
+    run, prompt = visible(proved.run, one_line=True), visible(proved.prompt, one_line=True)
+    print(f"run {run} trained group {proved.group} in step {proved.step}: {prompt}")
+    by = "its record" if proved.has_record else "its card"
+    print(f"{by} proves the prompt, if the card has the head {proved.head} and the root {proved.root}")
+    return 0
 
 
 def _lines(done: Verification) -> Iterator[str]:

@@ -33,6 +33,8 @@ def test_a_card_is_the_same_on_the_broker_and_in_an_archive_and_proves_a_group(
     proof = printed("card", recorded.run, "--out", str(folders[0]), "--prove", group, "--record")
     read = inclusion.check(proof)
     assert (read.root, read.head, read.has_record) == (shown[0]["prompts"]["root"], shown[0]["ledger"]["head"], True)
+    (tmp_path / "proof.json").write_text(json.dumps(proof))
+    assert printed("verify", str(tmp_path / "proof.json"), "--json")["root"] == read.root
     proof["leaf"]["prompt"] = "another"
     with pytest.raises(inclusion.InvalidProof):
         inclusion.check(proof)
