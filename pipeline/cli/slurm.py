@@ -21,6 +21,7 @@ step 0 broker "$PENSTOCK" broker run --listen "0.0.0.0:${BOOTSTRAP##*:}" --adver
 broker=$!
 """
 _END = """\
+sleep 2  # Slurm's SIGTERM ends the functions above at once, perhaps before this script has it
 [ -e "$PENSTOCK_HOME/stopping" ] || touch "$PENSTOCK_HOME/stop"  # a broker that got SIGTERM ends once no worker is connected
 await "$broker"
 """
