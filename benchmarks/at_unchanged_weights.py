@@ -6,7 +6,7 @@
 The engine generates in bfloat16; the trainer computes the logprobs in bfloat16 and in float32, so that all differences are rounding.
 For each loss, schedule and trainer the table has, over tokens: the weight of each token's gradient relative to the plain policy gradient,
 as effective sample size and as the share without gradient; the share that the loss clips; and the share that its correction cuts or masks.
-`--editions 1 2` compares two versions of the defaults.
+`--editions 1 2` compares two versions of the defaults, `--float32-head` sets `model.float32_head`.
 """
 
 import tempfile
@@ -45,14 +45,16 @@ def main(arguments: Sequence[str]) -> None:
     parser = parser_of(__name__, __doc__)
     parser.add_argument("--model", type=Path, help="a model directory; a random model if absent")
     parser.add_argument("--engine", default="transformers", help="rollout.engine")
+    parser.add_argument("--float32-head", action="store_true")
     with_numbers(parser, samples=8, tokens=512)
     parser.add_argument("--editions", type=int, nargs="+", default=[2], help="algorithm.defaults, several to compare")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen.model or make_random_model(Path(scratch) / "model")
-        completions = list(generate(model, engine=chosen.engine, samples=chosen.samples, tokens=chosen.tokens))
+        head = chosen.float32_head
+        completions = list(generate(model, engine=chosen.engine, samples=chosen.samples, tokens=chosen.tokens, float32_head=head))
         for dtype in ("bfloat16", "float32"):
-            batch, logprobs = recomputed(model, completions, dtype=dtype, tokens=chosen.tokens)
+            batch, logprobs = recomputed(model, completions, dtype=dtype, tokens=chosen.tokens, float32_head=head)
             difference = (logprobs - batch.behaviour_logprobs)[batch.completion_mask]
             print(f"\n{chosen.engine} in bfloat16, trainer in {dtype}, {len(completions)} x {chosen.tokens} tokens")
             print(f"logprobs differ by {difference.std():.4f} (standard deviation of a token), {np.abs(difference).max():.3f} at most\n")
@@ -72,19 +74,24 @@ def make_random_model(directory: Path) -> Path:
     return directory
 
 
-def config_of(model: Path | str, *, tokens: int, trainer: str = "float32", engine: str = "transformers", **sections: Any) -> Config:
+def config_of(
+    model: Path | str, *, tokens: int, trainer: str = "float32", engine: str = "transformers", float32_head: bool = False, **sections: Any
+) -> Config:
     """A run of that model whose engine computes in bfloat16."""
     return from_table({
-        "run": {"steps": 1}, "model": {"path": str(model)}, "data": {"source": "/none.jsonl"}, "sampling": {"max_new_tokens": tokens},
+        "run": {"steps": 1}, "model": {"path": str(model), "float32_head": float32_head}, "data": {"source": "/none.jsonl"},
+        "sampling": {"max_new_tokens": tokens},
         "rollout": {"engine": engine, "dtype": "bfloat16", "device": "cpu", "concurrency": 8},
         "trainer": {"dtype": trainer, "device": "cpu"}, **sections,
     })  # fmt: skip
 
 
-def generate(model: Path, *, engine: str, samples: int, tokens: int) -> Iterator[tuple[np.ndarray[Any, Any], Completion]]:
+def generate(
+    model: Path, *, engine: str, samples: int, tokens: int, float32_head: bool
+) -> Iterator[tuple[np.ndarray[Any, Any], Completion]]:
     """(prompt, completion) of random prompts, four samples each; no token ends a sample."""
     random, vocabulary = np.random.default_rng(0), 4096
-    opened = make_engine(config_of(model, tokens=tokens, engine=engine))
+    opened = make_engine(config_of(model, tokens=tokens, engine=engine, float32_head=float32_head))
     how = Sampling(max_new_tokens=tokens, stop_ids=())
     for group in range(-(-samples // 4)):
         prompt = random.integers(10, vocabulary, PROMPT_TOKENS).astype(np.int32)
@@ -99,7 +106,7 @@ def generate(model: Path, *, engine: str, samples: int, tokens: int) -> Iterator
 
 
 def recomputed(
-    model: Path, completions: list[tuple[np.ndarray[Any, Any], Completion]], *, dtype: str, tokens: int
+    model: Path, completions: list[tuple[np.ndarray[Any, Any], Completion]], *, dtype: str, tokens: int, float32_head: bool
 ) -> tuple[TokenBatch, np.ndarray[Any, Any]]:
     """The samples as one batch, and [B, L-1] the trainer's logprobs of their tokens; advantages are 1 and -1 in turn."""
     sequences = [
@@ -109,7 +116,14 @@ def recomputed(
         )
         for number, (prompt, each) in enumerate(completions)
     ]  # fmt: skip
-    config = config_of(model, tokens=tokens, trainer=dtype, algorithm={"proximal": "snapshot"}, schedule={"steps_per_version": 2})
+    config = config_of(
+        model,
+        tokens=tokens,
+        trainer=dtype,
+        algorithm={"proximal": "snapshot"},
+        schedule={"steps_per_version": 2},
+        float32_head=float32_head,
+    )
     backend = make_backend(config, steps=1)
     logprobs = np.concatenate([backend.snapshot_logprobs(pack([sequence])) for sequence in sequences])
     backend.close()

@@ -25,6 +25,7 @@ from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError
 from penstock.infra.paths import new_directory
 from penstock.infra.tensors.adapted import Adapted, Adapter
+from penstock.infra.tensors.float32_head import set_float32_head
 from penstock.infra.tensors.stream import Hash, TensorBytes, digest
 from penstock.infra.tensors.torch_copy import copy_all, copy_into, dtype_name, fitting, seen_bytes
 
@@ -74,6 +75,8 @@ def open_model(settings: BackendSettings, *, device: torch.device, path: str | N
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+    if settings.float32_head:
+        set_float32_head(model)
     return model.to(device)
 
 

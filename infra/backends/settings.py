@@ -41,6 +41,8 @@ class BackendSettings:
     lr: float
     dtype: str = "float32"
     """Dtype of the model and of published weights; with bfloat16 the optimizer has float32 masters and gradient sums."""
+    float32_head: bool = False
+    """Compute logits in float32 where the model is bfloat16."""
     device: str = "auto"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

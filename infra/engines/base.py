@@ -160,6 +160,8 @@ class EngineSettings:
     directory: Path
     """Directory of the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    float32_head: bool = False
+    """Compute logits in float32 where the model is bfloat16."""
     device: str = "auto"
     threads: int = 1
     seed: int = 0

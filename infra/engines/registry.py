@@ -15,7 +15,9 @@ def _open_transformers(settings: EngineSettings) -> Engine:
     from penstock.infra.engines.transformers.engine import TransformersEngine
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
-    return TransformersEngine(settings.directory, dtype=settings.dtype, device=device, threads=settings.threads)
+    return TransformersEngine(
+        settings.directory, dtype=settings.dtype, float32_head=settings.float32_head, device=device, threads=settings.threads
+    )
 
 
 TRANSFORMERS = EngineKind(

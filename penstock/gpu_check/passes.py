@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function
 from penstock.gpu_check.figures import Figure, Machine
 from penstock.gpu_check.models import samples
 from penstock.infra.backends.base import TokenBatch
-from penstock.infra.backends.logprobs.forward import Forward, choose_forward, token_logprobs
+from penstock.infra.backends.logprobs.forward import Forward, Head, choose_forward, token_logprobs
 from penstock.infra.backends.logprobs.line_attention import block_mask, line_attention
 from penstock.infra.backends.logprobs.prefix_tree import PrefixTree, prefix_tree, tree_attention
 from penstock.infra.backends.torch_backend import TorchBackend
@@ -197,7 +197,7 @@ def _of_head(here: Machine, states: torch.Tensor, weight: torch.Tensor, *, entro
     row = torch.arange(rows).repeat_interleave(1 + torch.arange(rows) % 2)
     target = torch.randint(len(weight), row.shape, generator=generator)
     logprobs, entropies = token_logprobs(
-        states, head=(weight, None), temperatures=torch.full((rows,), 0.9, device=here.device), row=row.to(here.device),
+        states, head=Head(weight), temperatures=torch.full((rows,), 0.9, device=here.device), row=row.to(here.device),
         target=target.to(here.device), entropy=entropy, fused=here.on_gpu,
     )  # fmt: skip
     values = [logprobs] if entropies is None else [logprobs, entropies]

@@ -44,6 +44,9 @@ class ModelSection(Section):
     path: Annotated[str, Resolve(absolute_model)] = Field(
         description=("Hugging Face causal language model with its tokenizer: a directory, or `hf:ORG/NAME@REVISION`, recorded by commit")
     )
+    float32_head: bool = Field(
+        False, description="compute logits in float32 in trainer and engine where the model is bfloat16: smaller differences of logprobs"
+    )
 
 
 class SourceSampling(Section):

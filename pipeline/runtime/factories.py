@@ -87,6 +87,7 @@ def _settings_of(config: Config, *, sleeps: bool) -> EngineSettings:
     return EngineSettings(
         directory=config.model_directory,
         dtype=rollout.dtype,
+        float32_head=config.model.float32_head,
         device=rollout.device,
         threads=rollout.threads,
         seed=config.run.seed,
@@ -109,10 +110,11 @@ def make_backend(config: Config, *, steps: int) -> Backend:
     with _LOADING, _mistakes():
         return open_backend(
             chosen.backend, model_path=str(config.model_directory), lr=chosen.lr, dtype=chosen.dtype, device=chosen.device,
-            betas=(chosen.betas[0], chosen.betas[1]), weight_decay=chosen.weight_decay, lr_schedule=chosen.lr_schedule,
-            warmup_steps=chosen.warmup_steps, total_steps=chosen.initial_steps + steps, max_grad_norm=chosen.max_grad_norm,
-            threads=chosen.threads, deterministic=chosen.deterministic, tf32=chosen.tf32, seed=config.run.seed,
-            gradient_checkpointing=chosen.gradient_checkpointing, compile=chosen.compile, offload_activations=chosen.offload_activations,
+            float32_head=config.model.float32_head, betas=(chosen.betas[0], chosen.betas[1]), weight_decay=chosen.weight_decay,
+            lr_schedule=chosen.lr_schedule, warmup_steps=chosen.warmup_steps, total_steps=chosen.initial_steps + steps,
+            max_grad_norm=chosen.max_grad_norm, threads=chosen.threads, deterministic=chosen.deterministic, tf32=chosen.tf32,
+            seed=config.run.seed, gradient_checkpointing=chosen.gradient_checkpointing, compile=chosen.compile,
+            offload_activations=chosen.offload_activations,
             share_prompts=chosen.share_prompts, lora_rank=chosen.lora_rank, lora_alpha=chosen.lora_alpha,
             reference=config.algorithm.kl_coef > 0, reference_path=config.algorithm.reference, snapshot=config.proximal == "snapshot",
             entropy=True, entropy_bonus=config.algorithm.entropy_coef > 0, peak_tflops=chosen.peak_tflops,

@@ -23,9 +23,24 @@ from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_
 from penstock.infra.backends.settings import PIECE_ELEMENTS, PIECE_ELEMENTS_OF_GPU
 from penstock.infra.backends.value_head import ValueHead
 from penstock.infra.errors import BackendError
+from penstock.infra.tensors.float32_head import float32_logits
 
 TRIAL_WIDTH, TRIAL_WIDTH_OF_GPU = 33, 400
 """Length of the longest row that `choose_forward` compares; on a GPU the line of its tokens has several blocks."""
+
+
+class Head(NamedTuple):
+    """An output layer."""
+
+    weight: torch.Tensor
+    """[V, hidden]"""
+    bias: torch.Tensor | None = None
+    in_float32: bool = False
+    """True for float32 logits from a bfloat16 layer."""
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[U, V] logits of hidden states [U, hidden]."""
+        return (float32_logits if self.in_float32 else functional.linear)(states, self.weight, self.bias)
 
 
 class Passed(NamedTuple):
@@ -85,14 +100,14 @@ class Forward:
         values = None if value is None else value(states)[row]
         return _passed(logprobs, entropies, values, slot=slot, batch=batch, computed=rows * (input_ids.shape[1] - 1))
 
-    def _run(self, module: Any, **inputs: Any) -> tuple[torch.Tensor, Any]:
-        """Hidden states and the output layer's weight and bias, or logits and None."""
+    def _run(self, module: Any, **inputs: Any) -> tuple[torch.Tensor, Head | None]:
+        """Hidden states and the output layer, or logits and None."""
         if not self.in_pieces:
             return module(**inputs, use_cache=False).logits, None
         layer = module.get_output_embeddings()
         with _passing(layer):
             states = module(**inputs, use_cache=False).logits
-        return states, (layer.weight, getattr(layer, "bias", None))
+        return states, Head(layer.weight, getattr(layer, "bias", None), getattr(layer, "in_float32", False))
 
     def __str__(self) -> str:
         rows = f"{'shared' if self.shared else 'padded'} rows{', compiled' if self.compiled else ''}"
@@ -217,11 +232,14 @@ def _passed(logprobs: torch.Tensor, *others: torch.Tensor | None, slot: torch.Te
 @contextlib.contextmanager
 def _passing(layer: Any) -> Iterator[None]:
     """Within it the output layer returns its input, so that the model returns hidden states instead of logits."""
+    own = vars(layer).get("forward")
     layer.forward = lambda states: states
     try:
         yield
     finally:
         del layer.forward
+        if own is not None:
+            layer.forward = own
 
 
 def _normalise(logits: torch.Tensor, scale: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -252,15 +270,15 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
-        entropy: bool, fused: bool,
+        entropy: bool, fused: bool, in_float32: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         normaliser, logprobs = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
         entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
         ctx.pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
-        ctx.fused, saved = fused, None
+        ctx.fused, ctx.in_float32, saved = fused, in_float32, None
         normalise = compiled(_normalise) if fused else _normalise
         for rows, tokens in ctx.pieces:
-            logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
+            logits = states[rows] if weight is None else Head(weight, bias, in_float32)(states[rows])
             saved = logits if len(ctx.pieces) == 1 else None
             normaliser[rows], of_rows = normalise(logits, scale[rows], entropy)
             of_targets = logits[row[tokens] - rows.start, target[tokens]].to(scale.dtype) * scale[row[tokens]]
@@ -285,7 +303,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows, tokens in ctx.pieces:
             logits = saved
             if logits is None:
-                logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
+                logits = states[rows] if weight is None else Head(weight, bias, ctx.in_float32)(states[rows])
             of_entropy = (None, None) if grad_entropies is None else (grad_entropies[rows] * scale[rows], entropies[rows])
             part = of_softmax(logits, scale[rows], normaliser[rows], total[rows], *of_entropy)
             part.index_put_((row[tokens] - rows.start, target[tokens]), share[tokens], accumulate=True)
@@ -296,7 +314,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, part.T, states[rows])
         head = None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_states, *head, None, None, None, None, None
+        return grad_states, *head, None, None, None, None, None, None
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -312,7 +330,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def token_logprobs(
     states: torch.Tensor,
     *,
-    head: tuple[torch.Tensor, torch.Tensor | None] | None,
+    head: Head | None,
     temperatures: torch.Tensor,
     row: torch.Tensor,
     target: torch.Tensor,
@@ -322,26 +340,26 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """([M] logprobs in float32 or wider, [M] entropies or None), both with gradient.
 
-    `states` [U, hidden] pass through `head`, the output layer's weight [V, hidden] and bias; without a head they are logits [U, V].
+    `states` [U, hidden] pass through `head`; without a head they are logits [U, V].
     `temperatures` [U]; `row` [M], ascending, is the index in U that predicts each token, `target` [M] its id. `support` [M, k], padded
     with -1, restricts the distribution to the ids that each token was sampled from, itself included. With `fused`, softmax is compiled.
     """
-    weight, bias = head or (None, None)
     scale = temperatures.to(torch.promote_types(states.dtype, torch.float32)).reciprocal()
     if support is not None:
-        return _within(support, states, weight, bias, scale, row, target, entropy=entropy)
-    logprobs, entropies = _TokenLogprobs.apply(states, weight, bias, scale, row, target, entropy, fused)
+        return _within(support, states, head, scale, row, target, entropy=entropy)
+    weight, bias, in_float32 = head or (None, None, False)
+    logprobs, entropies = _TokenLogprobs.apply(states, weight, bias, scale, row, target, entropy, fused, in_float32)
     return logprobs, entropies[row] if entropy else None
 
 
 def _within(
-    support: torch.Tensor, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
+    support: torch.Tensor, states: torch.Tensor, head: Head | None, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
     *, entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`token_logprobs`, renormalised over each token's support."""
 
     def of_piece(rows: slice, tokens: slice, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = part if weight is None else functional.linear(part, weight, bias)
+        logits = part if head is None else head(part)
         scaled, at, ids = logits.to(scale.dtype) * scale[rows, None], row[tokens] - rows.start, support[tokens]
         logprobs = scaled[at[:, None], ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf).log_softmax(1)
         of_targets = scaled[at, target[tokens]] - scaled[at, ids[:, 0]] + logprobs[:, 0]
@@ -350,7 +368,7 @@ def _within(
         logprobs = logprobs.masked_fill(ids < 0, 0.0)
         return of_targets, -(logprobs.exp() * logprobs).masked_fill(ids < 0, 0.0).sum(1)
 
-    pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
+    pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if head is None else head.weight.shape[0])
     run = of_piece if len(pieces) == 1 else lambda *piece: checkpoint(of_piece, *piece, use_reentrant=False)
     logprobs, entropies = zip(*(run(rows, tokens, states[rows]) for rows, tokens in pieces), strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None

@@ -18,6 +18,7 @@ import torch
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupInFlight, GroupRequest, Span, check_tensors, uniforms
 from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
 from penstock.infra.errors import EngineError, one_line
+from penstock.infra.tensors.float32_head import set_float32_head
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_all
 
@@ -34,10 +35,14 @@ class TransformersEngine:
     `threads` is set as the process's torch thread count, on which the last bits of logits depend.
     """
 
-    def __init__(self, directory: str | Path, *, dtype: DType = "auto", device: str = "cpu", threads: int = 1) -> None:
+    def __init__(
+        self, directory: str | Path, *, dtype: DType = "auto", float32_head: bool = False, device: str = "cpu", threads: int = 1
+    ) -> None:
         """Load the model. Raises `EngineError` if the directory has none."""
         torch.set_num_threads(threads)
         self._model = load_model(directory, dtype=dtype, device=device)
+        if float32_head:
+            set_float32_head(self._model)
         self._parameters = dict(self._model.named_parameters())
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._positions: int | None = getattr(self._model.config, "max_position_embeddings", None)

@@ -178,6 +178,14 @@ def test_defaults_fit_the_longest_request_and_give_way_to_what_is_given(tmp_path
     assert on_gpu["gpu_memory_utilization"] == 0.5
 
 
+def test_a_float32_head_is_an_override_of_the_models_configuration_beside_those_of_the_user(tmp_path: Path) -> None:
+    settings = EngineSettings(directory=model(tmp_path), longest=300, float32_head=True)
+    assert engine_arguments(settings, on_cpu=True)["hf_overrides"] == {"head_dtype": "float32"}
+    settings = replace(settings, arguments={"hf_overrides": {"rope_theta": 1e6}})
+    assert engine_arguments(settings, on_cpu=True)["hf_overrides"] == {"head_dtype": "float32", "rope_theta": 1e6}
+    assert "hf_overrides" not in engine_arguments(replace(settings, float32_head=False, arguments={}), on_cpu=True)
+
+
 def test_a_model_of_another_form_is_left_to_vllms_own_checks(tmp_path: Path) -> None:
     geometry = read_geometry(model(tmp_path, kv_lora_rank=16))
     assert (geometry.head_dim, geometry.kv_elements) == (None, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.infra.backends.logprobs import forward as module
-from penstock.infra.backends.logprobs.forward import token_logprobs
+from penstock.infra.backends.logprobs.forward import Head, token_logprobs
 
 pytestmark = pytest.mark.costly  # imports transformers
 
@@ -46,10 +46,31 @@ def test_logprobs_of_hidden_states_pass_a_finite_difference_check(monkeypatch, p
     inputs = (states, weight, bias) if biased else (states, weight)
 
     def drawn(states, weight, bias=None):
-        return token_logprobs(states, head=(weight, bias), temperatures=TEMPERATURES, row=ROW, target=TARGET)[0]
+        return token_logprobs(states, head=Head(weight, bias), temperatures=TEMPERATURES, row=ROW, target=TARGET)[0]
 
     assert torch.autograd.gradcheck(drawn, inputs)
     torch.testing.assert_close(drawn(*inputs), plain(torch.nn.functional.linear(states, weight, bias if biased else None)))
+
+
+@pytest.mark.parametrize("support", [None, torch.arange(11).expand(7, 11)], ids=["full vocabulary", "support"])
+@pytest.mark.parametrize("piece", [22, 10_000], ids=["in pieces", "kept"])
+def test_a_float32_head_rounds_no_logit_of_a_bfloat16_model(monkeypatch, piece, support):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    random = torch.Generator().manual_seed(2)
+    given = [torch.randn(*shape, generator=random).bfloat16() for shape in ((5, 64), (11, 64), (11,))]
+    exact = [tensor.double().requires_grad_() for tensor in given]
+    expected = plain(torch.nn.functional.linear(*exact))
+    expected.sum().backward()
+    errors = []
+    for in_float32 in (True, False):
+        mine = [tensor.clone().requires_grad_() for tensor in given]
+        head = Head(mine[1], mine[2], in_float32)
+        got, _ = token_logprobs(mine[0], head=head, temperatures=TEMPERATURES, row=ROW, target=TARGET, support=support)
+        got.sum().backward()
+        errors.append(float((got - expected).detach().abs().max()))
+        for tensor, reference in zip(mine, exact, strict=True):
+            torch.testing.assert_close(tensor.grad.double(), reference.grad, rtol=0.02, atol=0.02 * float(reference.grad.abs().max()))
+    assert errors[0] < 1e-4 < 100 * errors[0] < errors[1]
 
 
 def test_never_more_logits_are_alive_than_two_pieces(monkeypatch):
@@ -58,7 +79,7 @@ def test_never_more_logits_are_alive_than_two_pieces(monkeypatch):
     monkeypatch.setattr(module.functional, "linear", lambda *given: sizes.append((out := linear(*given)).numel()) or out)
     states, weight = torch.randn(40, 4, requires_grad=True), torch.randn(module.PIECE_ELEMENTS // 16, 4, requires_grad=True)
     row = torch.arange(40)
-    token_logprobs(states, head=(weight, None), temperatures=torch.ones(40), row=row, target=row)[0].sum().backward()
+    token_logprobs(states, head=Head(weight), temperatures=torch.ones(40), row=row, target=row)[0].sum().backward()
     assert len(sizes) == 6  # three pieces, and each again for the gradient
     assert max(sizes) * 4 <= 32 * 2**20
 
@@ -86,7 +107,7 @@ def test_entropies_pass_a_finite_difference_check_beside_their_logprobs(monkeypa
     states, weight = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3)))
 
     def both(states, weight):
-        return token_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True)
+        return token_logprobs(states, head=Head(weight), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True)
 
     assert torch.autograd.gradcheck(both, (states, weight))
     whole = torch.log_softmax(states @ weight.T / TEMPERATURES[:, None], -1)
@@ -104,7 +125,7 @@ def test_logprobs_and_entropies_over_a_support_are_those_of_the_renormalised_dis
     states, weight = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3)))
 
     def both(states, weight):
-        return token_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True, support=SUPPORT)
+        return token_logprobs(states, head=Head(weight), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True, support=SUPPORT)
 
     assert torch.autograd.gradcheck(both, (states, weight))
     logprobs, entropies = both(states, weight)
