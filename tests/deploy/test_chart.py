@@ -161,3 +161,11 @@ def test_strimzis_own_model_knows_every_property_of_its_objects(tmp_path: Path) 
     printed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400).stdout.splitlines()
     pool = ["read KafkaNodePool", "read Kafka"]
     assert printed == [*pool, *["read KafkaUser"] * len(acl_rules("math")), "unknown in KafkaNodePool.Spec: [replica]", *pool]
+
+
+@needs_helm
+def test_monitoring_has_the_alerts_and_the_dashboard_as_they_are() -> None:
+    made = objects(VALUE_SETS["monitoring"])
+    rules = yaml.safe_load((ROOT / "deploy/observe/rules.yml").read_text())
+    assert made["PrometheusRule", "math-penstock"]["spec"] == rules
+    assert made["ConfigMap", "math-dashboard"]["data"]["penstock.json"] == (ROOT / "deploy/observe/dashboard.json").read_text()
