@@ -34,7 +34,7 @@ METRICS = """# Metrics
 
 In a name, STAT is `min`, `mean`, `max` or `p95`, N a number, SOURCE a data source, NAME any name, and USE a use of time.
 
-Each worker answers `/metrics` with its own metrics, the tracker also with the newest steps, evaluations and rewards. Names there have base
+Each worker serves its own metrics at `/metrics`, the tracker also with the newest steps, evaluations and rewards. Names there have base
 units. Those that end in `_total` are counters, which start at 0 with the process; the others are gauges. The labels `run`, `role` and
 `worker` name the worker; the variable part of a name is the label `stat`, `n`, `source`, `name` or `use`.
 

@@ -43,9 +43,9 @@ FORMER = "envs"
 """Former import path of `pipeline/data/tokenization.py`; nothing here imports it."""
 WIDTH_LIMIT = 14
 FILE_LINES_LIMIT = 450
-SINGLE_IMPORTER_BUDGET = 73
+SINGLE_IMPORTER_BUDGET = 74
 """Most modules that one other module imports."""
-LINES_BUDGET = 68_500
+LINES_BUDGET = 69_000
 """Most lines of the product: its lines rounded up to the next 500."""
 SUSPECT = re.compile(r"raise_signal|interrupt_main|SetAsyncExc|getpid|getpgrp|get_ident")
 NEVER_CALLED = frozenset({"raise_signal", "interrupt_main", "PyThreadState_SetAsyncExc"})

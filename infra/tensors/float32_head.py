@@ -1,4 +1,4 @@
-"""Logits of a bfloat16 model in float32: the output layer's products are summed and kept in float32 (`head_dtype` in vLLM)."""
+"""Logits of a bfloat16 model in float32: the output layer's products are summed in float32 (`head_dtype` in vLLM)."""
 
 from typing import Any
 

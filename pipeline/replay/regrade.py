@@ -238,7 +238,7 @@ def _statuses(regraded: Regraded) -> dict[str, int]:
 
 
 def _estimate(recording: Recording, regraded: Regraded, *, notify: Notify) -> dict[str, Any]:
-    """Where the effective sample size will probably fall below the floor.
+    """Step at which the effective sample size will probably fall below the floor.
 
     The log weights of recorded samples between the weights before the first step and those that generated them have a variance v. A policy
     that moves as far, at a cosine c of the advantages to the recorded ones, is about 2 (1 - c) v away from the samples, and ESS = exp(-v).

@@ -278,7 +278,7 @@ def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: i
 
 
 class Summary(NamedTuple):
-    """What the list of runs shows of one."""
+    """Facts of a run in the list of runs."""
 
     status: str
     reward: float | None
@@ -314,7 +314,7 @@ class Runs:
         return watched
 
     def summary(self, run: str) -> Summary:
-        """What the list shows of a run, without opening it. Raises `LogError`."""
+        """Facts of a run for the list, read without opening it. Raises `LogError`."""
         if run in self._opened:
             return _summary(self[run].update())
         if run in self._ended:

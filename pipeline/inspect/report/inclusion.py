@@ -25,7 +25,7 @@ class InvalidProof(PenstockError):
 
 
 class Inclusion(NamedTuple):
-    """What a valid proof shows, if root and head are those of a card."""
+    """Content of a valid proof, if root and head are those of a card."""
 
     run: str
     group: int

@@ -42,7 +42,7 @@ def of_groups(
     recording: Recording, step: int, members: Sequence[Group], culprits: Collection[int], weights: Mapping[int, float], *,
     notify: Callable[[str], None],
 ) -> Iterator[Cause]:  # fmt: skip
-    """What distinguishes these groups from the others of the step."""
+    """Properties that distinguish these groups from the others of the step."""
     mine, others = ([group for group in members if (group.group in culprits) == culprit] for culprit in (True, False))
     named = f"group {mine[0].group}" if len(mine) == 1 else f"the {len(mine)} groups"
     if (share := sum(weights[group] for group in culprits)) > 0.5:
@@ -63,7 +63,7 @@ def of_groups(
 
 
 def of_step(recording: Recording, step: int) -> Iterator[Cause]:
-    """What distinguishes a step from those before it."""
+    """Properties that distinguish a step from those before it."""
     now, before = recording.steps[step].metrics, [entry.metrics for entry in recording.steps[max(0, step - BEFORE) : step]]
     usual = {name: median(values) for name in now if (values := [metrics[name] for metrics in before if name in metrics])}
     since = f"median of the {len(before)} steps before"

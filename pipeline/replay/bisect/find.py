@@ -32,7 +32,7 @@ LOWER = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectRequest:
-    """What to search, and how much of it."""
+    """Object and limits of a search."""
 
     test: str
     good: int = 0
