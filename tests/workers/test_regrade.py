@@ -166,6 +166,8 @@ def test_a_repaired_reward_makes_the_run_that_had_it_from_that_step_and_continue
     capsys.readouterr()
     assert main(["explain", kid, str(after.steps[3].plan[0].group), "--bootstrap", "here:1"]) == 0
     assert "regrade:parent" in capsys.readouterr().out
+    assert main(["replay", "rollout", kid, "--step", "3", "--bootstrap", "here:1"]) == 2
+    assert "penstock replay rollout parent --group" in capsys.readouterr().err
     assert main(["replay", "train", kid, "--bootstrap", "here:1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["matching_steps"] == STEPS
 
