@@ -109,7 +109,8 @@ class Containers:
 
     def finished(self) -> bool:
         """True if every worker has exited with status 0; those that a fault has ended are started again, as Compose does it."""
-        states = dict(line.split() for line in self.engine("ps", "--all", "--format={{.Names}} {{.State}}-{{.ExitCode}}").splitlines())
+        shown = self.engine("inspect", "--format={{.Name}} {{.State.Status}}-{{.State.ExitCode}}", *WORKERS)
+        states = dict(line.split() for line in shown.splitlines())
         for name in WORKERS:
             if states[name] == "exited-1":
                 self.engine("start", name)
