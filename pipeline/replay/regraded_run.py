@@ -19,7 +19,7 @@ from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import Objective, Step, StepOutcome
 from penstock.pipeline.replay.fork import origin_of
 from penstock.pipeline.replay.recording import Recording, spans, with_model
-from penstock.pipeline.replay.regrade import PlannedStep, Regraded
+from penstock.pipeline.replay.regrade import Past, PlannedStep, Regraded
 from penstock.pipeline.replay.rescored_groups import NewRun, read_prompts
 from penstock.pipeline.replay.restore_policy import PROGRESS_S, advance_to, open_policy
 from penstock.pipeline.rewards.scoring import group_of
@@ -107,7 +107,9 @@ class _Branch:
         new.copy(only=frozenset(range(below)), notify=notify)
         self._save()
         steps, numbers = self.policy.steps_done - past.first, new.offsets.keys() - past.settled
-        self.info["regraded_from"] = origin | {"steps": steps, "groups": list(spans(sorted(numbers)))}
+        self.info["regraded_from"] = origin | {
+            "steps": steps, "groups": list(spans(sorted(numbers))), "before": _earlier(self.recording.info.get("regraded_from"), past),
+        }  # fmt: skip
         self.entries[0] = replace(self.entries[0], details=new.opening(self.info))
         return new.register(self.info, self.entries, self.manifests, status="created")
 
@@ -213,6 +215,15 @@ class _Branch:
 
         if (store := open_store(self.new.config, self.new.run)) is not None:
             store.write(state, save=policy.backend.save, record=record)
+
+
+def _earlier(origin: dict[str, Any] | None, past: Past) -> dict[str, Any] | None:
+    """The part of a parent's regraded groups that is in the copied steps."""
+    if origin is None:
+        return None
+    numbers = [number for low, high in origin["groups"] for number in range(low, high + 1) if number in past.settled]
+    steps = max(0, min(origin["steps"], past.first - origin["step"]))
+    return origin | {"steps": steps, "groups": list(spans(numbers)), "before": _earlier(origin.get("before"), past)}
 
 
 def _require_near(training: Step, floor: float) -> None:

@@ -139,6 +139,9 @@ def test_the_same_reward_makes_the_parent_bit_for_bit(
     ]
     report = continued(log, kid)
     assert (report["status"], report["weights"]["digest"]) == ("finished", before.steps[-1].digest)
+    assert numbers(regraded(log, kid, f"{kid}s-kid", first=STEPS - 1)) == numbers(before)
+    found = audited(log, f"{kid}s-kid")
+    assert broken(found) == set(), as_text(found)
 
 
 @pytest.mark.usefixtures("parent")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,14 @@ BY_ARRIVAL = frozenset({"in_flight", "bounded"})
 
 DROPS = frozenset({"filtered", "failed", "abandoned"})
 """Outcomes of a group that is not trained and makes room for another."""
+
+
+class Regraded(NamedTuple):
+    """Groups that a parent run generated, and the steps that train them."""
+
+    parent: str
+    steps: range
+    groups: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +48,17 @@ class Terms:
     """s: extra groups of a round, which start before the version of their slot is published."""
     turns_by_log: bool = False
     """True if turns travel through the topics `calls` and `replies`."""
-    parent: str | None = None
-    """The run that generated the regraded groups."""
-    regraded_steps: range = range(0)
-    """The steps that train them."""
-    regraded_groups: tuple[range, ...] = ()
+    regraded: tuple[Regraded, ...] = ()
+    """Groups of parent runs, those of the nearest parent first."""
 
     @property
     def round_groups(self) -> int:
         """U·S: groups trained between two published versions."""
         return self.prompts_per_step * self.steps_per_version
 
-    def is_regraded(self, group: int) -> bool:
-        """True if the parent run admitted the group and generated its samples."""
-        return any(group in numbers for numbers in self.regraded_groups)
+    def regraded_from(self, group: int) -> Regraded | None:
+        """The parent run that admitted the group and generated its samples; None for an own group."""
+        return next((origin for origin in self.regraded if any(group in numbers for numbers in origin.groups)), None)
 
     def learner_version(self, step: int) -> int:
         """The version that the 0-based `step` trains: floor(step / S)."""
@@ -81,7 +86,11 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
     try:
         schedule = config["schedule"]
         max_lag = schedule["max_lag"]
-        origin = info.get("regraded_from") or {"run": None, "step": 0, "steps": 0, "groups": ()}
+        origins, origin = list[Regraded](), info.get("regraded_from")
+        while origin:
+            steps = range(origin["step"], origin["step"] + origin["steps"])
+            origins.append(Regraded(origin["run"], steps, tuple(range(low, high + 1) for low, high in origin["groups"])))
+            origin = origin.get("before")
         return Terms(
             prompts_per_step=int(schedule["prompts_per_step"]),
             samples_per_prompt=int(schedule["samples_per_prompt"]),
@@ -92,9 +101,7 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
             order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),
             steps=int(info["steps"]),
             turns_by_log=config.get("environment", {}).get("carrier") == "log",
-            parent=origin["run"],
-            regraded_steps=range(origin["step"], origin["step"] + origin["steps"]),
-            regraded_groups=tuple(range(low, high + 1) for low, high in origin["groups"]),
+            regraded=tuple(origins),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"the run's configuration lacks {error}: it was made by another version") from error

@@ -96,24 +96,23 @@ def one_status(facts: Facts) -> Iterator[Violation]:
 @check(
     "regraded",
     "groups of a parent run name it, and the regraded steps train them alone",
-    groups=lambda facts: sum(map(len, facts.terms.regraded_groups)),
+    groups=lambda facts: sum(len(numbers) for origin in facts.terms.regraded for numbers in origin.groups),
 )
 def regraded(facts: Facts) -> Iterator[Violation]:
     """A regraded group names its parent run, no other group names one, and the regraded steps train those groups and no other."""
-    terms = facts.terms
-    query = "SELECT group_id, partition, offset, parent FROM outcomes WHERE parent IS NOT NULL OR :parent IS NOT NULL ORDER BY rowid"
-    for group, *where, parent in facts.rows(query, parent=terms.parent):
-        if parent != (expected := terms.parent if terms.is_regraded(group) else None):
+    terms, any_regraded = facts.terms, bool(facts.terms.regraded)
+    query = "SELECT group_id, partition, offset, parent FROM outcomes WHERE parent IS NOT NULL OR ? ORDER BY rowid"
+    for group, *where, parent in facts.rows(query, any_regraded):
+        origin = terms.regraded_from(group)
+        if parent != (expected := origin.parent if origin else None):
             text = f"its record names {parent or 'no run'} as its parent, expected {expected or 'none'}"
             yield Violation(text=text, group=group, where=RecordId("groups", *where))
-    trained = "SELECT group_id, step FROM lifecycles WHERE step IS NOT NULL AND :parent IS NOT NULL ORDER BY step, group_id"
-    for group, step in facts.rows(trained, parent=terms.parent):
-        if terms.is_regraded(group) != (step in terms.regraded_steps):
-            steps = f"{terms.regraded_steps.start} to {terms.regraded_steps.stop - 1}"
-            own = "of" if terms.is_regraded(group) else "not of"
-            yield Violation(
-                text=f"a group {own} {terms.parent} is trained in step {step}, regraded are steps {steps}", group=group, step=step
-            )
+    trained = "SELECT group_id, step FROM lifecycles WHERE step IS NOT NULL AND ? ORDER BY step, group_id"
+    for group, step in facts.rows(trained, any_regraded):
+        origin, of_step = terms.regraded_from(group), next((origin for origin in terms.regraded if step in origin.steps), None)
+        if origin != of_step:
+            own, steps = (f"of {origin.parent}" if origin else "of the run"), (f"those of {of_step.parent}" if of_step else "own ones")
+            yield Violation(text=f"a group {own} is trained in step {step}, which trains {steps}", group=group, step=step)
 
 
 def group_statuses(facts: Facts) -> dict[str, int]:

@@ -38,7 +38,7 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
         WHERE admitted ORDER BY group_id
     """
     for group, partition, offset, slot, min_version, samples, may_be_dropped, outcome in facts.rows(query):
-        if slot is None or terms.is_regraded(group):  # the parent counted its own drops
+        if slot is None or terms.regraded_from(group):  # the parent counted its own drops
             droppable += may_be_dropped
             continue
         counted = group - slot
@@ -66,7 +66,7 @@ def backpressure(facts: Facts) -> Iterator[Violation]:
     needed_slots, comparable = terms.steps * terms.prompts_per_step + terms.oversample_groups, one_clock(facts)
     query = "SELECT group_id, slot, created_ns, partition, offset FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id"
     for group, slot, created_ns, *where in facts.rows(query):
-        if terms.is_regraded(group):
+        if terms.regraded_from(group):
             continue
         violation = partial(Violation, group=group, where=RecordId("prompts", *where))
         needed = terms.needed_version(slot)
@@ -104,7 +104,7 @@ def versions(facts: Facts) -> Iterator[Violation]:
             CASE WHEN kind = 'first' AND s.partition = l.partition THEN sample END, s.rowid
     """
     for group, partition, offset, sample, version_min, version_max, oldest in facts.rows(query, published=json.dumps(sorted(published))):
-        if facts.terms.is_regraded(group):
+        if facts.terms.regraded_from(group):
             continue  # the versions are those of the parent
         violation = partial(Violation, group=group, where=RecordId("rollouts", partition, offset))
         if oldest is not None and version_min < oldest:
