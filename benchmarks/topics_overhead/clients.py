@@ -1,7 +1,7 @@
 """Many clients without models on one broker: time to join, time of a rebalance, latency, memory; then what the feeder reads of a group.
 
-    python -m benchmarks clients --clients 50 200 1000
-    python -m benchmarks clients --clients 1000 --session 60
+    python -m benchmarks topics_overhead clients --clients 50 200 1000
+    python -m benchmarks topics_overhead clients --clients 1000 --session 60
 
 A client is what a rollout worker is to the broker: a member of the consumer group on `prompts` and a producer for `rollouts` and a status a
 second, both as the product makes them, in few processes. This process writes prompts at a constant rate, and reads the records that
