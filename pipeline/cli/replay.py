@@ -41,6 +41,9 @@ Rewards = Annotated[
     ),
 ]
 Weights = Annotated[str | None, typer.Option("--weights", metavar="W,W", help="A weight for each reward, separated by commas.")]
+RewardOverrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
+]
 Threshold = Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")]
 Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")]
 
@@ -106,9 +109,7 @@ def score(
     *,
     reward: Rewards = None,
     weights: Weights = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
-    ] = None,
+    overrides: RewardOverrides = None,
     threshold: Threshold = 0.5,
     new_run: Annotated[str | None, typer.Option("--write", metavar="NEWRUN", help="Write a new run with the new groups.")] = None,
     model: Annotated[
@@ -185,16 +186,13 @@ def train(
     """Train recorded steps again, without other workers, and compare every bit; with --set or --without, train them with a change."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.overrides import what_if
-    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.runtime.registration.trust import Trust, keys_of, require_trusted, user_code
 
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if follow:
             refuse_folder(log, "--follow")
-        recording = Recording.open(log, run_id)
-        try:
-            if model is not None:
-                recording.config = with_model(recording.config, model.resolve())
+        with Recording.open(log, run_id, model=model) as recording:
             chosen = what_if(recording.config, overrides or [], without=group_numbers(without))
             if overrides and not chosen.changed:
                 notify(f"--set changes nothing: {recording.run} was trained with these settings")
@@ -215,8 +213,6 @@ def train(
                 logged = recording.config.mlflow.enabled if mlflow is None else mlflow
                 return _what_if(recording, chosen, request, export=export, mlflow=logged, json=json)
             return _exact(recording, request, json=json)
-        finally:
-            recording.close()
 
 
 def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> int:
@@ -269,24 +265,18 @@ def bisect(
     json: Json = False,
 ) -> None:
     """Find the step after which a test keeps failing, the groups responsible for it, the cause, and the fork without them."""
-    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
-    with reading(run, bootstrap, security, executes=True) as (log, run_id):
-        recording = Recording.open(log, run_id)
-        try:
-            if model is not None:
-                recording.config = with_model(recording.config, model.resolve())
-            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
-            prepare(recording.config)
-            from penstock.pipeline.replay.bisect.find import BisectRequest, as_text  # imports torch, which reads the environment then
-            from penstock.pipeline.replay.bisect.find import bisect as search
+    with reading(run, bootstrap, security, executes=True) as (log, run_id), Recording.open(log, run_id, model=model) as recording:
+        require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
+        prepare(recording.config)
+        from penstock.pipeline.replay.bisect.find import BisectRequest, as_text  # imports torch, which reads the environment then
+        from penstock.pipeline.replay.bisect.find import bisect as search
 
-            other = None if against is None else _other_config(log, against, trust_code=trust_code)
-            request = BisectRequest(test=test, good=good, bad=bad, replays=replays)
-            result = search(recording, request, against=other, notify=notify)
-        finally:
-            recording.close()
+        other = None if against is None else _other_config(log, against, trust_code=trust_code)
+        request = BisectRequest(test=test, good=good, bad=bad, replays=replays)
+        result = search(recording, request, against=other, notify=notify)
     if json:
         emit(result)
     else:
@@ -312,9 +302,7 @@ def regrade(
     *,
     reward: Rewards = None,
     weights: Weights = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
-    ] = None,
+    overrides: RewardOverrides = None,
     from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="S", help="First step that gets the new rewards.")] = 0,
     floor: Annotated[
         float | None,
@@ -333,7 +321,7 @@ def regrade(
 ) -> int:
     """Show what another reward would change in a run; with --start, train its groups again under that reward and continue live."""
     from penstock.infra.paths import make_files_private
-    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.replay.rescore import RescoreRequest
     from penstock.pipeline.runtime.registration.run_registry import resolve
     from penstock.pipeline.runtime.registration.trust import Trust
@@ -344,10 +332,7 @@ def regrade(
         model=None if model is None else str(model.resolve()), processes=processes, trust=Trust(code=trust_code),
     )  # fmt: skip
     with at(bootstrap, security, attends=start, start=start) as log:
-        recording = Recording.open(log, resolve(log, run, executes=True))
-        try:
-            if model is not None:
-                recording.config = with_model(recording.config, model.resolve())
+        with Recording.open(log, resolve(log, run, executes=True), model=model) as recording:
             prepare(recording.config)
             from penstock.pipeline.replay.regrade import as_text, score_from  # imports torch, which reads the environment then
 
@@ -359,8 +344,6 @@ def regrade(
             from penstock.pipeline.replay.regraded_run import write_regraded
 
             new = write_regraded(recording, regraded, run_id=run_id, notify=notify).run
-        finally:
-            recording.close()
         from penstock.pipeline.launch.launcher import resume
 
         notify(f"{new} continues live; if it is interrupted: penstock run --resume {new}")

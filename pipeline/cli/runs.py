@@ -217,7 +217,12 @@ def _proof(log: "Log", run: str, group: int, directory: Path, *, record: bool) -
     from penstock.pipeline.learner.ledger_history import with_later_parts
     from penstock.pipeline.runtime.topic_reader import RunReader
 
-    stated = provenance.read_statement(directory)["predicate"]
+    try:
+        stated = provenance.read_statement(directory)["predicate"]
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{directory / provenance.STATEMENT}: {error}; write the card again: penstock card {run}") from error
     reader = RunReader(log, run)
     chain = provenance.read_chain(reader)[: stated["ledger"]["entries"]]
     planned = next((each for entry, _ in chain for each in entry.plan if each.group == group), None)

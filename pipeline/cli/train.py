@@ -220,24 +220,19 @@ def fork(
 ) -> int:
     """Register a new run that starts with another run's weights, optimizer and position in the data after some of its steps."""
     from penstock.infra.paths import make_files_private
-    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.runtime.registration.run_registry import resolve
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
     make_files_private()
     with at(bootstrap, security, attends=start, start=True) as log:
-        recording = Recording.open(log, resolve(log, run, executes=True))
-        try:
-            if model is not None:
-                recording.config = with_model(recording.config, model.resolve())
+        with Recording.open(log, resolve(log, run, executes=True), model=model) as recording:
             require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 
             left_out = group_numbers(without)
             created = make(recording, from_step, overrides or [], run_id=run_id, notify=notify, without=left_out)
-        finally:
-            recording.close()
         new, origin = created.record.run, created.origin
         state = f"{origin['run']} after {origin['step']} steps"
         notify(f"{new} starts from {state}, with the weights {origin['digest'][:16]}… in {created.directory}")

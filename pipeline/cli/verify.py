@@ -45,8 +45,8 @@ class Verification:
 
     def check_files(self) -> None:
         """Level 1: the files are those that the statement names."""
-        from penstock.pipeline.inspect.report.provenance import STATEMENT
-        from penstock.pipeline.replay.provenance.statement import check_files, read_statement
+        from penstock.pipeline.inspect.report.provenance import STATEMENT, read_statement
+        from penstock.pipeline.replay.provenance.statement import check_files
 
         with self.level(STATEMENT) as figures:
             self.statement = read_statement(self.directory)
@@ -80,9 +80,8 @@ class Verification:
             self.problems += claims.check_topics(topics, digests.as_table(), starts=starts, later=digests.later if facts.closed else {})
             figures |= {"entries": len(entries), "audit": report.summary(audited), "topics": len(topics)}
             try:
-                with reading(log, bootstrap, security) as (read_log, run):
-                    recording = Recording.open(read_log, run)
-                    recording.close()
+                with reading(log, bootstrap, security) as (read_log, run), Recording.open(read_log, run) as recording:
+                    pass
             except ConfigError as error:  # the audit has read the run: its record is damaged
                 raise ValueError(str(error)) from error
             self.problems += claims.check_model(self.directory, predicate["weights"], recording.ledger_state.manifests.get(0))
@@ -98,28 +97,26 @@ class Verification:
 
         assert self.statement is not None
         head = self.statement["predicate"]["ledger"]["head"]
-        with self.level(log) as figures, reading(log, bootstrap, security, executes=True) as (read_log, run):
-            recording = Recording.open(read_log, run)
-            try:
-                code = user_code(recording.config, sections=("algorithm", "trainer"))
-                require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify, code=code)
-                prepare(recording.config)
-                from penstock.pipeline.replay.provenance import single_steps  # imports torch, which reads the environment then
+        with (
+            self.level(log) as figures,
+            reading(log, bootstrap, security, executes=True) as (read_log, run),
+            Recording.open(read_log, run) as recording,
+        ):
+            code = user_code(recording.config, sections=("algorithm", "trainer"))
+            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify, code=code)
+            prepare(recording.config)
+            from penstock.pipeline.replay.provenance import single_steps  # imports torch, which reads the environment then
 
-                steps = single_steps.selected(recording, count, seed=f"{head}/{seed}")
-                cost_s = sum(entry.metrics.get("compute_s", 0.0) for entry in steps)
-                notify(
-                    f"repeating steps {', '.join(str(entry.step) for entry in steps)}: the run's trainer computed them in {cost_s:.1f} s"
-                )
-                figures["steps"] = []
-                for repeated in single_steps.repeat_steps(recording, steps, architecture=str(self.directory), notify=notify):
-                    figures["steps"].append(asdict(repeated))
-                    text = "; ".join(repeated.differences)
-                    notify(f"step {repeated.step}: {text or 'the same bits'}")
-                    if not repeated.same:
-                        self.problems.append(Problem(level=3, kind="changed", name=f"step {repeated.step}", text=text))
-            finally:
-                recording.close()
+            steps = single_steps.selected(recording, count, seed=f"{head}/{seed}")
+            cost_s = sum(entry.metrics.get("compute_s", 0.0) for entry in steps)
+            notify(f"repeating steps {', '.join(str(entry.step) for entry in steps)}: the run's trainer computed them in {cost_s:.1f} s")
+            figures["steps"] = []
+            for repeated in single_steps.repeat_steps(recording, steps, architecture=str(self.directory), notify=notify):
+                figures["steps"].append(asdict(repeated))
+                text = "; ".join(repeated.differences)
+                notify(f"step {repeated.step}: {text or 'the same bits'}")
+                if not repeated.same:
+                    self.problems.append(Problem(level=3, kind="changed", name=f"step {repeated.step}", text=text))
 
 
 def verify(

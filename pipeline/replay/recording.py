@@ -46,13 +46,18 @@ class Recording:
     _tail: Tail | None = None
 
     @classmethod
-    def open(cls, log: Log, run: str) -> Self:
-        """Read up to the current end. Raises `PenstockError` if the run is not registered or its first ledger entries were deleted."""
+    def open(cls, log: Log, run: str, *, model: Path | None = None) -> Self:
+        """Read up to the current end; `model` replaces `model.path`, whose directory need not exist on this machine.
+
+        Raises `PenstockError` if the run is not registered or its first ledger entries were deleted.
+        """
         registered = registration(log, run)
         record = registered.record
         if record is None:
             raise RunNotFound(run)
-        recording = cls(log, run, registered, record, from_json(record.config), json.loads(record.info), LedgerState(run))
+        config = from_json(record.config)
+        config = config if model is None else with_model(config, model.resolve())
+        recording = cls(log, run, registered, record, config, json.loads(record.info), LedgerState(run))
         partitions = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), start in log.beginning_offsets(partitions).items():
             if start:
@@ -87,6 +92,12 @@ class Recording:
         """Stop reading."""
         if self._tail is not None:
             self._tail.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _apply(self, record: Record) -> None:
         try:

@@ -41,7 +41,7 @@ class Podman:
 
     def make(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Run targets of the Makefile on this storage, with this machine's certificates and downloads."""
-        mounts = [f"-v {_CERTIFICATES}:{_CERTIFICATES}:ro"] * _CERTIFICATES.is_dir() + [f"-v {_CACHE}:/root/.cache/uv:O"] * _CACHE.is_dir()
+        mounts = [f"-v {_CERTIFICATES}:{_CERTIFICATES}:ro"] * _CERTIFICATES.is_dir() + [f"-v {_CACHE}:/var/cache/uv:O"] * _CACHE.is_dir()
         arguments = ["make", "--no-print-directory", *words, "ENGINE=podman", "IMAGE_ARGS=" + " ".join(["--network=host", *mounts])]
         quiet = {name: value for name, value in self.environment.items() if not name.startswith("MAKE")}
         return subprocess.run(arguments, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=3000, check=False)

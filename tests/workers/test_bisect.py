@@ -14,23 +14,16 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.inspect.report.summary import collect
-from penstock.pipeline.launch import broker_keeper
 from penstock.pipeline.replay.bisect.measure import Measurer
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
+from tests.support.log_here import HERE, LogHere, use_log
 from tests.support.trainer_alone import config_for, group_of, trained, written
 from tests.support.worker_set import PIPELINE, WorkerSet
 
-HERE = "here:1"
 STEPS, PER_STEP, POISONED = 8, 4, 21
 """Group 21 is the second of step 5."""
-
-
-class LogHere(MemoryLog):
-    """The in-memory log as a broker at an address."""
-
-    bootstrap = HERE
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +33,7 @@ def log() -> LogHere:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
-    """The broker that the command connects to is the in-memory log."""
-    monkeypatch.setattr(broker_keeper, "connect", lambda *_, **__: log)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    use_log(monkeypatch, log)
 
 
 def paid(group: Group, reward: float) -> Group:

@@ -11,19 +11,12 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.launch import broker_keeper
 from penstock.pipeline.learner.ledger_history import ledger_head, read_ledger_history
 from penstock.pipeline.runtime.registration.run_registry import find
+from tests.support.log_here import HERE, LogHere, use_log
 from tests.support.worker_set import WorkerSet, complete, config_of
 
 STEPS, AT = 4, 2
-HERE = "here:1"
-
-
-class LogHere(MemoryLog):
-    """The in-memory log as a broker at an address."""
-
-    bootstrap = HERE
 
 
 ROLES = ("trainer", "rollout", "scorer", "feeder", "tracker")
@@ -36,10 +29,7 @@ def log() -> LogHere:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
-    """What the command sets for its own process is put back, and the broker it is given is the in-memory log."""
-    monkeypatch.setattr(broker_keeper, "connect", lambda *_, **__: log)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    use_log(monkeypatch, log)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.inspect.audit.report import as_text
-from penstock.pipeline.launch import broker_keeper
 from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.regrade import Candidate, Past, in_order, plan_steps, score_from
@@ -20,6 +19,7 @@ from penstock.pipeline.replay.regraded_run import write_regraded
 from penstock.pipeline.replay.rescore import RescoreRequest
 from penstock.pipeline.scheduling.rules import preset
 from tests.support.listed_records import broken
+from tests.support.log_here import LogHere, use_log
 from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of
 
 STEPS = 6
@@ -42,12 +42,6 @@ def broken(completions, **columns):
 PIPELINED = {"mode": "pipelined", "steps_per_version": 2}
 
 
-class LogHere(MemoryLog):
-    """The in-memory log as a broker at an address."""
-
-    bootstrap = "here:1"
-
-
 @pytest.fixture(scope="module")
 def log() -> LogHere:
     return LogHere()
@@ -55,9 +49,7 @@ def log() -> LogHere:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
-    monkeypatch.setattr(broker_keeper, "connect", lambda *_, **__: log)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    use_log(monkeypatch, log)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -32,6 +32,8 @@ from penstock.topics.wire.secrets import without_password
 STATEMENT, README, SIGNATURE, SALT = "provenance.json", "README.md", "model.sig", "card.salt"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://penstock.dev/run/v1"
+CLAIMS = ("run", "fingerprint", "ledger", "steps", "weights", "versions", "evaluations", "audit")
+"""Keys of the predicate."""
 PREVIOUS = "README.previous{}.md"
 """Name of a README.md that a card replaces; the number is empty for the first one."""
 UNNAMED = ("*.sig", "*.sigstore", "*.sigstore.json", ".git/*", ".gitattributes", ".cache/*", ".*.new")
@@ -99,21 +101,20 @@ def predicate(
     """
     entries = [entry for entry, _ in published.chain]
     details = [json.loads(entry.details or "{}") for entry in entries]
-    opened = [facts["fingerprint"] for facts in details if "fingerprint" in facts]
-    versions = [{"version": entry.version, "step": entry.step, "digest": entry.digest} for entry in entries if entry.kind == "version"]
+    claims = ledger_claims(entries)
     info, figures, prompts = info_of(published.view), published.figures, published.prompts
     parent = info.get("forked_from") or info.get("rescored_from")
     tree = None if prompts is None else leaves(published.chain, prompts)
     return {
         "run": published.view.run,
         "status": figures["status"],
-        "fingerprint": opened[-1] if opened else None,
+        "fingerprint": claims["fingerprint"],
         "ledger": {"head": ledger.digest(published.chain[-1][1]), "entries": len(entries)},
-        "steps": sum(entry.kind == "step" for entry in entries),
+        "steps": claims["steps"],
         "samples": figures["samples"],
         "tokens": figures["tokens"],
-        "weights": versions[-1]["digest"] if versions else None,
-        "versions": versions,
+        "weights": claims["weights"],
+        "versions": claims["versions"],
         "checkpoints": [
             {"step": entry.step, "version": entry.version, "digest": entry.digest, "manifest": facts.get("manifest")}
             for entry, facts in zip(entries, details, strict=True)
@@ -123,7 +124,11 @@ def predicate(
         "audit": audit,
         "licence": licence,
         "parent": {key: parent.get(key) for key in PUBLISHED_KEYS} if parent else None,
-        "base": {**_base(published.config), "weights": versions[0]["digest"] if versions else None, **info.get("digests", {})},
+        "base": {
+            **_base(published.config),
+            "weights": claims["versions"][0]["digest"] if claims["versions"] else None,
+            **info.get("digests", {}),
+        },
         "data": [
             {**each, "source": public(each["source"]), "licence": data_licences.get(each["source"], data_licences.get(each["name"]))}
             for each in info.get("data", ())
@@ -138,6 +143,18 @@ def predicate(
         "deleted": figures["gone"],
         "workers": dict(sorted(Counter(worker.role for worker in published.view.workers.values()).items())),
         "prompts": None if tree is None else {"root": root(tree, secret), "leaves": len(tree), "salted": True},
+    }
+
+
+def ledger_claims(entries: Sequence[ledger.Entry]) -> dict[str, Any]:
+    """The claims that follow from the ledger alone, of the same names."""
+    versions = [entry for entry in entries if entry.kind == "version"]
+    details = [json.loads(entry.details or "{}") for entry in entries if entry.kind in ("run-opened", "rebased")]
+    return {
+        "fingerprint": details[-1].get("fingerprint") if details else None,
+        "steps": sum(entry.kind == "step" for entry in entries),
+        "weights": versions[-1].digest if versions else None,
+        "versions": [{"version": entry.version, "step": entry.step, "digest": entry.digest} for entry in versions],
     }
 
 
@@ -216,14 +233,19 @@ def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify:
     return directory / STATEMENT
 
 
+def files_of(directory: Path, named: Collection[str] = ()) -> dict[str, Path]:
+    """The files below a model's directory that a statement names or has to name, by relative path."""
+    paths = {
+        path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir()
+    }
+    return {
+        name: path for name, path in paths.items() if name in named or not any(fnmatch(name, pattern) for pattern in (STATEMENT, *UNNAMED))
+    }
+
+
 def subjects(directory: Path) -> list[dict[str, Any]]:
     """Name and SHA-256 of every file of a model but the statement and `UNNAMED`."""
-    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
-    return [
-        {"name": name, "digest": {"sha256": sha256_of(path)}}
-        for name, path in sorted(files.items())
-        if name != STATEMENT and not any(fnmatch(name, pattern) for pattern in UNNAMED)
-    ]
+    return [{"name": name, "digest": {"sha256": sha256_of(path)}} for name, path in sorted(files_of(directory).items()) if path.is_file()]
 
 
 def sha256_of(path: Path) -> str:
@@ -232,14 +254,28 @@ def sha256_of(path: Path) -> str:
 
 
 def read_statement(directory: Path) -> dict[str, Any]:
-    """The statement in a folder. Raises `ConfigError`."""
+    """The statement in a model's directory. Raises `ConfigError` if there is none, `ValueError` if it is damaged."""
+    path = directory / STATEMENT
+    if not path.is_file():
+        raise ConfigError(f"{directory} has no {STATEMENT}: `penstock card RUN` writes it with the model card")
     try:
-        statement = json.loads((directory / STATEMENT).read_text(encoding="utf-8"))
-        if statement["predicateType"] == PREDICATE_TYPE and statement["predicate"]["ledger"]["entries"] >= 1:
-            return dict(statement)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ConfigError(f"{directory} has no {STATEMENT} of a run; write the card first: penstock card RUN")
+        statement = json.loads(path.read_bytes())
+        named = [(subject["name"], subject["digest"]["sha256"]) for subject in statement["subject"]]
+        predicate = statement["predicate"]
+        head, entries = predicate["ledger"]["head"], predicate["ledger"]["entries"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"no statement of this format ({type(error).__name__}: {error})") from error
+    texts = (statement.get("_type"), statement.get("predicateType"))
+    if texts != (STATEMENT_TYPE, PREDICATE_TYPE):
+        raise ValueError(f"the types are {texts[0]!r} and {texts[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
+    if missing := [name for name in CLAIMS if name not in predicate]:
+        raise ValueError(f"the claim {missing[0]!r} is missing")
+    hexadecimal = re.compile("[0-9a-f]{64}")
+    if not all(isinstance(text, str) and hexadecimal.fullmatch(text) for text in (*dict(named).values(), head)) or type(entries) is not int:
+        raise ValueError("a SHA-256 or the number of ledger entries is malformed")
+    if len(dict(named)) < len(named):
+        raise ValueError("it names a file twice")
+    return statement
 
 
 def require_signing() -> None:
@@ -271,7 +307,7 @@ def _keep_other_readme(directory: Path, text: str, notify: Callable[[str], None]
         return
     try:
         stated = {each["name"]: each["digest"]["sha256"] for each in read_statement(directory)["subject"]}
-    except (ConfigError, KeyError, TypeError):
+    except ValueError:
         stated = {}
     if stated.get(README) == sha256_of(path):
         return

@@ -1,28 +1,22 @@
 """The statement about a model and its run (in-toto Statement v1), compared with files, ledger, topics and checkpoints."""
 
-import hashlib
 import json
 import mmap
-import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.infra.checkpoints import MANIFEST, CheckpointStore, Recorded
-from penstock.infra.errors import CheckpointError, ConfigError
+from penstock.infra.errors import CheckpointError
 from penstock.infra.tensors.stream import TensorBytes, digest, hash_of
-from penstock.pipeline.inspect.report.provenance import PREDICATE_TYPE, STATEMENT, STATEMENT_TYPE, UNNAMED
+from penstock.pipeline.inspect.report.provenance import files_of, ledger_claims, sha256_of
 from penstock.topics import ledger
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.weights import Manifest
-
-CLAIMS = ("run", "fingerprint", "ledger", "steps", "weights", "versions", "evaluations", "audit")
-"""Keys of the predicate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,45 +34,10 @@ class Problem:
         return f"{self.kind}: {self.name}: {self.text}"
 
 
-def read_statement(directory: Path) -> dict[str, Any]:
-    """The statement in a model's directory. Raises `ConfigError` if there is none, `ValueError` if it is damaged."""
-    path = directory / STATEMENT
-    if not path.is_file():
-        raise ConfigError(f"{directory} has no {STATEMENT}: `penstock card RUN` writes it with the model card")
-    try:
-        statement = json.loads(path.read_bytes())
-        named = [(subject["name"], subject["digest"]["sha256"]) for subject in statement["subject"]]
-        predicate = statement["predicate"]
-        head, entries = predicate["ledger"]["head"], predicate["ledger"]["entries"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"no statement of this format ({type(error).__name__}: {error})") from error
-    texts = (statement.get("_type"), statement.get("predicateType"))
-    if texts != (STATEMENT_TYPE, PREDICATE_TYPE):
-        raise ValueError(f"the types are {texts[0]!r} and {texts[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
-    if missing := [name for name in CLAIMS if name not in predicate]:
-        raise ValueError(f"the claim {missing[0]!r} is missing")
-    hexadecimal = re.compile("[0-9a-f]{64}")
-    if not all(isinstance(text, str) and hexadecimal.fullmatch(text) for text in (*dict(named).values(), head)) or type(entries) is not int:
-        raise ValueError("a SHA-256 or the number of ledger entries is malformed")
-    if len(dict(named)) < len(named):
-        raise ValueError("it names a file twice")
-    return statement
-
-
-def _files_of(directory: Path, named: Collection[str]) -> dict[str, Path]:
-    """The files below a model's directory that a statement names or has to name, by relative path."""
-    paths = {
-        path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir()
-    }
-    return {
-        name: path for name, path in paths.items() if name in named or not any(fnmatch(name, pattern) for pattern in (STATEMENT, *UNNAMED))
-    }
-
-
 def check_files(directory: Path, statement: dict[str, Any]) -> Iterator[Problem]:
     """The differences between the files of a directory and the subjects of its statement."""
     named = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
-    files = _files_of(directory, named)
+    files = files_of(directory, named)
     for name, sha256 in named.items():
         if name not in files:
             yield Problem(level=1, kind="missing", name=name, text="the statement names it")
@@ -86,9 +45,7 @@ def check_files(directory: Path, statement: dict[str, Any]) -> Iterator[Problem]
         if not files[name].is_file():
             yield Problem(level=1, kind="changed", name=name, text="it is no file")
             continue
-        with files[name].open("rb") as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-        if actual != sha256:
+        if (actual := sha256_of(files[name])) != sha256:
             yield Problem(level=1, kind="changed", name=name, text=f"its SHA-256 is {actual[:16]}…, the statement has {sha256[:16]}…")
     for name in files.keys() - named.keys():
         yield Problem(level=1, kind="added", name=name, text="the statement does not name it")
@@ -141,7 +98,7 @@ def check_ledger(
     elif entries[count - 1][1] != head:
         text = f"entry {count - 1} has SHA-256 {entries[count - 1][1][:16]}…, the statement's head is {head[:16]}…"
         yield _changed(name="ledger/0", text=text)
-    for name, value in _claims_of([entry for entry, _ in entries[:count]]).items():
+    for name, value in ledger_claims([entry for entry, _ in entries[:count]]).items():
         if predicate[name] != value:
             yield _changed(name=name, text=f"the statement has {_short(predicate[name])}, the ledger {_short(value)}")
     for stated in predicate["evaluations"]:
@@ -150,18 +107,6 @@ def check_ledger(
         if differing := [key for key in ("version", *stated) if key not in ("sha256", "in_ledger") and stated.get(key) != values.get(key)]:
             what = f"has no evaluation {stated['sha256'][:16]}…" if actual is None else f"has {differing[0]} = {values.get(differing[0])}"
             yield _changed(name="evaluations", text=f"version {stated['version']}: the topic metrics {what}")
-
-
-def _claims_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The claims that follow from the ledger alone."""
-    versions = [entry for entry in entries if entry.kind == "version"]
-    details = [json.loads(entry.details or "{}") for entry in entries if entry.kind in ("run-opened", "rebased")]
-    return {
-        "fingerprint": details[-1].get("fingerprint") if details else None,
-        "steps": sum(entry.kind == "step" for entry in entries),
-        "weights": versions[-1].digest if versions else None,
-        "versions": [{"version": entry.version, "step": entry.step, "digest": entry.digest} for entry in versions],
-    }
 
 
 def _short(value: Any) -> str:
