@@ -213,9 +213,9 @@ def test_a_pid_that_now_belongs_to_another_program_is_neither_found_nor_killed(t
     assert not pid_file.exists()
 
 
-def test_a_process_deaf_to_sigterm_is_killed_and_said_not_to_have_ended_by_itself(tmp_path: Path) -> None:
+def test_a_process_that_ignores_both_signals_is_killed_and_reported_so(tmp_path: Path) -> None:
     pid_file = tmp_path / "process.json"
-    deaf = "trap '' TERM; echo deaf; while :; do sleep 0.1; done"
+    deaf = "trap '' TERM INT; echo deaf; while :; do sleep 0.1; done"
     pid = process.spawn(["sh", "-c", deaf], directory=tmp_path, output=tmp_path / "out", pid_file=pid_file)
     while not (tmp_path / "out").read_text():
         pass
