@@ -18,8 +18,8 @@ from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.schema import PoolSection, SourceSampling
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, samples, weights
 from penstock.topics.catalogue import CONTROL, RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.internal import owners, state
 from penstock.topics.turns import calls, replies
-from penstock.topics.upkeep import owners, state
 from penstock.topics.wire import headers
 from penstock.topics.wire.headers import Headers
 

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve()
 BUDGETS = {
-    r"draw|draws|drew|drawn|drawing|redraw|redrawn": 21,
+    r"draw|draws|drew|drawn|drawing|redraw|redrawn": 4,
     r"fate|fates": 0,
     r"killer|killers": 0,
     r"rival|rivals": 0,
@@ -26,7 +26,7 @@ BUDGETS = {
     r"whoever|whatever": 3,
     r"nobody|nobody's": 1,
     r"wish|wishes|wished": 0,
-    r"upkeep": 5,
+    r"upkeep": 0,
     r"beside": 1,
     r"hopeless": 0,
     r"undecided": 0,
@@ -36,7 +36,7 @@ BUDGETS = {
     r"found": 79,
     r"wanted": 3,
     r"known": 32,
-    r"kept": 25,
+    r"kept": 24,
     r"given": 6,
     r"place|places": 60,
     r"says|said|say": 40,

@@ -22,8 +22,8 @@ from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.rows import to_table
 from penstock.pipeline.runtime.registration import run_key
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.internal import owners, state
 from penstock.topics.turns import calls, replies
-from penstock.topics.upkeep import owners, state
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.visible import visible

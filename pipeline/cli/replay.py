@@ -94,7 +94,7 @@ def _line(sample: "ResampledCompletion") -> str:
     low, high = max(0, index - CONTEXT), index + CONTEXT + 1
     return (
         f"group {sample.group} sample {sample.sample} version {sample.version}: token {index} of {sample.comparable}\n"
-        f"  recorded {_ids(sample.recorded, low, index, high)}\n  again    {_ids(sample.drawn, low, index, high)}"
+        f"  recorded {_ids(sample.recorded, low, index, high)}\n  again    {_ids(sample.resampled, low, index, high)}"
     )
 
 

@@ -38,7 +38,7 @@ class ResampledCompletion:
     """Number of leading recorded tokens that were generated under `version`."""
     recorded: tuple[int, ...]
     """Token ids."""
-    drawn: tuple[int, ...]
+    resampled: tuple[int, ...]
     first_difference: int | None
     """Index of the first comparable token that differs; None if all are equal."""
     logprob_difference: float
@@ -69,7 +69,7 @@ def compare(recorded: Rollout, regenerated: Completion, *, version: int) -> Resa
     gaps = np.abs(recorded.behaviour_logprobs[:alike] - regenerated.logprobs[:alike])
     return ResampledCompletion(
         group=recorded.group, sample=recorded.sample, version=version, recorded_versions=tuple(map(int, recorded.span_versions)),
-        comparable=comparable, recorded=tuple(before.tolist()), drawn=tuple(now.tolist()), first_difference=first,
+        comparable=comparable, recorded=tuple(before.tolist()), resampled=tuple(now.tolist()), first_difference=first,
         logprob_difference=float(np.nanmax(gaps)) if len(gaps) and not np.isnan(gaps).all() else 0.0,
     )  # fmt: skip
 

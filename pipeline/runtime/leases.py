@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from penstock.infra.errors import ConfigError, Fenced, PenstockError
 from penstock.infra.log import Log, Producer, Tail, Transactions
 from penstock.topics.catalogue import control_topic
-from penstock.topics.upkeep import owners
-from penstock.topics.upkeep.owners import Owner, OwnerKind
+from penstock.topics.internal import owners
+from penstock.topics.internal.owners import Owner, OwnerKind
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 

@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import is_run_id
+from penstock.topics.internal import state
 from penstock.topics.turns import calls, replies
-from penstock.topics.upkeep import state
 from tests.support.examples import group_of, manifest_of, prompt_of, sample_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -162,7 +162,7 @@ def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(edited
     assert as_table(found)["duplicates"] == {
         "prompts": 1,
         "samples sent twice": 1,
-        "samples drawn twice": 1,
+        "samples generated twice": 1,
         "groups": 1,
         "ledger": 1,
         "manifests": 1,

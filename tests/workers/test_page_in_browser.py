@@ -119,7 +119,7 @@ def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_
     assert {"feeder", "rollout-0", "rollout-1", "scorer-0", "trainer"} <= set(lanes.get_attribute("data-lanes").split())
 
     def span() -> float:
-        page.evaluate("draw()")
+        page.evaluate("paintNow()")
         return float(lanes.get_attribute("data-to")) - float(lanes.get_attribute("data-from"))
 
     lanes.focus()
@@ -135,7 +135,7 @@ def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_
     box = lanes.bounding_box()
     page.mouse.move(box["x"] + 600, box["y"] + 60)
     page.mouse.wheel(0, -200)
-    page.wait_for_function("whole => draw() || lanes.dataset.to - lanes.dataset.from < whole", arg=whole)
+    page.wait_for_function("whole => paintNow() || lanes.dataset.to - lanes.dataset.from < whole", arg=whole)
     page.click("#timeline [data-do=all]")
     page.mouse.move(box["x"] + 500, box["y"] + 5)
     page.mouse.down()
@@ -154,7 +154,7 @@ def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(looked: Watche
           const lane = timeline.lanes.find((one) => one.items.some(ofTrained));
           const item = lane.items.find(ofTrained);
           zoomToGroup(item.group);
-          draw();
+          paintNow();
           const box = document.getElementById("lanes").getBoundingClientRect();
           const x = box.left + toX((item.start + item.end) / 2, box.width), y = box.top + lane.top + (item.row + 0.5) * lane.rowHeight;
           return [x, y, data.g_number[item.group], data.s_number[item.sample], lane.name];

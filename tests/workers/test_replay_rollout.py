@@ -29,8 +29,8 @@ def test_other_weights_draw_other_tokens_and_each_difference_is_named(recorded: 
     assert found["differences"], "seven steps at this learning rate change what is drawn"
     one = found["differences"][0]
     place = one["first_difference"]
-    assert one["recorded"][:place] == one["drawn"][:place]
-    assert one["recorded"][place : place + 1] != one["drawn"][place : place + 1]
+    assert one["recorded"][:place] == one["resampled"][:place]
+    assert one["recorded"][place : place + 1] != one["resampled"][place : place + 1]
 
 
 def test_a_change_that_has_no_part_in_drawing_is_refused(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:

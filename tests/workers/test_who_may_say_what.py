@@ -6,8 +6,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.leases import WriterLease, new_token
 from penstock.pipeline.runtime.roles import TOPICS, acl_rules
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from penstock.topics.upkeep import owners
-from penstock.topics.upkeep.owners import OWNER_KINDS, Owner
+from penstock.topics.internal import owners
+from penstock.topics.internal.owners import OWNER_KINDS, Owner
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.paths import ROOT

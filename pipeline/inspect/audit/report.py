@@ -30,7 +30,7 @@ def duplicates(facts: Facts) -> dict[str, int]:
     counts = {
         "prompts": facts.repeats.get("prompts", 0),
         "samples sent twice": copies,
-        "samples drawn twice": later - copies,
+        "samples generated twice": later - copies,
         "groups": facts.repeats.get("groups", 0),
         "ledger": facts.repeats.get("ledger", 0),
         "manifests": facts.repeats.get("weights", 0),

@@ -413,7 +413,7 @@ def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
     generated = sum(time.ended_s - time.started_s for time in times)
     whole = (rollout.ended_ns - rollout.started_ns) / NS
     rest = {"environment_s": whole - waited - generated} if whole >= waited + generated else {}
-    return {"waited_s": waited, "drawing_s": generated, **rest}
+    return {"waited_s": waited, "generating_s": generated, **rest}
 
 
 def _records_of(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:

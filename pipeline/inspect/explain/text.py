@@ -93,7 +93,7 @@ def _trajectory(sample: Plain) -> str:
     broken = f"; {last['finish']}" if last["source"] == "environment" else ""
     episode = f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
     seconds_of = sample.get("time_spent") or {}
-    names = {"waited_s": "waited for engines", "drawing_s": "generating", "environment_s": "environment"}
+    names = {"waited_s": "waited for engines", "generating_s": "generating", "environment_s": "environment"}
     return "; ".join([episode, *(f"{names[name]} {seconds:.3f} s" for name, seconds in seconds_of.items())])
 
 

@@ -17,8 +17,8 @@ from penstock.pipeline.inspect.run_view_types import RATE_WINDOW, Tally, WorkerV
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics.catalogue import RUNS_TOPIC, STATE, topic_name
+from penstock.topics.internal import state
 from penstock.topics.ledger import Entry
-from penstock.topics.upkeep import state
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing
 

@@ -16,7 +16,7 @@ from penstock.pipeline.inspect.stall import waiting_for
 from penstock.pipeline.inspect.status import WATCHED, standing
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from penstock.topics.upkeep import state
+from penstock.topics.internal import state
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RUN, RecordBuilder, as_records
 

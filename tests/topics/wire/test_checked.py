@@ -8,8 +8,8 @@ import pytest
 
 from penstock.topics import groups, ledger, rollouts, runs, weights
 from penstock.topics.catalogue import check_run_id
-from penstock.topics.upkeep import owners, state
-from penstock.topics.upkeep.owners import Owner
+from penstock.topics.internal import owners, state
+from penstock.topics.internal.owners import Owner
 from penstock.topics.wire.checked import is_name, whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.internal import owners, state
 from penstock.topics.turns import calls, replies
-from penstock.topics.upkeep import owners, state
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 from tests.support.mutations import DAMAGE, HARMLESS, signed

@@ -41,7 +41,7 @@ async function showTimeline(params) {
   }
   const g = data.byNumber.get(Number(params.get("group") ?? -1));
   if (g !== undefined) zoomToGroup(g);
-  draw();
+  paintNow();
 }
 
 // Live updates: the server sends the changed part of the page, which is patched in place, and new curves.

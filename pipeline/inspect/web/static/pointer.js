@@ -37,7 +37,7 @@ function zoomToGroup(g) {
   show(from - room, to + room);
 }
 
-function drawDrag(pen) {
+function paintDrag(pen) {
   if (!dragging || dragging.move || dragging.to === undefined) return;
   pen.globalAlpha = 0.18;
   pen.fillStyle = colour("focus");

@@ -1,4 +1,4 @@
-// Timeline: one lane per worker on a canvas. Only visible items are drawn, without the items hidden behind them.
+// Timeline: one lane per worker on a canvas. Only visible items are painted, without the items hidden behind them.
 
 const LABELS = 112, AXIS = 22, PAD = 8, STRIP = 5, MAX_ROWS = 16;
 const timeline = { lanes: [], from: 0, to: 1, least: 0, most: 1, chosen: -1, cursor: null, height: 0 };
@@ -64,7 +64,7 @@ function stack(items, most) {
   return Math.max(1, ends.length);
 }
 
-// One item per group if there are too many samples to draw each.
+// One item per group if there are too many samples to paint each.
 function byGroup(items) {
   const merged = new Map(), rest = items.filter((item) => item.group < 0);
   for (const item of items) {
@@ -101,10 +101,10 @@ let painting = false;
 function paint() {
   if (painting) return;
   painting = true;
-  requestAnimationFrame(() => { painting = false; draw(); });
+  requestAnimationFrame(() => { painting = false; paintNow(); });
 }
 
-function draw() {
+function paintNow() {
   const canvas = $("lanes"), scale = devicePixelRatio || 1, width = canvas.clientWidth;
   if (!width) return; // another view is shown
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(timeline.height * scale)) {
@@ -116,19 +116,19 @@ function draw() {
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.fillStyle = colour("back");
   pen.fillRect(0, 0, width, timeline.height);
-  drawAxis(pen, width);
+  paintAxis(pen, width);
   pen.save();
   pen.beginPath();
   pen.rect(LABELS, 0, width - LABELS, timeline.height);
   pen.clip();
-  drawItems(pen, width, scale);
-  drawDrag(pen);
+  paintItems(pen, width, scale);
+  paintDrag(pen);
   pen.restore();
   $("span").textContent = `${clock(ms(timeline.from), 1)} – ${clock(ms(timeline.to), 1)}  (${lasting(ms(timeline.to - timeline.from))})`;
   Object.assign(canvas.dataset, { from: timeline.from, to: timeline.to, lanes: timeline.lanes.map((lane) => lane.name).join(" ") });
 }
 
-function drawAxis(pen, width) {
+function paintAxis(pen, width) {
   const span = ms(timeline.to - timeline.from), most = Math.max(2, (width - LABELS) / 90);
   const step = niceStep(span / most);
   pen.font = "11px system-ui, sans-serif";
@@ -157,7 +157,7 @@ function niceStep(least) {
 }
 
 // All items, written into pixels: twenty thousand of them as rectangles of a canvas would take too long to move smoothly.
-function drawItems(pen, width, scale) {
+function paintItems(pen, width, scale) {
   const wide = Math.round(width * scale), high = Math.round(timeline.height * scale);
   if (!pixels || pixels.width !== wide || pixels.height !== high) {
     pixels = new ImageData(wide, high);
