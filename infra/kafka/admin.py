@@ -101,6 +101,8 @@ class Admin:
     def __init__(self, connection: Connection, cpu: CpuCosts, contact: Contact) -> None:
         self.connection, self.cpu, self.contact = connection, cpu, contact
         self._client: Any = None
+        self._spare: Any = None
+        """The consumer of a tail that was closed, for the next one."""
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
 
@@ -351,12 +353,33 @@ class Admin:
             lambda client: private_api.write_end_marker(client, where, hanging.producer_id, hanging.epoch, commit=commit),
         )
 
+    def take_spare(self) -> Any:
+        """A connected consumer without partitions; None if there is none."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None or private_api.connected(spare):
+            return spare
+        self._end(spare)
+        return None
+
+    def keep_spare(self, consumer: Any) -> bool:
+        """Keep an idle consumer for `take_spare`; False if it has to be closed."""
+        with self._lock:
+            if self._client is None or self._spare is not None or not private_api.is_idle(consumer):
+                return False
+            consumer.unsubscribe()
+            self._spare = consumer
+            return True
+
     def close(self) -> None:
         with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            self.cpu.unwatch(private_api.io_thread(client))
-            client.close()
+            clients, self._client, self._spare = [self._client, self._spare], None, None
+        for client in filter(None, clients):
+            self._end(client)
+
+    def _end(self, client: Any) -> None:
+        self.cpu.unwatch(private_api.io_thread(client))
+        client.close()
 
 
 def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:

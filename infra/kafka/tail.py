@@ -171,8 +171,11 @@ class KafkaTail:
         self._ids = TopicIds(admin)
         offsets = self._resolve(starts)
         self._few_until = 0.0
+        self._reusable = group is None and fetch_bytes is None
         configs = {} if fetch_bytes is None else {"max_partition_fetch_bytes": fetch_bytes}
-        self._consumer: Any = admin.contact.reach(lambda: make_consumer(admin, group=group, **configs))
+        self._consumer: Any = (self._reusable and admin.take_spare()) or admin.contact.reach(
+            lambda: make_consumer(admin, group=group, **configs)
+        )
         self._outage = Outage(admin.contact)
         self._assign(offsets)
 
@@ -200,6 +203,7 @@ class KafkaTail:
         self._consumer.assign([*read, *(TopicPartition(*partition) for partition in offsets if TopicPartition(*partition) not in read)])
         for partition, offset in offsets.items():
             self._consumer.seek(TopicPartition(*partition), offset)
+        private_api.await_leaders(self._consumer, _AWAY_S, renew=True)  # what an earlier tail knew may be of a deleted topic
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
         """Read these partitions too; one that is read already moves to its new start."""
@@ -277,8 +281,10 @@ class KafkaTail:
         return {partition_of(tp): to_committed(offsets.get(tp)) for tp in partitions}
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Stop reading, within `timeout_s`."""
-        close_consumer(self._consumer, self._costs, timeout_s)
+        """Stop reading, within `timeout_s`; an idle client is left to the next tail of the log."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None and not (self._reusable and self._admin.keep_spare(consumer)):
+            close_consumer(consumer, self._costs, timeout_s)
 
 
 _RUN_GAP = 64
@@ -339,6 +345,7 @@ class OffsetReader:
         patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
         self._reader.assign([tp])
         self._reader.seek(tp, run[0])
+        private_api.await_leaders(self._reader, _AT_ONCE_S if patience_s is None else patience_s)
         while (private_api.position(self._reader, tp) or 0) <= run[-1]:
             now = time.monotonic()
             if now >= patient_until:

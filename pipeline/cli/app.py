@@ -43,6 +43,8 @@ SYNONYMS = {
 }
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+COMPLETE = "_PENSTOCK_COMPLETE"
+"""Variable with which a shell requests the completions of a line."""
 GC_OBJECTS = 20_000
 """New objects between two garbage collections; at Python's 700, collections during the imports take 0.1 s."""
 
@@ -159,6 +161,8 @@ def _run(arguments: Sequence[str] | None, *, closed: bool) -> int:
 
 def _invoke(words: list[str]) -> int:
     command = typer.main.get_command(app)
+    if COMPLETE in os.environ:
+        command.main(words, prog_name="penstock")  # exits
     try:
         with command.make_context("penstock", words or ["--help"]) as context:
             return int(command.invoke(context) or OK)

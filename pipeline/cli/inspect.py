@@ -270,7 +270,7 @@ def explain(
     json: Json = False,
 ) -> None:
     """Trace one prompt group: its workers, rewards, final status with its cause, gradient weight, and the time of each stage."""
-    from penstock.pipeline.archive.index.run_index import partition_of
+    from penstock.pipeline.archive.index.segments import partition_of
     from penstock.pipeline.inspect.explain import as_json, text
 
     with reading(run, bootstrap, security) as (log, run_id):

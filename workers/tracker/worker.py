@@ -16,7 +16,8 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Partition
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
-from penstock.pipeline.archive.index.run_index import FOLDER, RunIndex
+from penstock.pipeline.archive.index.run_index import RunIndex
+from penstock.pipeline.archive.index.segments import FOLDER
 from penstock.pipeline.inspect.live import saved_view
 from penstock.pipeline.inspect.live.saved_view import Saved, ViewWriter
 from penstock.pipeline.inspect.metrics import Line, Points, lineage, target_of

@@ -33,6 +33,26 @@ def request_metadata(consumer: Any) -> None:
     consumer._cluster.request_update()
 
 
+def await_leaders(consumer: Any, timeout_s: float, *, renew: bool = False) -> None:
+    """Request metadata until the assigned partitions have leaders: a poll before that sleeps for all its time. `renew`: at least once."""
+    cluster, timer = consumer._cluster, Timer(timeout_s * 1000)
+    while renew or any(cluster.leader_for_partition(tp) is None for tp in consumer.assignment()):
+        try:
+            consumer._net.run(consumer._manager.wait_for, cluster.request_update(), timer.timeout_ms)
+        except errors.KafkaError:
+            return
+        if timer.expired:
+            return
+        renew = False
+
+
+def is_idle(consumer: Any) -> bool:
+    """True if a consumer is connected, waits for no response, and has delivered all it has received."""
+    fetcher = consumer._fetcher
+    received = fetcher._completed_fetches or fetcher._next_partition_records or fetcher._next_in_line_exception_metadata
+    return connected(consumer) and not received and not fetcher.in_flight_fetches()
+
+
 def topic_id(consumer: Any, topic: str) -> str | None:
     """The id of a topic in the client's metadata, without a request; None if they lack it."""
     topic_id = consumer._cluster.topic_id(topic)

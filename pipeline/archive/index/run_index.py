@@ -9,14 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
-from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.index.group_rows import TOPICS, GroupRows, steps_table
-from penstock.pipeline.archive.index.segments import ROWS, Segments
+from penstock.pipeline.archive.index.segments import ROWS, Segments, index_folder
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.pipeline.scheduling.rules import IdSet
@@ -24,8 +22,6 @@ from penstock.topics.runs import ENDED
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-FOLDER = "index"
-"""Of the files, in the run's folder."""
 _POSITIONED = (".prompts", ".groups")
 
 
@@ -146,21 +142,3 @@ def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
     index.catch_up(log)
     index.close()
     return index, ended
-
-
-def partition_of(run: str, group: int) -> int | None:
-    """The partition of a group by the files of the index on this machine, without the log; None if they do not have it."""
-    folder = index_folder(run)
-    with contextlib.suppress(OSError):
-        for table in Segments(folder / "groups", None).tables if folder is not None else ():
-            numbers = np.concatenate([np.from_dlpack(chunk) for chunk in table["group"].chunks])
-            if len(rows := np.flatnonzero(numbers == group)):
-                partition: int | None = table["partition"][int(rows[0])].as_py()
-                return partition
-    return None
-
-
-def index_folder(run: str) -> Path | None:
-    """The folder of a run's index on this machine; None if the run has no folder here."""
-    directory = run_directory(run)
-    return directory / FOLDER if directory.is_dir() else None

@@ -15,10 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from penstock.infra.checkpoints import sync
+from penstock.infra.paths import run_directory
 
+FOLDER = "index"
+"""Of the files, in the run's folder."""
 FORMAT = 2
 ROWS = 256
 """Least rows of a file, but of the last one."""
@@ -183,3 +187,21 @@ def _level(rows: int) -> int:
     while rows >= ROWS * MERGED:
         level, rows = level + 1, rows // MERGED
     return level
+
+
+def partition_of(run: str, group: int) -> int | None:
+    """The partition of a group by the files of the index on this machine, without the log; None if they do not have it."""
+    folder = index_folder(run)
+    with contextlib.suppress(OSError):
+        for table in Segments(folder / "groups", None).tables if folder is not None else ():
+            numbers = np.concatenate([np.from_dlpack(chunk) for chunk in table["group"].chunks])
+            if len(rows := np.flatnonzero(numbers == group)):
+                partition: int | None = table["partition"][int(rows[0])].as_py()
+                return partition
+    return None
+
+
+def index_folder(run: str) -> Path | None:
+    """The folder of a run's index on this machine; None if the run has no folder here."""
+    directory = run_directory(run)
+    return directory / FOLDER if directory.is_dir() else None

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.archive.index.queries import Filters, GroupList
-from penstock.pipeline.archive.index.run_index import RunIndex, index_folder
+from penstock.pipeline.archive.index.run_index import RunIndex
+from penstock.pipeline.archive.index.segments import index_folder
 from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report.summary import summarise

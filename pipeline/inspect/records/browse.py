@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Log
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.runtime.topic_reader import POISON, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, TURNS, topic_name
@@ -21,6 +20,9 @@ from penstock.topics.turns import calls, replies
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords
+
+if TYPE_CHECKING:
+    from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 
 COUNTED_BYTES, COUNTED_OFFSETS = 64 << 20, 200_000
 """Largest topic whose records are counted, since counting means reading them."""
@@ -204,7 +206,7 @@ def as_json_line(record: Record, *, run: str) -> str:
     return json.dumps(view(record, run=run))
 
 
-def as_line(record: Record, *, run: str, texts: TokenTexts | None = None) -> str:
+def as_line(record: Record, *, run: str, texts: "TokenTexts | None" = None) -> str:
     """A record as one line: time, partition, offset, headers, and a summary of its payload; `texts` decodes the tokens of samples."""
     fields = view(record, run=run)
     moment = clock("%H:%M:%S", fields["time_s"])
@@ -223,7 +225,7 @@ def clock(form: str, time_s: float) -> str:
         return f"{time_s:.0f} s"
 
 
-def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
+def _gist(topic: str, payload: dict[str, Any], texts: "TokenTexts | None") -> str:
     match topic:
         case "prompts":
             gist = repr(payload["prompt"])
@@ -260,7 +262,7 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
 
 
-def _text_of(sample: Mapping[str, Any], texts: TokenTexts | None) -> str:
+def _text_of(sample: Mapping[str, Any], texts: "TokenTexts | None") -> str:
     text = None if texts is None else texts.completion(sample["token_ids"])
     return "" if text is None else f"{_quoted(text)} "
 

@@ -22,7 +22,7 @@ from penstock.infra.sandbox.spawn import ChildError
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.algorithms.advantages import LOW, RewardScale, zero_variance
 from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
-from penstock.pipeline.data import Row
+from penstock.pipeline.data.files import Row
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.run_data import open_data
 from penstock.pipeline.data.tokenization import Decoder, Renderer, digests

@@ -273,7 +273,7 @@ def test_math_verify_finds_every_gsm8k_answer_equal_to_itself_and_not_to_another
 @pytest.mark.costly
 def test_reasoning_gym_scores_by_the_task_itself() -> None:
     pytest.importorskip("reasoning_gym")
-    from penstock.pipeline.data import open_dataset
+    from penstock.pipeline.data.open import open_dataset
 
     for task in ("chain_sum", "countdown", "prime_factorization", "knights_knaves"):
         row = open_dataset(f"reasoning-gym:{task}", seed=1, size=4)[2]
