@@ -5,6 +5,7 @@
 Three runs a seed, one after the other: `synchronous` and `in_flight` with one core for rollouts and one for training, and `synchronous`
 with both cores for either phase. Wall time is from the start of the first sample to the last step. The limit is the share of a synchronous
 round that is left if the shorter of its two phases is hidden behind the longer one.
+`--name NAME` calls the runs NAME-VARIANT-SEED; those that have a report already are read instead of repeated.
 `--conventional 1 2 4 8 16` adds PipelineRL's baseline (arXiv 2509.19128): G optimizer steps on G batches of one version, which both cores
 generate before. It prints the time to the reward that all variants reach; `--plot` shows reward and effective sample size.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.overlap import IN_TURNS, ONE_CORE_EACH, SYNCHRONOUS
-from benchmarks.support.command import report_of, run_parser
+from benchmarks.support.command import kept_report, report_of, run_parser
 from penstock.infra.paths import run_directory
 
 IN_FLIGHT = "in_flight"
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--skip-both-cores", action="store_true", help="leave out the third variant")
     parser.add_argument("--conventional", type=int, nargs="+", default=[], metavar="G")
     parser.add_argument("--plot", type=Path, help="an .svg file")
+    parser.add_argument("--name", default=f"in-flight-{os.getpid()}-{int(time.time())}", help="start of the names of the runs")
     chosen = parser.parse_args(arguments)
     settings = {name: each for name, each in SETTINGS.items() if name != IN_TURNS or not chosen.skip_both_cores}
     settings |= conventional(chosen.conventional)
@@ -112,8 +114,8 @@ def main(arguments: Sequence[str]) -> None:
     curves: dict[str, list[list[Point]]] = {name: [] for name in settings}
     for seed in chosen.seeds:
         for number, (name, finished) in enumerate(reports.items()):
-            run = f"in-flight-{os.getpid()}-{number}-{seed}-{int(time.time())}"
-            finished.append(report_of(chosen.config, run, [*chosen.settings, *settings[name], f"run.seed={seed}"]))
+            run = f"{chosen.name}-{number}-{seed}"
+            finished.append(kept_report(run) or report_of(chosen.config, run, [*chosen.settings, *settings[name], f"run.seed={seed}"]))
             curves[name].append(curve(run))
             wall_s = finished[-1]["time"]["train_s"]
             print(f"seed {seed} {name}: {wall_s:.1f} s, accuracy {accuracy(finished[-1]):.3f}", file=sys.stderr, flush=True)

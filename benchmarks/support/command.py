@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import console; sys.exit(console())"]
 WORKER = [sys.executable, "-m", "penstock.workers"]
 
+REPORT = "report.json"
 TRAINING_ONLY = ("trainer.checkpoint_every=0", "trainer.export=false", "mlflow.enabled=false", "eval.every=1000000", "eval.limit=1")
 """Settings of a run that only generates and trains."""
 
@@ -128,5 +129,10 @@ def read_report(run: str, output: Path, status: int | None) -> dict[str, Any]:
     """Report of a run that has ended with this status. Raises `SystemExit` with the end of its output if it failed."""
     if status:
         raise failed(f"run {run} ended with status {status}", output)
-    report: dict[str, Any] = json.loads((run_directory(run) / "report.json").read_text())
+    report: dict[str, Any] = json.loads((run_directory(run) / REPORT).read_text())
     return report
+
+
+def kept_report(run: str) -> dict[str, Any] | None:
+    """Report of an earlier run of this name; None if there is none."""
+    return read_report(run, Path(), 0) if (run_directory(run) / REPORT).exists() else None

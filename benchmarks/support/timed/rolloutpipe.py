@@ -68,20 +68,29 @@ def as_round(name: str, groups: int, variant: str, work: Workload, stages: Stage
 
 
 def measure(chosen: argparse.Namespace) -> tuple[list[Round], float]:
-    """All rounds, and the broker's processor seconds for all of them."""
+    """All chosen rounds, and the broker's processor seconds for all that were measured; those of `chosen.keep` are not repeated."""
     speeds = {}
     for published in paper.PUBLISHED:
         if published.name in chosen.workloads:
             synchronous_s, pipelined_s = paper.targets(published)
             compute_s = published.compute_s[paper.CALIBRATED_AT]
             speeds[published.name] = paper.calibrate(synchronous_s=synchronous_s, pipelined_s=pipelined_s, compute_s=compute_s)
-    named = [(name, groups, variant) for variant in VARIANTS for groups in sorted(chosen.groups, reverse=True) for name in speeds]
-    jobs = [job(speeds[name], groups=groups, variant=variant, speed_up=chosen.speed_up) for name, groups, variant in named]
-    with fleet("rolloutpipe") as runs:
-        before = runs.broker_cpu_s()
-        results = runs.run_all(jobs, at_once=chosen.at_once, notify=lambda text: print(text, file=sys.stderr, flush=True))
-        broker_s = runs.broker_cpu_s() - before
-    return [as_round(*each, *made, result) for each, made, result in zip(named, jobs, results, strict=True)], broker_s
+    kept = json.loads(chosen.keep.read_text()) if chosen.keep is not None and chosen.keep.exists() else {"rounds": [], "broker_s": 0.0}
+    rounds = [Round(**each) for each in kept["rounds"]]
+    done = {(each.workload, each.groups, each.variant) for each in rounds}
+    wanted = [(name, groups, variant) for variant in VARIANTS for groups in sorted(chosen.groups, reverse=True) for name in speeds]
+    missing = [each for each in wanted if each not in done]
+    jobs = [job(speeds[name], groups=groups, variant=variant, speed_up=chosen.speed_up) for name, groups, variant in missing]
+    broker_s = kept["broker_s"]
+    if jobs:
+        with fleet("rolloutpipe") as runs:
+            before = runs.broker_cpu_s()
+            results = runs.run_all(jobs, at_once=chosen.at_once, notify=lambda text: print(text, file=sys.stderr, flush=True))
+            broker_s += runs.broker_cpu_s() - before
+        rounds += [as_round(*each, *made, result) for each, made, result in zip(missing, jobs, results, strict=True)]
+    if chosen.keep is not None:
+        chosen.keep.write_text(json.dumps({"rounds": [asdict(each) for each in rounds], "broker_s": broker_s}))
+    return [each for each in rounds if (each.workload, each.groups, each.variant) in wanted], broker_s
 
 
 def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
