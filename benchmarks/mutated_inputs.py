@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.support.command import parser_of, with_numbers
-from penstock.infra.sandbox.pool import Done, Failed
+from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.pipeline.cli import app
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.check import preflight

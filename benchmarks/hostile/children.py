@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.support.attacks import FUNCTIONS, NOT_COVERED, write_module
 from benchmarks.support.command import parser_of
-from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.secrets import hide_secrets
+from penstock.infra.sandbox.timed_pool import ChildPool, Done
 
 SECRET, MARK = "HUNTER2-of-the-owner", "hostile-child-mark"
 LIMITS = {"memory_gb": 0.3, "max_processes": 60, "file_gb": 0.01}

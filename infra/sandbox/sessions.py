@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.pool import PipedChild
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child
+from penstock.infra.sandbox.timed_pool import PipedChild
 
 
 class SessionLost(PenstockError):

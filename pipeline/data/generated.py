@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config.plugins import load, nearest, source_digest
-from penstock.pipeline.data.files import DataError, jsonable
+from penstock.pipeline.data.read_files import DataError, jsonable
 
 SUCCESSOR_ROWS = 256
 REASONING_GYM_ROWS = 10_000

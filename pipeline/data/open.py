@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config.plugins import nearest, split_options
-from penstock.pipeline.data.files import DataError, Dataset, Fields, Row, Source, open_files, row_of
 from penstock.pipeline.data.generated import ReasoningGym, open_function, open_tiny
+from penstock.pipeline.data.read_files import DataError, Dataset, Fields, Row, Source, open_files, row_of
 
 GENERATED_ROWS_CHECKED = 8
 SHOWN_PROBLEMS = 3

@@ -21,8 +21,8 @@ from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.config.schema import DataSection, EvalSection
-from penstock.pipeline.data.files import DataError, Dataset, MissingData, Row
 from penstock.pipeline.data.open import check, open_dataset
+from penstock.pipeline.data.read_files import DataError, Dataset, MissingData, Row
 from penstock.pipeline.data.references import SOURCE_COLUMN, with_facts
 from penstock.topics.prompts import Prompt
 

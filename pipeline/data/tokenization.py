@@ -15,9 +15,9 @@ from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.data.conversation.messages import TemplateRefused
 from penstock.pipeline.data.conversation.template import ChatTemplate, template_of
-from penstock.pipeline.data.files import DataError, Row
 from penstock.pipeline.data.messages import TOOLS, tools_of
 from penstock.pipeline.data.model_files import chat_template_of, encode_prompt, light_tokenizer, model_folder, stop_ids_of
+from penstock.pipeline.data.read_files import DataError, Row
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 

@@ -22,7 +22,7 @@ from penstock.pipeline.agents.environments.sources import check_source
 from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json, with_values
 from penstock.pipeline.config.plugins import PluginError, one_line
-from penstock.pipeline.data.files import Row
+from penstock.pipeline.data.read_files import Row
 from penstock.pipeline.data.run_data import described, open_data, open_eval_data
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.launch.check.changes import code_digests

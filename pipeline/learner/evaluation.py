@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.sandbox.pool import Failed
+from penstock.infra.sandbox.timed_pool import Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name

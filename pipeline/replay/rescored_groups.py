@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
-from penstock.infra.sandbox.pool import Done, Failed
+from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.data.tokenization import Decoder, digests

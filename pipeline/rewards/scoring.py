@@ -18,7 +18,7 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from penstock.pipeline.algorithms.advantages import is_trained, zero_variance
 from penstock.pipeline.config.plugins import split_options
 from penstock.pipeline.rewards.builtin import WARM_UPS

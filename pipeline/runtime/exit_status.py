@@ -1,7 +1,7 @@
 """Exit statuses of a worker process, as the launcher reads them."""
 
 from penstock.infra.errors import ConfigError, Fenced, Unrecoverable
-from penstock.pipeline.data.files import DataError
+from penstock.pipeline.data.read_files import DataError
 from penstock.pipeline.rewards.values import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 

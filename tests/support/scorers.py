@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.infra.log import Log
-from penstock.infra.sandbox.pool import Done
+from penstock.infra.sandbox.timed_pool import Done
 from penstock.pipeline.config.load import Config, from_table
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import groups

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Commits, Committed, Partition, Start, Tail
-from penstock.pipeline.data.files import Row
+from penstock.pipeline.data.read_files import Row
 from penstock.pipeline.data.run_data import Choice, Choices, Data, PromptOrder, choice_of, open_data, pool_of, refuse_changed
 from penstock.pipeline.data.tokenization import Renderer
 from penstock.pipeline.runtime import offset_metadata

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
-from penstock.infra.sandbox.pool import Done, Failed
+from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.pipeline.data.tokenization import Decoder
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, group_of, group_outcome, payload_of, reward_pool

@@ -15,7 +15,7 @@ from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, from_json, to_json, with_values
 from penstock.pipeline.config.plugins import source_digest, split_options
 from penstock.pipeline.config.resume import CHANGEABLE
-from penstock.pipeline.data.files import Dataset
+from penstock.pipeline.data.read_files import Dataset
 from penstock.pipeline.data.run_data import described, open_data, open_eval_data, refuse_changed
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.inspect.metrics import flatten

@@ -16,13 +16,13 @@ from typing import Any
 
 from penstock.infra.backends.nvidia import driver_problem, driver_version, library_cuda, torch_cuda, visible_gpus
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.spawn import ChildError
+from penstock.infra.sandbox.timed_pool import ChildPool, Failed
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.algorithms.advantages import LOW, RewardScale, zero_variance
 from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
-from penstock.pipeline.data.files import Row
+from penstock.pipeline.data.read_files import Row
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.run_data import open_data
 from penstock.pipeline.data.tokenization import Decoder, Renderer, digests

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.data.files import DataError, Dataset, Row
+from penstock.pipeline.data.read_files import DataError, Dataset, Row
 from penstock.pipeline.data.open import check
 from penstock.pipeline.data.references import OWN
 from penstock.pipeline.data.run_data import Data, pool_of

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from penstock.infra.errors import ConfigError
-from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox import spawn
+from penstock.infra.sandbox import timed_pool as pooled
 from penstock.infra.sandbox.keeper import limit, scope_signals
-from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules, Isolation
+from penstock.infra.sandbox.timed_pool import ChildPool, Done
 from penstock.pipeline.config.load import from_table
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
@@ -171,7 +171,7 @@ def test_a_daemon_ends_with_a_call_that_hangs(pool: Pool, tmp_path: Path, monkey
 def test_a_daemon_ends_with_the_owner_of_the_pool(tmp_path: Path) -> None:
     (tmp_path / "hostile_to_test.py").write_text(HOSTILE)
     script = (
-        "from penstock.infra.sandbox.pool import ChildPool\n"
+        "from penstock.infra.sandbox.timed_pool import ChildPool\n"
         "pool = ChildPool('hostile_to_test:serve', size=1, timeout_s=600)\n"
         f"pool.submit('call', {{'do': 'deaf', 'note': {str(tmp_path / 'note')!r}}})\n"
         "print(pool.poll(60)[0].result, flush=True)\n"

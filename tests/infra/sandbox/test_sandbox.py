@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.infra.sandbox import pool as pooled
-from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox import timed_pool as pooled
 from penstock.infra.sandbox.spawn import ChildError
+from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
 
@@ -230,7 +230,7 @@ def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path,
 def test_children_end_with_a_parent_that_is_killed_even_in_a_hung_regular_expression(tmp_path: Path, what: str) -> None:
     (tmp_path / "served_by_test.py").write_text(SERVED)
     script = (
-        "from penstock.infra.sandbox.pool import ChildPool\n"
+        "from penstock.infra.sandbox.timed_pool import ChildPool\n"
         "pool = ChildPool('served_by_test:serve', size=1, timeout_s=600)\n"
         "pool.submit('warm', {})\n"
         "print(pool.poll(60)[0].result['pid'], flush=True)\n"

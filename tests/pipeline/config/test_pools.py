@@ -6,7 +6,7 @@ import pytest
 
 from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.data.files import DataError, Fields, make_row
+from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.run_data import pool_of
 from penstock.pipeline.runtime.session import pool_of_worker
 

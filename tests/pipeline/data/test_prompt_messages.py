@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.files import DataError, Fields, make_row
+from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.open import open_dataset
 from penstock.pipeline.data.tokenization import Renderer
 from tests.support.any_text import ANY_TEXT

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.files import DataError
 from penstock.pipeline.data.open import open_dataset
+from penstock.pipeline.data.read_files import DataError
 from penstock.pipeline.data.run_data import PromptOrder, RowId, ascending, order
 
 

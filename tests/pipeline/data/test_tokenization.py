@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.infra.errors import ConfigError
-from penstock.pipeline.data.files import DataError, Row
+from penstock.pipeline.data.read_files import DataError, Row
 from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
 from tests.support.light_model import light_model as model
 from tests.support.paths import ROOT

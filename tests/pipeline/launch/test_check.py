@@ -20,7 +20,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.algorithms.advantages import RewardScale
 from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
-from penstock.pipeline.data.files import Row
+from penstock.pipeline.data.read_files import Row
 from penstock.pipeline.launch.check import preflight, sizes
 from penstock.pipeline.launch.check.preflight import ENOUGH, equal_and_low, refuse_reversed, swapped, unrewarded
 from penstock.pipeline.launch.check.propose import propose

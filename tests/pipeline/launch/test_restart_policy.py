@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.infra.errors import BackendError, Fenced, LogUnreachable, Unrecoverable
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import PluginError
-from penstock.pipeline.data.files import DataError
+from penstock.pipeline.data.read_files import DataError
 from penstock.pipeline.launch.restart_policy import (
     LONGEST_PAUSE_S,
     Rules,

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.data.files import DataError, Fields, make_row
+from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.run_data import open_data, open_eval_data
 from penstock.pipeline.data.tokenization import Renderer, digests
 from penstock.pipeline.launch.check import rows

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.files import DataError, Fields, make_row
+from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.open import open_dataset
 from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.rewards.functions import resolve

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards import scoring as reward_child

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import CHILD, RewardPool, payload, spec
 

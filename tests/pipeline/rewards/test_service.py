@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.program import Loopback
 from penstock.infra.sandbox.rules import REWARD_TOKEN as TOKEN
+from penstock.infra.sandbox.timed_pool import ChildPool, Done
 from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.rewards.functions import digests, resolve
 from penstock.pipeline.rewards.scoring import CHILD, payload, spec

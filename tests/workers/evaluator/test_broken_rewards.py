@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.sandbox.pool import Done
+from penstock.infra.sandbox.timed_pool import Done
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.learner.evaluation import Evaluator

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.sandbox.pool import ChildPool
+from penstock.infra.sandbox.timed_pool import ChildPool
 from penstock.pipeline.rewards.scoring import CHILD, spec
 from penstock.workers.scorer import group_buffer, worker
 from penstock.workers.scorer.worker import Scorer
