@@ -11,7 +11,6 @@ generate before. It prints the time to the reward that all variants reach; `--pl
 """
 
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -20,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import penstock
 from benchmarks.overlap import IN_TURNS, ONE_CORE_EACH, SYNCHRONOUS
 from benchmarks.support.command import kept_report, report_of, run_parser
-from penstock.infra.paths import run_directory
 
 IN_FLIGHT = "in_flight"
 SETTINGS: Mapping[str, Sequence[str]] = {
@@ -50,20 +49,24 @@ def conventional(versions: Sequence[int]) -> dict[str, Sequence[str]]:
     return {f"conventional, G = {count}": (*SETTINGS[IN_TURNS], f"schedule.steps_per_version={count}") for count in versions}
 
 
-def curve(run: str) -> list[Point]:
-    """The steps of a finished run; the reward is the mean over the last steps."""
-    lines = [json.loads(line) for line in (run_directory(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
+def curve_of(steps: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """Points of a run from its table of steps; the reward is the mean over the last `SMOOTHED` steps."""
     samples = list(itertools.accumulate(step["samples"] for step in steps))
     return [
         Point(
             samples=samples[index],
-            seconds=step["time"] - steps[0]["first_sample_at"],
+            seconds=step["committed"].timestamp() - steps[0]["first_sample_at"],
             reward=statistics.fmean(each["reward_trained"] for each in steps[max(0, index - SMOOTHED + 1) : index + 1]),
-            ess=step.get("ess", 1.0),
+            ess=step["ess"],
         )
         for index, step in enumerate(steps)
     ]
+
+
+def curve(run: str) -> list[Point]:
+    """Points of a finished run."""
+    with penstock.open(run) as recorded:
+        return curve_of(recorded.steps().to_pylist())
 
 
 def times_to(curves: Mapping[str, Sequence[Sequence[Point]]]) -> tuple[float, dict[str, tuple[float, float]]]:

@@ -21,9 +21,9 @@ from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.data.read_files import Dataset
 from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.open import open_dataset
+from penstock.pipeline.data.read_files import Dataset
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.inspect.records.runs import size

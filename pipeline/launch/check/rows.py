@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.data.read_files import DataError, Dataset, Row
 from penstock.pipeline.data.open import check
+from penstock.pipeline.data.read_files import DataError, Dataset, Row
 from penstock.pipeline.data.references import OWN
 from penstock.pipeline.data.run_data import Data, pool_of
 from penstock.pipeline.data.tokenization import Renderer

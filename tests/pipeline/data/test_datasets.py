@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.read_files import DataError, Row
 from penstock.pipeline.data.open import check, open_dataset
+from penstock.pipeline.data.read_files import DataError, Row
 from penstock.pipeline.data.run_data import order
 from tests.support.paths import EXAMPLES, GSM8K
 

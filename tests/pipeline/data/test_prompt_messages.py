@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.open import open_dataset
+from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.tokenization import Renderer
 from tests.support.any_text import ANY_TEXT
 from tests.support.light_model import light_model

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.open import open_dataset
+from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.rewards.functions import resolve
 from penstock.pipeline.rewards.values import RewardError
