@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from penstock.pipeline.cli.options import (
     notify,
     reading,
 )
+
+if TYPE_CHECKING:
+    from penstock.pipeline.launch.planning.search import Cluster
 
 
 def init(
@@ -274,8 +277,7 @@ def plan(
     ] = None,
     engine_size: Annotated[int, typer.Option(min=1, help="Accelerators of one engine (tensor parallel).")] = 1,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="Only splits into whose memory this model fits, with settings."),
+        Path | None, typer.Option("--model", metavar="DIR", help="Only splits into whose memory this model fits, with settings.")
     ] = None,
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
@@ -319,34 +321,42 @@ def plan(
         required = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
         if accelerators is None or speed is None or train_speed is None or lengths is None:
             raise ValueError(f"give {', '.join(name for name, value in required.items() if value is None)} as well, or --from-run RUN")
-        from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
-        from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
-        from penstock.pipeline.scheduling.rules import preset
-
-        points, distribution = _speeds(speed), parse(lengths)
-        settings = None if model is None else _settings(model, accelerators, engine_size, samples_per_prompt, distribution.longest)
-        if not train_speed > 0:
-            raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
-        sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
-        work = Workload(
-            schedule=preset(
-                "pipelined", prompts_per_step=sizes[0], samples_per_prompt=samples_per_prompt, steps_per_version=steps_per_version
-            ),
-            steps=1,
-            lengths=distribution,
-            engines=1,
-            concurrency=concurrency or max(samples for samples, _ in points),
-            decode=from_speeds(points),
-            train_token_s=1.0 / train_speed,
-            load_s=load_s,
-            publish_s=publish_s,
-        )
-        searched = Cluster(
-            accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes, settings=settings
-        )
+        searched = _described(
+            accelerators, speed, train_speed, lengths, concurrency=concurrency, engine_size=engine_size, model=model, max_lag=max_lag,
+            samples_per_prompt=samples_per_prompt, prompts_per_step=prompts_per_step, steps_per_version=steps_per_version,
+            load_s=load_s, publish_s=publish_s,
+        )  # fmt: skip
         _show(searched, plot=plot, json=json)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _described(
+    accelerators: int, speed: str, train_speed: float, lengths: str, *, concurrency: int | None, engine_size: int, model: Path | None,
+    max_lag: int, samples_per_prompt: int, prompts_per_step: int | None, steps_per_version: int, load_s: float, publish_s: float,
+) -> "Cluster":  # fmt: skip
+    """The cluster and workload that the options describe."""
+    from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
+    from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
+    from penstock.pipeline.scheduling.rules import preset
+
+    points, distribution = _speeds(speed), parse(lengths)
+    settings = None if model is None else _settings(model, accelerators, engine_size, samples_per_prompt, distribution.longest)
+    if not train_speed > 0:
+        raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
+    sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
+    work = Workload(
+        schedule=preset("pipelined", prompts_per_step=sizes[0], samples_per_prompt=samples_per_prompt, steps_per_version=steps_per_version),
+        steps=1,
+        lengths=distribution,
+        engines=1,
+        concurrency=concurrency or max(samples for samples, _ in points),
+        decode=from_speeds(points),
+        train_token_s=1.0 / train_speed,
+        load_s=load_s,
+        publish_s=publish_s,
+    )
+    return Cluster(accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes, settings=settings)
 
 
 def _cluster(
@@ -421,7 +431,7 @@ def _speeds(text: str) -> list[tuple[int, float]]:
         raise ValueError(f"--speed {text!r}: expected SAMPLES:TOKENS_PER_S, separated by commas, as in 1:60,32:1400") from None
 
 
-def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
+def _show(cluster: "Cluster", *, plot: Path | None, json: bool) -> None:
     from penstock.pipeline.launch.planning.rendering import plan_as_json, plan_as_text
     from penstock.pipeline.launch.planning.search import search
 
