@@ -231,12 +231,12 @@ def _turn(item: pytest.Item) -> tuple[int, bool]:
 def _together(item: pytest.Item) -> str:
     """A name that all tests of one process share: those of a file, that look into the recorded run, or at shared memory left behind.
 
-    So do those with worker processes or ranks: these are forked from a server that has imported torch, which takes ten seconds.
+    So do those with worker processes, ranks or lines of gpu-check, forked from a server that has imported torch, which takes ten seconds.
     """
     file = item.nodeid.partition("::")[0]
     if "recorded" in getattr(item, "fixturenames", ()):
         return "recorded"
-    if isinstance(item, pytest.Function) and not {"Processes", "together"}.isdisjoint(item.function.__code__.co_names):
+    if isinstance(item, pytest.Function) and not {"Processes", "together", "outcome_of"}.isdisjoint(item.function.__code__.co_names):
         return "processes"
     if "test_vllm" in file:
         return "vllm"

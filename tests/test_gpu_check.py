@@ -14,12 +14,12 @@ from penstock.gpu_check.lines import LINES, outcome_of
 pytestmark = pytest.mark.costly
 
 
-LAUNCHED = ("run", "colocated")
-"""Lines that launch a run of processes: minutes of a busy CPU."""
+HEAVY = ("run", "colocated", "vllm")
+"""Lines that launch a run of processes or vLLM's: minutes of a busy CPU."""
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LAUNCHED else name for name in LINES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in LINES])
 def test_each_line_runs_on_a_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LINES, name, (LINES[name][0], 600))  # its limit is of an idle machine
     outcome = outcome_of(name, folder=str(tmp_path), device="cpu", context=multiprocessing.get_context("forkserver"))

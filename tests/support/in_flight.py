@@ -13,7 +13,7 @@ from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
 from tests.support.worker_set import LogLocation, audited, complete, config_of, connect, records_of
 
-TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.01}
+TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.004}
 
 SLOW_GROUPS = {3, 8}
 """Early enough in a run that newer weights still come."""

@@ -212,10 +212,10 @@ def tls_copies(_bootstrap: str, _topic: str) -> dict[str, Any]:
 
 
 def inflated_batch(bootstrap: str, topic: str) -> dict[str, Any]:
-    """A batch of 100 MiB that is 100 KiB long, as a broker would deliver it: does the reader inflate it?"""
+    """A batch of 65 MiB that is 65 KiB long, as a broker would deliver it: does the reader inflate it?"""
     del bootstrap, topic  # it is in the reader's memory
     builder = DefaultRecordBatchBuilder(2, DefaultRecordBatch.CODEC_GZIP, False, -1, -1, -1, 200 << 20)
-    builder.append(0, 0, None, bytes(100 << 20), [])
+    builder.append(0, 0, None, bytes(65 << 20), [])
     built = bytes(builder.build())
     try:
         return {"small": len(built) < 1 << 20, "inflated_mib": sum(len(record.value) for record in DefaultRecordBatch(built)) >> 20}

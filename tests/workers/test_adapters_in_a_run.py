@@ -1,6 +1,7 @@
 """A run that trains adapters publishes them: every worker forms the weights that merged publication gives, bit for bit."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from tests.support.listed_records import Listed
 from tests.support.trainer_alone import outcome_of
 from tests.support.worker_set import WorkerSet, audited, complete, config_of, records_of
 
-pytestmark = pytest.mark.costly
-pytest.importorskip("peft")
+pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")]
 
 
 def adapting(model: Path, directory: Path, *, encoding: str, **sections: Any) -> Any:

@@ -71,7 +71,7 @@ class Waves:
 
 
 @pytest.mark.parametrize(
-    ("plan", "steps"), [(ALL_AT_ONCE, 12), pytest.param(WAVES, 14, marks=pytest.mark.slow)], ids=["all at once", "in waves"]
+    ("plan", "steps"), [(ALL_AT_ONCE, 7), pytest.param(WAVES, 14, marks=pytest.mark.slow)], ids=["all at once", "in waves"]
 )
 def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_undisturbed_one(
     broker, run_id, tiny_model, tmp_path: Path, plan: Plan, steps: int

@@ -143,7 +143,7 @@ def test_sending_over_tls_copies_nothing(broker: str, small_topics: list[str]) -
 
 def test_a_batch_that_inflates_without_end_is_refused(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("inflated_batch", broker, small_topics)
-    assert stock == {"small": True, "inflated_mib": 100}
+    assert stock == {"small": True, "inflated_mib": 65}
     assert repaired == {"small": True, "error": "CorruptRecordError"}
 
 

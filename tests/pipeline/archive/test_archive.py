@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,12 +69,12 @@ def tell(log: KafkaLog, run: str, built: list[Outgoing], *, seed: int = 0) -> No
         else:
             keyless = [replace(record, partition=0, key=None, headers=()) for record in some if record.topic != RUNS_TOPIC]
             transactions.commit([*some, *rng.choices(keyless, k=rng.randint(0, 2))])
-        aborting.begin_transaction()
-        for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.4:
+            aborting.begin_transaction()
             aborting.produce(f"{run}.groups", partition=1, value=b"never")
             aborting.produce(some[-1].topic if some[-1].topic != RUNS_TOPIC else f"{run}.ledger", partition=0, value=b"never")
-        aborting.flush()
-        aborting.abort_transaction()
+            aborting.flush()
+            aborting.abort_transaction()
     producer.close()
     transactions.close()
 
@@ -91,6 +92,16 @@ def deleted(log: KafkaLog, run: str) -> None:
     delete(log, plan_deletion(log, run))
     while log.topics(f"{run}."):
         time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def told(broker: str) -> Iterator[str]:
+    """A finished run on the broker, which tests export and do not change."""
+    log, run = KafkaLog(broker, client_id="test"), f"t{uuid.uuid4().hex[:10]}"
+    tell(log, run, list(RecordBuilder(run, steps=STEPS).whole()))
+    yield run
+    deleted(log, run)
+    log.close()
 
 
 def test_an_archive_reads_as_the_run_and_an_import_gives_the_same_report(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
@@ -121,12 +132,11 @@ def test_an_archive_reads_as_the_run_and_an_import_gives_the_same_report(log: Ka
 
 
 def test_an_archive_reads_only_the_row_groups_that_hold_an_offset(
-    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: KafkaLog, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.pipeline.archive.files.ROW_GROUP_ROWS", 1)
     monkeypatch.setattr("penstock.infra.kafka.bulk.BLOCK_RECORDS", 1)
-    tell(log, run_id, list(RecordBuilder(run_id, steps=STEPS).whole()))
-    written(log, run_id, tmp_path)
+    written(log, told, tmp_path)
     archive, taken = find_archive(tmp_path), list[int]()
     whole = Archive.row_group
 
@@ -135,16 +145,16 @@ def test_an_archive_reads_only_the_row_groups_that_hold_an_offset(
         return whole(self, path, number)
 
     monkeypatch.setattr(Archive, "row_group", noted)
-    records = [record for record in everything(log, run_id)["groups"] if record.partition == 0]
+    records = [record for record in everything(log, told)["groups"] if record.partition == 0]
     assert len(list(archive.row_groups(KINDS["groups"], 0))) == len(records) > 3
     wanted = [records[3], records[1]]
     archived = ArchivedLog(archive)
-    assert archived.read(f"{run_id}.groups", 0, [record.offset for record in wanted]) == wanted
+    assert archived.read(f"{told}.groups", 0, [record.offset for record in wanted]) == wanted
     assert taken == [1, 3]
-    assert archived.read(f"{run_id}.groups", 0, [records[3].offset]) == [records[3]]
+    assert archived.read(f"{told}.groups", 0, [records[3].offset]) == [records[3]]
     assert taken == [1, 3]
     with pytest.raises(RecordMissing, match=r"groups/0 has no record at offset 9000 in "):
-        archived.read(f"{run_id}.groups", 0, [9000])
+        archived.read(f"{told}.groups", 0, [9000])
 
 
 def test_an_export_follows_a_run_until_it_is_closed_and_ctrl_c_leaves_an_archive_that_can_be_read(
@@ -180,21 +190,19 @@ def test_a_second_export_adds_what_is_new_and_a_third_nothing(log: KafkaLog, run
     assert (again.rows, again.files) == ({}, 0)
 
 
-def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
+def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, told: str, run_id: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no topic 'rolouts'"):
-        written(log, run_id, tmp_path, topics=["rolouts"])
-    assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "run", "rollouts"}
+        written(log, told, tmp_path, topics=["rolouts"])
+    assert set(written(log, told, tmp_path, topics=["rollouts"]).rows) == {"runs", "run", "rollouts"}
     with pytest.raises(ValueError, match=r"no complete export, prompts, groups, .* missing: continue it with `penstock topics export`"):
         import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
-    written(log, run_id, tmp_path)
-    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+    written(log, told, tmp_path)
+    assert everything(ArchivedLog(find_archive(tmp_path)), told) == everything(log, told)
 
 
 def test_an_interrupted_export_leaves_whole_files_only_and_the_next_one_completes_it(
-    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: KafkaLog, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     read, kinds = exporting.read_tables, list[str]()
 
     def interrupted(reader: Any, kind: Kind, partition: int, **between: Any) -> Iterator[tuple[pa.Table, int]]:
@@ -206,11 +214,11 @@ def test_an_interrupted_export_leaves_whole_files_only_and_the_next_one_complete
     with monkeypatch.context() as patched:
         patched.setattr(exporting, "read_tables", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            written(log, run_id, tmp_path)
+            written(log, told, tmp_path)
     assert not list(tmp_path.rglob(f"*{UNFINISHED}")) and not list(tmp_path.rglob("groups/*/*.parquet"))
-    assert {name for name, kind in KINDS.items() if Archive(tmp_path, run_id).partitions(kind)} == set(kinds) - {"groups"} != set()
-    written(log, run_id, tmp_path)
-    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+    assert {name for name, kind in KINDS.items() if Archive(tmp_path, told).partitions(kind)} == set(kinds) - {"groups"} != set()
+    written(log, told, tmp_path)
+    assert everything(ArchivedLog(find_archive(tmp_path)), told) == everything(log, told)
 
 
 KILLED = """
@@ -240,10 +248,11 @@ export(KafkaLog(bootstrap), run, Path(directory))
 
 
 @pytest.mark.slow
-def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
+def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(
+    log: KafkaLog, told: str, run_id: str, tmp_path: Path
+) -> None:
     for when in (0, 3):
-        command = [sys.executable, "-c", KILLED, log.bootstrap, run_id, str(tmp_path), str(when)]
+        command = [sys.executable, "-c", KILLED, log.bootstrap, told, str(tmp_path), str(when)]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=180, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert list(tmp_path.rglob(f"*{UNFINISHED}"))  # as many as partitions that it was writing
@@ -251,9 +260,9 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(l
             assert pq.read_table(path).num_rows
         with pytest.raises(ValueError, match="no complete export"):
             import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
-    written(log, run_id, tmp_path)
+    written(log, told, tmp_path)
     assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
-    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+    assert everything(ArchivedLog(find_archive(tmp_path)), told) == everything(log, told)
 
 
 def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
@@ -266,11 +275,10 @@ def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run
 
 
 def test_what_an_import_that_was_killed_has_left_is_named_and_can_be_deleted(
-    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: KafkaLog, told: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
-    before, other = everything(log, run_id), f"{run_id}-b"
-    written(log, run_id, tmp_path)
+    before, other = everything(log, told), f"{run_id}-b"
+    written(log, told, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(BulkWriter, "flush", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -321,10 +329,9 @@ def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(
     assert [record.offset for record in everything(log, other)["rollouts"] if record.partition == 0] == list(range(len(offsets) - 4))
 
 
-def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
-    victim, other = f"{run_id}-victim", f"{run_id}-b"
-    for run in (victim, run_id):
-        tell(log, run, list(RecordBuilder(run, steps=1).whole()))
+def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: KafkaLog, told: str, run_id: str, tmp_path: Path) -> None:
+    victim, other = told, f"{run_id}-b"
+    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
     written(log, run_id, tmp_path)
     (path,) = find_archive(tmp_path).files(KINDS["runs"], 0)
     table = pq.read_table(path)
@@ -345,10 +352,9 @@ def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: Kaf
 
 
 def test_an_import_that_is_refused_after_its_first_records_registers_nothing_and_says_what_removes_them(
-    log: KafkaLog, run_id: str, tmp_path: Path
+    log: KafkaLog, told: str, run_id: str, tmp_path: Path
 ) -> None:
-    tell(log, run_id, list(RecordBuilder(run_id, steps=1).whole()))
-    written(log, run_id, tmp_path)
+    written(log, told, tmp_path)
     path = find_archive(tmp_path).files(KINDS["groups"], 0)[0]
     pq.write_table(pq.read_table(path).drop_columns(["partition"]), path)
     with pytest.raises(ValueError, match=rf"'partition' is missing; the run is not registered: `penstock topics delete {run_id}-b --yes`"):
@@ -479,19 +485,18 @@ def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: s
 
 
 def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
-    log: KafkaLog, broker: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    log: KafkaLog, broker: str, told: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(log, run_id, list(RecordBuilder(run_id, steps=STEPS).whole()))
-    assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--topics", "ledger,groups"]) == 0
-    assert f"{tmp_path / run_id}: 1 runs, " in capsys.readouterr().out
+    assert main(["topics", "export", told, str(tmp_path), "--bootstrap", broker, "--topics", "ledger,groups"]) == 0
+    assert f"{tmp_path / told}: 1 runs, " in capsys.readouterr().out
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 1
     assert "is no complete export" in capsys.readouterr().err
-    assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["rollouts"] == len(everything(log, run_id)["rollouts"])
+    assert main(["topics", "export", told, str(tmp_path), "--bootstrap", broker, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["rollouts"] == len(everything(log, told)["rollouts"])
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 2
     assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-b", "--bootstrap", broker]) == 0
     assert f"run {run_id}-b: " in capsys.readouterr().out
-    assert {**collect(log, f"{run_id}-b"), "run": run_id} == collect(log, run_id)
+    assert {**collect(log, f"{run_id}-b"), "run": told} == collect(log, told)
 
     def printed(*words: str) -> str:
         main(["sql", str(tmp_path), *words])

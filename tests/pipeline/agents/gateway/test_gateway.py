@@ -16,7 +16,6 @@ from penstock.pipeline.data.conversation.segments import Conversation
 from tests.support.chat_families import FAMILIES, stop_ids, template, tokenizer
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.costly  # imports the client
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
@@ -32,7 +31,8 @@ class Desk:
         self.gateway = Gateway()
         self.session = AgentSession(Conversation(template(FAMILY)), policy, bounds)
         self.key = self.gateway.open(self.session)
-        self.client = openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=self.key, max_retries=0)
+        self.openai = pytest.importorskip("openai")
+        self.client = self.openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=self.key, max_retries=0)
 
     async def ask(self, messages: Any = None, **settings: Any) -> Any:
         return await self.client.chat.completions.create(model="policy", messages=messages or ASKED, **settings)
@@ -196,19 +196,19 @@ def test_a_client_that_goes_and_asks_again_gets_the_answer_and_nothing_is_drawn_
 
 @served(seven)
 async def test_an_unknown_key_is_refused_and_a_closed_one_too(desk: Desk) -> None:
-    other = openai.AsyncOpenAI(base_url=desk.gateway.base_url, api_key="sk-other", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="belongs to no open trajectory"):
+    other = desk.openai.AsyncOpenAI(base_url=desk.gateway.base_url, api_key="sk-other", max_retries=0)
+    with pytest.raises(desk.openai.AuthenticationError, match="belongs to no open trajectory"):
         await other.models.list()
     await other.close()
     assert [model.id async for model in desk.client.models.list()] == ["policy"]
     desk.gateway.close_session(desk.key)
-    with pytest.raises(openai.AuthenticationError):
+    with pytest.raises(desk.openai.AuthenticationError):
         await desk.ask()
 
 
 @served(seven, Bounds(max_turns=2, turn_tokens=6, longest=60))
 async def test_limits_are_errors_that_the_agent_can_read_and_the_trajectory_is_truncated(desk: Desk) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(desk.openai.BadRequestError) as caught:
         await desk.ask([{"role": "user", "content": "long " * 50}])
     assert caught.value.code == "context_length_exceeded"
     assert desk.session.truncated
@@ -216,7 +216,7 @@ async def test_limits_are_errors_that_the_agent_can_read_and_the_trajectory_is_t
     assert short.finish_reason == "length"
     await desk.ask(max_tokens=2)
     assert [limit for _, _, limit in desk.policy.asked.values()] == [6, 2]
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(desk.openai.BadRequestError) as caught:
         await desk.ask()
     assert caught.value.code == "turn_limit_exceeded"
 
@@ -236,7 +236,7 @@ async def test_limits_are_errors_that_the_agent_can_read_and_the_trajectory_is_t
 def test_what_would_change_the_distribution_or_cannot_be_read_is_refused(settings: dict[str, Any], reason: str) -> None:
     @served(seven)
     async def refused(desk: Desk) -> None:
-        with pytest.raises(openai.BadRequestError, match=reason):
+        with pytest.raises(desk.openai.BadRequestError, match=reason):
             await desk.ask(**settings)
         assert desk.policy.asked == {} and desk.session.conversation.turns == 0
 
