@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import (
-    file_lines,
-    folder_widths,
-    import_cycles,
-    import_graph,
-    loose_modules,
-    single_importers,
-    upward_imports,
-)
+from benchmarks.house import file_lines, folder_widths, import_cycles, import_graph, loose_modules, single_importers, upward_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (

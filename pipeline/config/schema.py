@@ -317,8 +317,7 @@ class TrainerSection(Section):
     deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` refuses operations that are not deterministic")
     tf32: bool = Field(False, description="a GPU computes float32 products in TF32; on a GPU true if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
-        None,
-        description="if a recomputed step has other bits: stop, or record both; if absent `rebase` on a GPU or with other arithmetic",
+        None, description="if a recomputed step has other bits: stop, or record both; if absent `rebase` on a GPU or with other arithmetic"
     )
     peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; known for common GPUs")
     lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")

@@ -36,12 +36,7 @@ class MlflowServer:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without cached bytecode it starts in a minute
         with (self.directory / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.directory,
-                start_new_session=True,
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=self.directory, start_new_session=True
             )
         deadline = time.monotonic() + START_LIMIT_S
         while not self._answers():

@@ -222,9 +222,7 @@ def an_evaluation_with_another_result(built: EditedRun) -> None:
     built.append(index, replace(held, worker="evaluator", role="evaluator", incarnation="e", seq=0, kind="eval", version=1))
     listed = {"evaluations": {"0" * 64: 1}}
     built.alter(
-        "ledger",
-        lambda entry: replace(entry, details=json.dumps({**json.loads(entry.details), **listed})),
-        where={"kind": "run-closed"},
+        "ledger", lambda entry: replace(entry, details=json.dumps({**json.loads(entry.details), **listed})), where={"kind": "run-closed"}
     )
 
 

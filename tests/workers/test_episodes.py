@@ -74,12 +74,7 @@ def test_a_broken_environment_is_no_zero_but_covered_by_oversampling_or_a_failed
     # The first sample whose environment begins breaks whenever it is tried; no other does.
     breaking = COUNTING.replace('breaks="", times=1', 'breaks="reset-raises", times=1')
     config = counting_run(
-        tiny_model,
-        tmp_path,
-        code=breaking,
-        run={"steps": 1},
-        sampling={"max_new_tokens": 40},
-        schedule={"oversample": oversample},
+        tiny_model, tmp_path, code=breaking, run={"steps": 1}, sampling={"max_new_tokens": 40}, schedule={"oversample": oversample}
     )
     config = config.model_copy(update={"environment": config.environment.model_copy(update={"retries": 0})})
     report = complete(log, run_id, config, roles=ROLES)

@@ -70,8 +70,7 @@ def test_what_was_exported_and_deleted_is_in_the_archive(
 
 
 @pytest.mark.parametrize(
-    "expired",
-    [pytest.param(False, marks=pytest.mark.slow, id="with its notes"), pytest.param(True, id="after its offsets have expired")],
+    "expired", [pytest.param(False, marks=pytest.mark.slow, id="with its notes"), pytest.param(True, id="after its offsets have expired")]
 )
 def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(tiny_model: Path, tmp_path: Path, expired: bool) -> None:
     (tmp_path / "plain").mkdir()

@@ -57,11 +57,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
 ):
     password = f"hush-{run_id}"
     monkeypatch.setenv("PENSTOCK_SECURITY", json.dumps({"security_protocol": "PLAINTEXT", "sasl_plain_password": password}))
-    sections = {
-        "run": {"steps": 5, "seed": 7},
-        "rollout": {"workers": 1, "engine": "toy"},
-        "kafka": {"bootstrap": broker, "partitions": 8},
-    }
+    sections = {"run": {"steps": 5, "seed": 7}, "rollout": {"workers": 1, "engine": "toy"}, "kafka": {"bootstrap": broker, "partitions": 8}}
     config = config_of(tiny_model, tmp_path, **sections)
     (tmp_path / "digits.py").write_text(SLOW_UNTIL_TOLD)
     quick = tmp_path / "quick"

@@ -19,10 +19,7 @@ SCHEMA = "state/1"
 KEY = b"view"
 """The key of every record: compaction retains the newest."""
 
-CODEC = Codec(
-    SCHEMA,
-    fields=(column("worker", pa.string()), column("positions", pa.string()), column("view", pa.string())),
-)
+CODEC = Codec(SCHEMA, fields=(column("worker", pa.string()), column("positions", pa.string()), column("view", pa.string())))
 _REQUIRED = ("worker",)
 
 

@@ -313,10 +313,7 @@ def test_an_aborted_group_returns_what_is_drawn_of_it_and_is_gone(engine: Any) -
     assert engine.abort(3) == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("temperature", 0.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1), ("max_new_tokens", 0)],
-)
+@pytest.mark.parametrize(("field", "value"), [("temperature", 0.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1), ("max_new_tokens", 0)])
 def test_impossible_sampling_is_refused_with_its_value(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}.*{value}"):
         replace(SAMPLING, **{field: value})

@@ -76,13 +76,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
     assert capsys.readouterr().err.splitlines() == ["interrupted, there is no result"]
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "select count(*) from (select distinct range from range(5000000))",
-        "select list_sum(range(400000000))",
-    ],
-)
+@pytest.mark.parametrize("query", ["select count(*) from (select distinct range from range(5000000))", "select list_sum(range(400000000))"])
 def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(database, "MEMORY_BYTES", 32 << 20)
     with pytest.raises(ValueError, match=r"^the query takes more than 0.03125 GiB: narrow it") as raised:
@@ -92,10 +86,7 @@ def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatc
 
 @pytest.mark.parametrize(
     ("limits", "problem"),
-    [
-        (Limits(seconds=0.0), "no result within 0 s: narrow the query"),
-        (Limits(disconnected=lambda: True), "the client has disconnected"),
-    ],
+    [(Limits(seconds=0.0), "no result within 0 s: narrow the query"), (Limits(disconnected=lambda: True), "the client has disconnected")],
 )
 @pytest.mark.parametrize("query", [ENDLESS, "select " + "(" * 60_000, "select levenshtein(repeat('a', 9000000), repeat('b', 9000000))"])
 def test_a_question_ends_at_a_limit_of_time_and_with_its_asker(limits: Limits, problem: str, query: str) -> None:

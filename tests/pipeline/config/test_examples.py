@@ -22,11 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("overrides", "more"),
-    [
-        ([], set()),
-        (["algorithm.proximal=behaviour", "schedule.steps_per_version=2"], set()),
-        (["algorithm.kl_coef=0.1"], {"kl_reference"}),
-    ],
+    [([], set()), (["algorithm.proximal=behaviour", "schedule.steps_per_version=2"], set()), (["algorithm.kl_coef=0.1"], {"kl_reference"})],
     ids=["current", "behaviour", "with a reference"],
 )
 def test_the_example_loss_trains_and_is_summarised_like_the_built_in_one(model: Path, overrides: list[str], more: set[str]) -> None:

@@ -22,13 +22,7 @@ OLD = {**CONFIG, "kafka": {"bootstrap": "h:1", "security": SECURITY}, "mlflow": 
 
 def as_read(outgoing: Outgoing) -> Record:
     return Record(
-        topic=outgoing.topic,
-        partition=0,
-        offset=0,
-        timestamp_ms=0,
-        key=outgoing.key,
-        headers=outgoing.headers,
-        value=bytes(outgoing.value),
+        topic=outgoing.topic, partition=0, offset=0, timestamp_ms=0, key=outgoing.key, headers=outgoing.headers, value=bytes(outgoing.value)
     )
 
 

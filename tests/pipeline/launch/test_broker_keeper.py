@@ -131,13 +131,7 @@ def test_a_keeper_passes_on_what_a_start_after_a_kill_may_have_cost(monkeypatch:
     said: list[str] = []
     keeper = keeper_of("127.0.0.1:9", said)
     found = embedded.BrokerInfo(
-        bootstrap="127.0.0.1:9",
-        pid=1,
-        running=True,
-        home=Path(),
-        log_file=Path(),
-        started_s=1.0,
-        risk="a transaction may hang",
+        bootstrap="127.0.0.1:9", pid=1, running=True, home=Path(), log_file=Path(), started_s=1.0, risk="a transaction may hang"
     )
     monkeypatch.setattr(embedded, "start", lambda: found)
     keeper._start()

@@ -311,10 +311,7 @@ def test_what_functions_log_comes_back_with_the_score(score: Scorer) -> None:
     found = score("logs", completions=["abc", "none"])
     assert isinstance(found, Score)
     assert found.rewards == (4.0, 1.0)
-    assert found.logged == (
-        {"length": 3, "mine.py:logs/form": 1.0, "mine.py:logs/size": 3.0},
-        {"length": 4, "mine.py:logs/form": 1.0},
-    )
+    assert found.logged == ({"length": 3, "mine.py:logs/form": 1.0, "mine.py:logs/size": 3.0}, {"length": 4, "mine.py:logs/form": 1.0})
     assert found.metrics == {"longest": 4.0, "mine.py:logs/form": 1.0, "mine.py:logs/size": 3.0}
 
 

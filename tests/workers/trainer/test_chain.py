@@ -31,11 +31,7 @@ def evaluate(log: Log, version: int) -> str:
 @pytest.mark.usefixtures("checkpoints_at_once")
 @pytest.mark.parametrize(
     "deaths",
-    [
-        (),
-        ("ledger.step.before:2", "ledger.step.after:2"),
-        ("ledger.version.after:3", "checkpoint.renamed:1"),
-    ],
+    [(), ("ledger.step.before:2", "ledger.step.after:2"), ("ledger.version.after:3", "checkpoint.renamed:1")],
     ids=["undisturbed", "at steps", "at a version and a checkpoint"],
 )
 def test_evaluations_are_listed_once_and_in_order_however_often_the_trainer_is_killed(

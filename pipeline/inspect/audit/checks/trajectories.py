@@ -7,11 +7,7 @@ from penstock.pipeline.inspect.audit.facts import Facts
 from penstock.topics.wire.record import RecordId
 
 
-@check(
-    "trajectory-turns",
-    "in a trajectory turns follow each other, and the policy's tokens alone are trained",
-    samples=SAMPLES,
-)
+@check("trajectory-turns", "in a trajectory turns follow each other, and the policy's tokens alone are trained", samples=SAMPLES)
 def turns(facts: Facts) -> Iterator[Violation]:
     """A trajectory's turns follow each other, and the policy's tokens alone are trained."""
     flawed = "SELECT group_id, sample, flaw, partition, offset FROM samples WHERE flaw IS NOT NULL ORDER BY rowid"

@@ -223,12 +223,7 @@ def test_the_folder_of_latest_has_a_key_or_a_launchers_lock(home: Path) -> None:
     ("mlflow", "environment", "trust", "refused"),
     [
         ({"tracking_uri": "https://me@elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NO_TRUST, True),
-        (
-            {"tracking_uri": "HTTP://elsewhere/x"},
-            {"MLFLOW_TRACKING_PASSWORD": "hush", "MLFLOW_TRACKING_URI": "http://own"},
-            NO_TRUST,
-            True,
-        ),
+        ({"tracking_uri": "HTTP://elsewhere/x"}, {"MLFLOW_TRACKING_PASSWORD": "hush", "MLFLOW_TRACKING_URI": "http://own"}, NO_TRUST, True),
         ({"tracking_uri": "https://own/x"}, {"MLFLOW_TRACKING_TOKEN": "hush", "MLFLOW_TRACKING_URI": "https://own/x"}, NO_TRUST, False),
         ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, Trust(code=True), False),
         ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": ""}, NO_TRUST, False),

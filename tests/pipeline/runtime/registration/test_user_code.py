@@ -79,10 +79,7 @@ def test_functions_commands_services_and_pickles_are_code(section: str, table: d
         ("environment", {"source": "textarena:Wordle-v0?word_length=5"}),
         ("algorithm", {"loss": "dr_grpo"}),
         ("algorithm", {"loss": "gspo", "advantage": "grpo"}),
-        (
-            "rollout",
-            {"vllm": {"tensor_parallel_size": 2, "quantization": "fp8", "trust_remote_code": False, "dtype": "bfloat16"}},
-        ),
+        ("rollout", {"vllm": {"tensor_parallel_size": 2, "quantization": "fp8", "trust_remote_code": False, "dtype": "bfloat16"}}),
         ("trainer", {"initial_state": "/runs/x/start/backend", "initial_steps": 1}),
     ],
 )
