@@ -172,7 +172,6 @@ class Saving:
             raise self.failure
 
     def discard(self) -> None:
-        """Delete the temporary folder."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _run(self, save: Callable[[Path], None] | None) -> None:

@@ -141,11 +141,6 @@ def check(record: Record, *, run: str) -> Headers:
     return read_headers(record.headers, record.value, run=run, schema=schema, required=_REQUIRED)
 
 
-def check_chunk(record: Record, *, run: str) -> Headers:
-    """The headers of a chunk of `run`, without decoding its payload. Raises `Unusable`."""
-    return read_headers(record.headers, record.value, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
-
-
 def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
     """Headers and payload of a manifest of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
@@ -156,7 +151,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
 
 def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
     """Headers and payload of a chunk of `run`, which must agree. Raises `Unusable`."""
-    checked = check_chunk(record, run=run)
+    checked = read_headers(record.headers, record.value, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
     chunk = decode_chunk(record.value)
     match(checked, policy_version_min=chunk.version, part=chunk.index)
     return checked, chunk

@@ -27,7 +27,6 @@ class Cpu:
 
 
 def this_cpu() -> Cpu:
-    """The processor of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -108,7 +108,6 @@ class BackendSettings:
 
     @property
     def wants_entropy(self) -> bool:
-        """True if entropies are computed."""
         return self.entropy or self.entropy_bonus
 
     @property
@@ -117,5 +116,4 @@ class BackendSettings:
         return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of optimizer step `step`."""
         return learning_rate(step, lr=self.lr, schedule=self.lr_schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)

@@ -195,7 +195,6 @@ class LocalModel:
         return {"model_flops": flops, **({} if peak is None else {"peak_flops": peak})}
 
     def random_state(self) -> dict[str, torch.Tensor]:
-        """States of torch's random generators."""
         state = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)

@@ -82,12 +82,8 @@ class _Files:
         )  # fmt: skip
 
 
-def _silent(message: str) -> None:
-    del message
-
-
 def start(
-    *, home: Path | None = None, port: int | None = None, listener: Listener | None = None, progress: Callable[[str], None] = _silent
+    *, home: Path | None = None, port: int | None = None, listener: Listener | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> BrokerInfo:
     """Return the broker of `home` (default: the state directory) once it serves; starts it unless it runs. Raises `BrokerError`.
 

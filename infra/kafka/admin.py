@@ -89,7 +89,6 @@ class Hanging:
     """The coordinator's decision; None if it is lost."""
 
     def __str__(self) -> str:
-        """Format it as one line."""
         decided = {True: "was committed", False: "was aborted", None: "ended with an unknown outcome"}[self.committed]
         owner = self.transactional_id or f"producer {self.producer_id}"
         return f"{self.topic}/{self.partition}: the transaction of {owner} at offset {self.offset} {decided}, but its end is missing there"

@@ -72,7 +72,6 @@ class WeightCopy:
 
     @property
     def digest(self) -> str:
-        """Digest of that version."""
         return self._memory.digest
 
     @property

@@ -38,7 +38,6 @@ class Figure:
         return f"{measured} ({', '.join(limits)})" if limits else measured
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, and `holds`."""
         return {**asdict(self), "holds": self.holds}
 
 

@@ -153,7 +153,6 @@ class TimedStep:
 
 
 def timed_step(backend: Backend, batch: TokenBatch, here: Machine) -> TimedStep:
-    """Take a step."""
     here.synchronize()
     started = time.perf_counter()
     stats = backend.backward(batch, lambda logprobs, *_: batch_loss(logprobs, batch))

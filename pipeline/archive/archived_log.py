@@ -129,7 +129,6 @@ def _payloads(kind: Kind, table: pa.Table, original: Sequence[bool]) -> list[pa.
 
 
 def _content(kind: Kind, row: dict[str, Any], payload: pa.RecordBatch | None, *, run: str) -> tuple[bytes, RawHeaders]:
-    """A record's payload and headers."""
     stored: RawHeaders | None = None if row["headers"] is None else tuple((header["name"], header["value"]) for header in row["headers"])
     if payload is None:
         if stored is None:
@@ -169,7 +168,6 @@ class ArchivedLog:
 
     @property
     def run(self) -> str:
-        """Id of the archived run."""
         return self._note.run
 
     def topics(self, prefix: str = "") -> list[str]:

@@ -131,7 +131,6 @@ class _Process:
             self._files = stack.pop_all()
 
     def close(self) -> None:
-        """End the process."""
         self.popen.kill()
         self.popen.wait()
         self._files.close()
@@ -276,7 +275,6 @@ def _run(request: Mapping[str, Any], descriptor: int) -> None:
 
 
 def _literal(text: str) -> str:
-    """A text in SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 

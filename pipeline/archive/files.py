@@ -193,7 +193,6 @@ class Archive:
                     raise ValueError(f"{path}: the folder of a partition is named partition=N")
 
     def folder(self, kind: Kind, partition: int) -> Path:
-        """The folder of a partition's files."""
         return self.path / kind.name / f"partition={partition}"
 
     def files(self, kind: Kind, partition: int) -> list[Path]:
@@ -272,7 +271,6 @@ def _unreadable(error: OSError) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
     temporary = path.with_name(path.name + UNFINISHED)
     with temporary.open("xb") as file:
         file.write(data)

@@ -67,7 +67,6 @@ class Kind:
         return pa.schema([*RECORD, *columns, *self.facts, *ORIGINAL])
 
     def kafka_name(self, run: str) -> str:
-        """The Kafka topic."""
         return self.topic if self.topic == RUNS_TOPIC else topic_name(run, self.topic)
 
 

@@ -127,14 +127,10 @@ class Tables(Protocol):
     """Source of the rows of a run."""
 
     @property
-    def log(self) -> Log:
-        """The run's records."""
-        ...
+    def log(self) -> Log: ...
 
     @property
-    def run(self) -> str:
-        """Id of the run."""
-        ...
+    def run(self) -> str: ...
 
     def rows(self, name: str) -> Source:
         """The archive's table of that name."""

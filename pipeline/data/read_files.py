@@ -84,9 +84,7 @@ class Source(Protocol):
         """Columns of a row. Raises `DataError` with the origin."""
         ...
 
-    def origin(self, index: int) -> str:
-        """Origin of a row, for error messages."""
-        ...
+    def origin(self, index: int) -> str: ...
 
 
 class Dataset:

@@ -35,7 +35,6 @@ class RecordedRun:
 
     @property
     def run(self) -> str:
-        """The run id."""
         return self.reader.run
 
     @property

@@ -66,7 +66,6 @@ def info_of(view: RunView) -> dict[str, Any]:
 
 
 def steps_planned(view: RunView) -> int | None:
-    """Planned optimizer steps of the run."""
     return info_of(view).get("steps")
 
 

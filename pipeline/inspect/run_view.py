@@ -252,7 +252,6 @@ class RunView:
 
     @property
     def steps_done(self) -> int:
-        """Committed optimizer steps."""
         return len(self.steps) + self.past.steps
 
     @property

@@ -77,7 +77,8 @@ def create(
 
 def new_id(config: Config) -> str:
     """Make an id that no run has yet."""
-    return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    slug = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:32] or "run"
+    return f"{slug}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
@@ -212,10 +213,6 @@ def usable(run: str) -> str:
         return check_run_id(run)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32] or "run"
 
 
 def check_user_functions(config: Config) -> None:

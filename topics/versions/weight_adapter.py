@@ -42,7 +42,7 @@ class Block(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.rows * self.columns * _item(DTYPES[self.dtype])
+        return self.rows * self.columns * _stored(DTYPES[self.dtype]).itemsize
 
     @property
     def body(self) -> int:
@@ -143,10 +143,6 @@ def _rounded(values: Matrix, dtype: str) -> npt.NDArray[Any]:
 def _stored(dtype: str) -> np.dtype[Any]:
     """The element type for numpy, which has no bfloat16."""
     return np.dtype("<u2" if dtype == "bfloat16" else dtype).newbyteorder("<")
-
-
-def _item(dtype: str) -> int:
-    return _stored(dtype).itemsize
 
 
 def _copy(source: Buffer, target: memoryview) -> None:

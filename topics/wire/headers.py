@@ -117,7 +117,7 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
     for name in required:
         if name not in values:
             raise Unusable(f"header {name!r} is missing", kind="missing-header")
-    facts = {name: _parse(name, text) for name, text in values.items()}
+    facts = {name: _PARSERS.get(name, _number)(name, text) for name, text in values.items()}
     headers = object.__new__(Headers)  # a frozen dataclass's constructor takes as long as everything above
     for name, put in _PUT:
         put(headers, facts.get(name))
@@ -174,10 +174,6 @@ def _spelled(fact: Fact) -> bytes:
     """A header's value; a float becomes its shortest exact text, in `str` as in `repr`."""
     text = ",".join(f"{number}:{tokens}" for number, tokens in fact) if isinstance(fact, tuple) else str(fact)
     return text.encode("ascii")
-
-
-def _parse(name: str, value: bytes) -> Fact:
-    return _PARSERS.get(name, _number)(name, value)
 
 
 def _number(name: str, value: bytes) -> int:

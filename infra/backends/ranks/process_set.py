@@ -126,7 +126,6 @@ class ProcessSet:
         return dict(self._take(f"to-{self.rank}"))
 
     def reply(self, value: Any) -> None:
-        """Send a reply to rank 0."""
         self.store.set(self._next(f"from-{self.rank}"), json.dumps(value))
 
     def replies(self) -> list[Any]:
@@ -142,7 +141,6 @@ class ProcessSet:
         self.broadcast(name=None)
 
     def receive_tensors(self) -> Iterator[TensorBytes]:
-        """The tensors that rank 0 sends."""
         while (header := self.receive())["name"] is not None:
             tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"]))
             self._broadcast(tensor)

@@ -199,7 +199,6 @@ class VllmEngine:
         return self._counts.all()
 
     def close(self) -> None:
-        """Stop vLLM and its processes."""
         with contextlib.suppress(Exception):  # it may have exited
             self._llm.engine_core.shutdown()
         self._broken = self._broken or "this engine is closed"

@@ -137,7 +137,6 @@ def register(number: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
 
 
 def unregister(number: int) -> None:
-    """Release registered tensors."""
     _registered.pop(number, None)
 
 

@@ -42,7 +42,6 @@ class SampleCopy:
 
     @property
     def paths(self) -> list[Path]:
-        """The files."""
         return [] if self._files is None else self._files.paths
 
     def catch_up(self, waiting: Collection[int], *, since_ms: int) -> pa.Table:

@@ -60,7 +60,6 @@ class Segments:
 
     @property
     def paths(self) -> list[Path]:
-        """The files, in order."""
         return [file.path for file in self._files]
 
     @property
@@ -97,7 +96,6 @@ class Segments:
             self._clear()
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

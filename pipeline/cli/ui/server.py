@@ -80,7 +80,6 @@ class Server:
         self._server.run(sockets=[self._socket])
 
     def shutdown(self) -> None:
-        """Let `serve_forever` return."""
         self._server.should_exit = True
 
     def server_close(self) -> None:

@@ -205,7 +205,6 @@ class WatchedRun:
             return self._columns[2]
 
     def close(self) -> None:
-        """Stop reading."""
         with self.lock:
             self._closed = True
             if self._tail is not None:
@@ -328,6 +327,5 @@ class Runs:
         return summary
 
     def close(self) -> None:
-        """Stop reading."""
         for watched in self._opened.values():
             watched.close()

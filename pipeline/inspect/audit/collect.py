@@ -356,7 +356,6 @@ def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
 
 
 def sample_hash(rollout: Rollout) -> bytes:
-    """Hash of all of a sample's fields."""
     logprobs = np.array(rollout.behaviour_logprobs, np.float32)
     logprobs[np.isnan(logprobs)] = np.nan  # one bit pattern for every NaN
     arrays = (
@@ -386,7 +385,6 @@ def prompt_hash(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
 
 
 def hash_of(value: bytes | memoryview) -> bytes:
-    """Hash of a payload."""
     return hashlib.blake2b(value, digest_size=GROUP_BYTES).digest()
 
 
@@ -415,7 +413,6 @@ def sampled_turns(rollout: Rollout, prompt_ids: Any) -> tuple[SampledTurn, ...]:
 
 
 def tokens_hash(token_ids: Any) -> bytes:
-    """Hash of generated tokens."""
     return hashlib.blake2b(_bytes(token_ids), digest_size=16).digest()
 
 

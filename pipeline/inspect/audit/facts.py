@@ -294,7 +294,6 @@ class Facts:
     """Topic -> number of records identical to an earlier one."""
 
     def rows(self, query: str, *values: object, **named: object) -> Iterator[Any]:
-        """The rows of a query of the tables."""
         return self.tables.execute(query, named or values)
 
     def value(self, query: str, *values: object, **named: object) -> Any:

@@ -69,7 +69,6 @@ class KafkaSource:
         self._read, self._next_progress_s = 0, time.monotonic() + PROGRESS_S
 
     def partitions(self, topic: str) -> range:
-        """Partition numbers of a topic."""
         return range(len(self._ends[topic]))
 
     def start_offset(self, topic: str, partition: int) -> int:

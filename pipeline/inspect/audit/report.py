@@ -173,7 +173,6 @@ class Result:
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Every check of an audit."""
     return tuple(check for module in MODULES for check in module.CHECKS)
 
 

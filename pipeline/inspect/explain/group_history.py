@@ -170,7 +170,6 @@ class GroupHistory:
 
     @property
     def policy_version_min(self) -> int | None:
-        """Oldest policy version of its trained tokens."""
         return self.outcome.headers.policy_version_min if self.outcome and self.outcome.headers else None
 
     @property

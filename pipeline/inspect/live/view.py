@@ -44,7 +44,6 @@ class NotebookScreen:
         self._handle = self._display({"text/plain": "starting"}, raw=True, display_id=True)
 
     def update(self, frame: RenderableType, *, refresh: bool) -> None:
-        """Replace the frame."""
         assert refresh
         if self._handle is not None:
             self._handle.update({"text/html": as_html(frame), "text/plain": "a view of the run"}, raw=True)

@@ -202,7 +202,6 @@ HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens
 
 
 def as_json_line(record: Record, *, run: str) -> str:
-    """A record as one line of JSON."""
     return json.dumps(view(record, run=run))
 
 

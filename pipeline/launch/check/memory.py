@@ -125,7 +125,6 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All parts."""
         return sum(self.parts.values())
 
     @property
