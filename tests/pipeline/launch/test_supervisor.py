@@ -154,21 +154,14 @@ def test_who_leaves_too_early_is_missed_and_who_leaves_a_closed_run_is_not(tmp_p
         assert "scorer-0 exited although the run is not over" in missed.line
 
 
-def test_a_tracker_that_dies_after_the_end_is_still_started_again(tmp_path: Path):
-    with working(worker_set_of(tmp_path, said=[])) as worker_set:
-        os.kill(pids(tmp_path)["tracker"], signal.SIGKILL)
-        until(lambda: worker_named(worker_set, "tracker").status is not None)
-        assert tend(worker_set, seen(over=True)) is None
-        assert worker_named(worker_set, "tracker").starts == 2
-
-
-def test_a_rollout_worker_that_dies_over_the_last_evaluation_is_started_again(tmp_path: Path):
+@pytest.mark.parametrize("name", ["tracker", "rollout-0"])
+def test_a_tracker_and_a_rollout_worker_that_evaluates_are_still_started_again_after_the_end(tmp_path: Path, name: str):
     with working(worker_set_of(tmp_path, said=[])) as worker_set:
         worker_set.config = worker_set.config.model_copy(update={"eval": EvalSection(source="tiny:successor", engine="rollout")})
-        os.kill(pids(tmp_path)["rollout-0"], signal.SIGKILL)
-        until(lambda: worker_named(worker_set, "rollout-0").status is not None)
+        os.kill(pids(tmp_path)[name], signal.SIGKILL)
+        until(lambda: worker_named(worker_set, name).status is not None)
         assert tend(worker_set, seen(over=True)) is None
-        assert worker_named(worker_set, "rollout-0").starts == 2
+        assert worker_named(worker_set, name).starts == 2
 
 
 def test_a_run_goes_on_without_a_helper_that_is_given_up(tmp_path: Path):
