@@ -19,9 +19,7 @@ from penstock.pipeline.launch.doctor import Package
         *(({"make": target}, "warn", f"make {target} in Penstock's folder") for target in ("cpu", "gpu")),
     ],
 )
-def test_a_missing_package_fails_if_every_role_needs_it_and_names_what_installs_it(
-    part: dict[str, str], level: str, do: str
-) -> None:
+def test_a_missing_package_fails_if_every_role_needs_it_and_names_what_installs_it(part: dict[str, str], level: str, do: str) -> None:
     found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", **part), imports="make" not in part)
     assert (found.level, found.do) == (level, do)
 
