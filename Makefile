@@ -48,7 +48,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages image image-base image-test docs check format lock lock-cpu lock-gpu lock-docs lock-images clean help
+.PHONY: demo real install gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages image image-base image-test docs check lint types structure format lock lock-cpu lock-gpu lock-docs lock-images clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -204,13 +204,20 @@ docs: install
 	out=$$(NO_MKDOCS_2_WARNING=1 $(SITE_TOOLS)/bin/mkdocs build --strict 2>&1) || { printf '%s\n' "$$out" >&2; exit 1; }; \
 	echo "the site of docs/ is in .penstock/site, without a warning"
 
-check: install
+check: lint types structure docs
+check: UNBUILT = 0
+
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/vulture
+
+types: install
 	$(BIN)/mypy
-	$(PYTEST) tests/test_layers.py tests/test_house.py
-	@$(MAKE) --no-print-directory docs UNBUILT=0
+
+# Collects all tests, so that the testers of a later `make test` find their bytecode and do not all compile it.
+structure: install
+	$(PYTEST) -k "test_layers or test_house"
 
 format: install
 	$(BIN)/ruff format .
