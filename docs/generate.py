@@ -31,8 +31,8 @@ MORE = {
     "reward": "[Rewards](../how-to/rewards.md) explains functions, services, failures and isolation.",
     "environment": "[Environments](../how-to/environments.md) and [agents](../how-to/agents.md) explain them.",
     "schedule": "[Schedules](../explanation/schedules.md) explains the modes.",
-    "algorithm": "[Algorithms](../explanation/algorithms.md) has the formulas, and the table of values of absent keys.",
-    "weights": "[Weights](../explanation/weights.md) explains how versions are sent.",
+    "algorithm": "[Algorithms](../explanation/algorithms.md) explains the formulas, and lists the defaults that depend on other keys.",
+    "weights": "[Weights](../explanation/weights.md) explains how the trainer publishes versions.",
     "kafka": "[Operations](../how-to/operations.md#another-broker) shows how to use another broker.",
 }
 """Section of the configuration -> sentence that leads to its explanation."""
@@ -53,16 +53,18 @@ RECORDS = {
 """Topic -> the module of its records."""
 COMMON = {
     "group": "group number", "sample": "number of the sample in its group", "turn": "index of the policy's turn",
-    "attempt": "as in the call", "samples_per_prompt": "K", "epoch": "number of the epoch, from 0", "row": "index of the row in the data",
-    "part": "index of the part, from 0", "parts": "number of parts of the group", "reward_names": "names of the reward functions",
-    "max_new_tokens": "limit of the generated tokens", "temperature": "sampling temperature", "top_p": "1 if there is no limit",
+    "attempt": "attempt number of the call", "samples_per_prompt": "K", "epoch": "number of the epoch, from 0",
+    "row": "index of the row in the data", "part": "index of the part, from 0", "parts": "number of parts of the group",
+    "reward_names": "names of the reward functions", "max_new_tokens": "length limit of the completion, in tokens",
+    "temperature": "sampling temperature", "top_p": "nucleus sampling threshold; 1 disables it",
     "version": "policy version", "topic": "topic of the refused record", "partition": "partition of the record",
-    "offset": "offset of the record", "timestamp_ms": "timestamp of the record", "key": "key of the record", "value": "its payload",
+    "offset": "offset of the record", "timestamp_ms": "timestamp of the record", "key": "key of the record",
+    "value": "payload of the record; in `headers`, the value of a header",
     "headers": "headers of the record, in order", "name": "name", "media": "not used", "sha256": "digest", "mime": "media type",
     "uri": "location", "start": "first token", "end": "one past the last token", "chunk_partitions": "partition of each chunk",
-    "chunk_offsets": "offset of each chunk", "chunk_sizes": "bytes of each chunk", "worker": "the writer", "role": "its role",
-    "run": "run id", "created_ns": "time of creation", "started_ns": "start of generation", "ended_ns": "end of generation",
-    "asked_ns": "time of the request", "scored_ns": "time of the outcome", "time_ns": "time of the record",
+    "chunk_offsets": "offset of each chunk", "chunk_sizes": "bytes of each chunk", "worker": "worker that wrote the record",
+    "role": "role of the writer", "run": "run id", "created_ns": "time of creation", "started_ns": "start of generation",
+    "ended_ns": "end of generation", "asked_ns": "time of the request", "scored_ns": "time of the outcome", "time_ns": "time of the record",
 }  # fmt: skip
 """Meanings of columns whose names say nearly everything."""
 
@@ -102,10 +104,11 @@ def configuration() -> str:
     sections |= {"data.sampling.SOURCE": SourceSampling, "rollout.pools.NAME": PoolSection}
     text = """# Configuration
 
-A run is configured by one TOML file. `penstock init` writes one, `penstock check` validates it, `--set section.key=value` overrides a key.
-Paths are relative to the file, in `--set` to the working directory. An unknown key or a wrong value is an error with the nearest valid one.
-The run's topic `run` has the complete configuration without `kafka.security`; workers read it there.
-A `-` is a key without a default: its meaning says what applies if it is absent.
+One TOML file configures a run. `penstock init` writes such a file, `penstock check` validates it, and `--set section.key=value` overrides a
+key. Paths are relative to the file; paths in `--set` are relative to the working directory. For an unknown key or a wrong value, the error
+names the nearest valid one.
+Workers read the complete configuration, except `kafka.security`, from the run's topic `run`.
+The default `-` means that the key is absent by default; the column *meaning* describes the effect.
 
 """
     for name in sorted(sections, key=lambda name: list(Config.model_fields).index(name.partition(".")[0])):
@@ -161,8 +164,8 @@ def topics() -> str:
     """Topics, headers, and the columns of every schema."""
     text = """# Topics
 
-A run has the topics `RUN.NAME`; all runs share `penstock.runs`. `calls` and `replies` exist only with environment workers.
-[The log](../explanation/the-log.md) explains records, transactions, duplicates and dead letters.
+The topics of a run are named `RUN.NAME`. All runs share the topic `penstock.runs`. `calls` and `replies` exist only with environment
+workers. [The log](../explanation/the-log.md) explains records, transactions, duplicates and dead letters.
 
 """
     counts = {1: "1", 2: "`kafka.partitions`", 3: "2 + `weights.partitions`"}
@@ -180,7 +183,8 @@ A run has the topics `RUN.NAME`; all runs share `penstock.runs`. `calls` and `re
     text += "## Headers\n\n" + table(("header", "meaning"), *((f"`{name}`", meaning) for name, meaning in meanings.items()))
     head = ("column", "type", "meaning")
     text += "## Columns of a sample\n\n" + table(head, *columns(samples.SAMPLE_FIELDS, (samples.Rollout,)))
-    text += "`rollouts/1` has the column `group` before them, and `rollouts/2` a row for each of up to 64 samples.\n\n"
+    text += "A record of `rollouts/1` contains the column `group` and these columns of one sample. "
+    text += "A record of `rollouts/2` contains such a row for each of up to 64 samples.\n\n"
     for codec, *classes in CODECS:
         text += f"## {codec.name}\n\n" + table(head, *columns(codec.schema, classes))
     return text

@@ -22,7 +22,7 @@ from penstock.pipeline.runtime.reporting.prometheus import family_of
 from penstock.topics import metrics
 from penstock.topics.metrics import Activity
 
-HEAD = "# Commands\n\nRUN is an id, a unique prefix, or `latest`. Options of many commands:\n\n"
+HEAD = "# Commands\n\nRUN is a run id, a unique prefix of one, or `latest`. These options belong to many commands:\n\n"
 MANY = 8
 """Options of more commands than this are listed once."""
 UNITS = {
@@ -34,9 +34,9 @@ METRICS = """# Metrics
 
 In a name, STAT is `min`, `mean`, `max` or `p95`, N a number, SOURCE a data source, NAME any name, and USE a use of time.
 
-Each worker serves its own metrics at `/metrics`, the tracker also with the newest steps, evaluations and rewards. Names there have base
-units. Those that end in `_total` are counters, which start at 0 with the process; the others are gauges. The labels `run`, `role` and
-`worker` name the worker; the variable part of a name is the label `stat`, `n`, `source`, `name` or `use`.
+Each worker serves its own metrics at `/metrics`. The tracker also serves the newest steps, evaluations and rewards. Metrics there use base
+units. Names that end in `_total` are counters, which start at 0 with the process; all others are gauges. The labels `run`, `role` and
+`worker` identify the worker. The variable part of a name becomes the label `stat`, `n`, `source`, `name` or `use`.
 
 """
 
