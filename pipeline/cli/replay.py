@@ -291,7 +291,7 @@ def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":
     from penstock.pipeline.runtime.registration.run_registry import registration, resolve
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
-    if Path(name).is_file():
+    if Path(name).is_file() or name.endswith(".toml"):
         return load(name, gpus=len(visible_gpus()), cpu=this_cpu())
     registered = registration(log, resolve(log, name, executes=True))
     return from_json(require_trusted(registered, trust=Trust(code=trust_code), notify=notify).config)

@@ -50,12 +50,12 @@ def open_policy(recording: Recording, config: Config, *, notify: Notify, steps: 
 
 
 def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> StartPoint:
-    """Advance to the start of `step`: load the newest usable checkpoint before it and recompute the recorded steps after that.
+    """Advance to the start of `step`: load the newest usable checkpoint on the way, and recompute the recorded steps after it.
 
     Raises `Unrecoverable` if a recomputed step differs from the ledger, `PenstockError` if its groups are deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
-    if step and store is not None:
+    if store is not None and any(policy.steps_done < number <= step for number in store.steps()):
         state = policy.load_newest(store, recording.past.recorded(), notify=notify, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
     first = policy.steps_done

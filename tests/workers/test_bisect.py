@@ -14,7 +14,10 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.inspect.report.summary import collect
+from penstock.pipeline.learner.ledger_history import read_ledger_history
+from penstock.pipeline.replay.bisect.cause import unusual_steps
 from penstock.pipeline.replay.bisect.measure import Measurer
+from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
@@ -136,6 +139,19 @@ def test_what_cannot_be_searched_is_refused_in_one_line(
 ) -> None:
     assert main(["bisect", poisoned, "--bootstrap", HERE, *words]) == status
     assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_steps_before_a_metric_of_the_weights_are_responsible_for_it(
+    log: LogHere, poisoned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entropy = [entry.metrics["entropy"] for entry in read_ledger_history(log, poisoned).steps]
+    sign, middle = "<" if entropy[5] < entropy[6] else ">", (entropy[5] + entropy[6]) / 2
+    result = bisected(capsys, poisoned, "--good", "6", "--bad", "7", "--test", f"entropy {sign} {middle}", "--replays", "4")
+    assert (result["step"], result["responsible"]) == (6, 5)
+    assert result["work"]["replayed"] == 2 * result["work"]["replays"] > 0, "step 5 is changed, and step 6 measures it"
+    assert result["next"].startswith(f"penstock fork {poisoned} --from-step 5")
+    with Recording.open(log, poisoned) as recording:
+        assert unusual_steps(recording, range(STEPS))[0] == 5
 
 
 JUDGE = """

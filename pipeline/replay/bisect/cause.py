@@ -1,6 +1,6 @@
 """Facts that distinguish a step or its groups from the others, in words: each is a possible cause with the numbers that it rests on."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -15,9 +15,15 @@ from penstock.topics.groups import Group
 BEFORE = 20
 """Steps before the step with whose median its metrics are compared."""
 SHOWN_TEXT = 40
-HIGHER = {"lr": 2.0, "update_norm": 3.0, "grad_norm": 3.0, "lag_max": 2.0}
-"""Metric of a step -> the multiple of its median from which it is a possible cause."""
-NAMES = {"lr": "learning rate", "update_norm": "norm of the update", "grad_norm": "norm of the gradient", "lag_max": "largest lag"}
+HIGHER = {
+    "lr": (2.0, "setting", "learning rate"),
+    "update_norm": (3.0, "setting", "norm of the update"),
+    "grad_norm": (3.0, "setting", "norm of the gradient"),
+    "reward_std": (3.0, "reward", "standard deviation of the rewards"),
+    "lag_max": (2.0, "stale", "largest lag"),
+}
+"""Metric of a step -> the multiple of its median from which it is a possible cause, the kind of cause, and the metric in words."""
+MOST_UNUSUAL = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +35,19 @@ class Cause:
     text: str
 
 
-def gradient_shares(recording: Recording, members: Sequence[Group]) -> dict[int, float]:
-    """Group -> its share of the step's gradient weight, the sum of |weight| over its samples as `penstock explain` computes it."""
-    sums = dict.fromkeys((group.group for group in members), 0.0)
-    for sample in shares(members, config=recording.config, trust_code=True).samples:
-        sums[sample.group] += abs(sample.weight)
-    total = sum(sums.values())
-    return {group: value / total if total else 0.0 for group, value in sums.items()}
+def gradient_shares(recording: Recording, steps: Sequence[Sequence[Group]], *, notify: Callable[[str], None]) -> dict[int, float]:
+    """Group -> its share of its step's gradient weight, the sum of |weight| over samples as in `penstock explain`; 0 if not computable."""
+    sums = {group.group: 0.0 for members in steps for group in members}
+    for members in steps:
+        try:
+            samples = shares(members, config=recording.config, trust_code=True).samples
+        except ValueError as error:
+            notify(f"groups {', '.join(str(group.group) for group in members)} are taken in their order: {error}")
+            continue
+        total = sum(abs(sample.weight) for sample in samples) or 1.0
+        for sample in samples:
+            sums[sample.group] += abs(sample.weight) / total
+    return sums
 
 
 def of_groups(
@@ -45,8 +57,8 @@ def of_groups(
     """Properties that distinguish these groups from the others of the step."""
     mine, others = ([group for group in members if (group.group in culprits) == culprit] for culprit in (True, False))
     named = f"group {mine[0].group}" if len(mine) == 1 else f"the {len(mine)} groups"
-    if (share := sum(weights[group] for group in culprits)) > 0.5:
-        yield Cause(kind="weight", text=f"{named}: {share:.0%} of the step's gradient weight, of {len(members)} groups")
+    if (share := sum(weights[group] for group in culprits) / (sum(weights.values()) or 1.0)) > 0.5:
+        yield Cause(kind="weight", text=f"{named}: {share:.0%} of the gradient weight of {len(members)} groups")
     usual = [reward for group in others for reward in group.rewards] or [0.0]
     low, high = min(usual), max(usual)
     paid = [(sample.reward, sample.completion) for group in mine for sample in group.samples if sample.reward is not None]
@@ -64,20 +76,41 @@ def of_groups(
 
 def of_step(recording: Recording, step: int) -> Iterator[Cause]:
     """Properties that distinguish a step from those before it."""
-    now, before = recording.steps[step].metrics, [entry.metrics for entry in recording.steps[max(0, step - BEFORE) : step]]
-    usual = {name: median(values) for name in now if (values := [metrics[name] for metrics in before if name in metrics])}
-    since = f"median of the {len(before)} steps before"
+    now, usual = recording.steps[step].metrics, _usual(recording, step)
+    since = f"median of the {min(step, BEFORE)} steps before"
     if "ess" in now and now["ess"] < usual.get("ess", 0.0) / 2:
         yield Cause(kind="ratios", text=f"heavy tail of ratios: ESS {now['ess']:.3g}, {since} {usual['ess']:.3g}")
-    for name, times in HIGHER.items():
-        if name in usual and now.get(name, 0.0) > times * max(usual[name], 1.0 if name == "lag_max" else 0.0):
-            kind = "stale" if name == "lag_max" else "setting"
-            yield Cause(kind=kind, text=f"{NAMES[name]} {now[name]:.3g}, {since} {usual[name]:.3g}")
+    for name, (times, kind, title) in HIGHER.items():
+        if _multiple(now, usual, name) > times:
+            yield Cause(kind=kind, text=f"{title} {now[name]:.3g}, {since} {usual[name]:.3g}")
     for entry in recording.entries:
         if entry.kind == "rebased" and entry.step in (step, step + 1):
             yield Cause(kind="rebase", text=f"the trainer was rebased after {entry.step} steps: recomputed steps differed")
         if entry.kind == "stale" and entry.step == step and len(entry.groups) >= len(recording.steps[step].plan):
             yield Cause(kind="stale", text=f"{len(entry.groups)} groups were dropped as stale before the step")
+
+
+def unusual_steps(recording: Recording, steps: Iterable[int]) -> list[int]:
+    """The `MOST_UNUSUAL` of these steps whose metrics are highest above the usual ones, of those above the limits in `HIGHER`."""
+    ranks = dict[int, float]()
+    for step in steps:
+        now, usual = recording.steps[step].metrics, _usual(recording, step)
+        ranks[step] = max(_multiple(now, usual, name) / times for name, (times, *_) in HIGHER.items())
+    return sorted((step for step, rank in ranks.items() if rank > 1), key=lambda step: -ranks[step])[:MOST_UNUSUAL]
+
+
+def _usual(recording: Recording, step: int) -> dict[str, float]:
+    """Medians of the metrics over the steps before a step."""
+    before = [entry.metrics for entry in recording.steps[max(0, step - BEFORE) : step]]
+    names = ("ess", *HIGHER)
+    return {name: median(values) for name in names if (values := [metrics[name] for metrics in before if name in metrics])}
+
+
+def _multiple(now: Mapping[str, float], usual: Mapping[str, float], name: str) -> float:
+    if name not in usual:
+        return 0.0
+    least = max(usual[name], 1.0 if name == "lag_max" else 0.0)
+    return now.get(name, 0.0) / least if least else 0.0
 
 
 def _flips(recorded: RecordedRun, members: Sequence[Group], notify: Callable[[str], None]) -> Iterator[Cause]:

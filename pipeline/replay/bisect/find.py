@@ -3,22 +3,31 @@
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.resume import OF_THE_STATE
 from penstock.pipeline.learner.policy_trainer import Notify
-from penstock.pipeline.replay.bisect.cause import Cause, gradient_shares, of_groups, of_step
-from penstock.pipeline.replay.bisect.measure import Experiment, Measurer, OutOfReplays, Values
-from penstock.pipeline.replay.bisect.search import Criterion, Item, ddmin, last_transition, share_of_change, smallest_prefix
+from penstock.pipeline.replay.bisect.cause import Cause, gradient_shares, of_groups, of_step, unusual_steps
+from penstock.pipeline.replay.bisect.measure import Experiment, Measurer
+from penstock.pipeline.replay.bisect.search import (
+    Criterion,
+    Values,
+    ddmin,
+    last_transition,
+    of_the_weights,
+    share_of_change,
+    smallest_prefix,
+)
 from penstock.pipeline.replay.overrides import differences, replayable
-from penstock.pipeline.replay.recording import PlannedGroups, Recording
+from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.what_if import OFF_POLICY
-from penstock.topics.groups import Group
+from penstock.topics.ledger import Entry
 
 HALF = 0.5
 """Steps that make less than this part of the change between the good and the bad state are not held responsible."""
@@ -62,6 +71,20 @@ def bisect(recording: Recording, request: BisectRequest, *, against: Config | No
     return {**ends, **result, "work": {**measurer.work, "seconds": round(time.monotonic() - started, 1)}}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """The change of a test's result between two states."""
+
+    end: int
+    """The failing state."""
+    last: int
+    """The last step that can be responsible."""
+    sudden: bool
+    metric: str | None
+    good: Values
+    bad: Values
+
+
 @dataclass(frozen=True, slots=True)
 class _Search:
     recording: Recording
@@ -81,14 +104,19 @@ class _Search:
         self.notify(f"the test passes after {low} steps and fails after {low + 1}")
         values = {steps: measurer.values(Experiment(end=steps)) for steps in points}
         near = [steps for steps in points if -NEAR < steps - low <= NEAR]
+        metric, ends = criterion.failing(values[low], values[low + 1]), (values[self.good], values[self.bad])
         share, around = (
-            share_of_change(criterion, values, low, between=between, ends=(self.good, self.bad))
-            for between in ((low, low + 1), (near[0], near[-1]))
+            share_of_change(metric, (values[first], values[last]), ends) for first, last in ((low, low + 1), (near[0], near[-1]))
         )
+        sudden = around is None or around >= HALF
+        last = max(0, low - 1) if of_the_weights(metric) else low
+        end, before = (low + 1, near[0]) if sudden else (self.bad, self.good)
+        change = _Change(end=end, last=last, sudden=sudden, metric=metric, good=values[before], bad=values[end])
         return {
             "step": low,
+            "responsible": last,
             "single": share is None or share >= HALF,
-            "sudden": around is None or around >= HALF,
+            "sudden": sudden,
             "share": share,
             "near": {"from": near[0], "to": near[-1], "share": around},
             "monotone": all(passes for steps, passes in points.items() if steps < low),
@@ -96,25 +124,29 @@ class _Search:
                 {"steps": steps, "good": passes, "values": {name: values[steps].get(name) for name in criterion.metrics}}
                 for steps, passes in points.items()
             ],
-            **self._reasons(low, before=values[near[0]], sudden=around is None or around >= HALF),
+            **self._reasons(change),
         }
 
-    def _reasons(self, step: int, *, before: Values, sudden: bool) -> dict[str, Any]:
-        """Groups of a sudden change, else whether a lower learning rate passes; possible causes, and the command of the fork."""
-        causes, groups, minimal, rate, problem = list(of_step(self.recording, step)), list[int](), False, None, None
-        start, end = (step, step + 1) if sudden else (self.good, self.bad)
+    def _reasons(self, change: _Change) -> dict[str, Any]:
+        """Groups without which the state passes, else whether a lower learning rate does; possible causes, and the command of the fork."""
+        last = change.last
+        starts = [max(min(self.good, last), last + 1 - width) for width in WIDTHS] if change.sudden else [self.good]
+        windows = [(first, last) for first in starts] if change.sudden else []
+        windows[1:1] = [(step, step) for step in unusual_steps(self.recording, range(self.good, last + 1))]
+        groups, minimal, start, rate, problem, causes = list[int](), False, starts[0], None, None, list[Cause]()
         try:
-            if sudden:
-                groups, minimal, start, of_them = self._groups(step, before)
-                causes += of_them
+            groups, minimal, start, causes = self._groups(change, windows) or (groups, minimal, start, causes)
             if not groups:
-                rate = self._lower_rate(start, end)
+                rate, start = self._lower_rate(starts, change.end) or (None, start)
         except PenstockError as error:  # no state to start from on this machine, a deleted group, or too many replays
             problem = str(error)
+        causes = [*of_step(self.recording, start if groups else last), *causes]
         options = ["--without", ",".join(map(str, groups))] if groups else [] if rate is None else ["--set", f"trainer.lr={rate:g}"]
         return {
             "groups": groups,
             "minimal": minimal,
+            "start": start,
+            "passes_after": change.end,
             "lower_rate": rate,
             "problem": problem,
             "causes": [asdict(cause) for cause in causes],
@@ -137,7 +169,7 @@ class _Search:
         def passes(texts: Sequence[str]) -> bool:
             return measurer.passes(Experiment(end=self.bad, start=self.good, changes=tuple(texts)))
 
-        texts, minimal = self._smallest([*tried.values()], passes) if passes([*tried.values()]) else ([], False)
+        texts, minimal = ddmin([*tried.values()], passes) if passes([*tried.values()]) else ([], False)
         return {
             "against": {key: {"recorded": before, "other": after} for key, (before, after) in differing.items()},
             "tried": [*tried],
@@ -147,77 +179,46 @@ class _Search:
             "next": self._fork(self.good, [word for text in texts for word in ("--set", text)]),
         }
 
-    def _groups(self, step: int, before: Values) -> tuple[list[int], bool, int, list[Cause]]:
-        """The fewest groups without which the state after `step` passes, True if each of them counts, their first step, and causes.
+    def _groups(self, change: _Change, windows: Sequence[tuple[int, int]]) -> tuple[list[int], bool, int, list[Cause]] | None:
+        """The fewest groups without which the state passes, True if each of them counts, their first step, and causes.
 
-        A first guess is made from the gradient shares of the step's groups, then of the groups of the steps before it, because the
-        optimizer's moments spread a gradient over the following steps. If the guesses fail, all groups of the step are searched. No groups
-        if it takes more than half of them.
+        Guesses are made from the gradient shares of the groups of one step, then of several, because the optimizer's moments spread a
+        gradient over the following steps. If the guesses fail, all groups of the first window are searched. None if it takes more than
+        half of the groups.
         """
-        for width in WIDTHS:
-            first = max(self.good, step + 1 - width)
-            weights = self._shares(first, step)
-            ranked = sorted(weights, key=lambda group: -weights[group])
-            guess = smallest_prefix(ranked[: len(ranked) // 2], partial(self._recovers_without, before, first, step))
-            if guess is not None:
+        for first, last in [*windows, *windows[: change.sudden]]:
+            steps = self.recording.steps[first : last + 1]
+            members = [[member.group for member in self.measurer.groups.read(entry.plan) if member.group is not None] for entry in steps]
+            weights = gradient_shares(self.recording, members, notify=self.notify)
+            ranked, passes = sorted(weights, key=lambda group: -weights[group]), partial(self._recovers_without, change, steps)
+            if (guess := smallest_prefix(ranked[: len(ranked) // 2], passes)) is not None:
                 break
         else:
-            first, weights = step, self._shares(step, step)
-            guess = ranked = sorted(weights, key=lambda group: -weights[group])
-        groups, minimal = self._smallest(guess, partial(self._recovers_without, before, first, step))
+            if not change.sudden:
+                return None
+        groups, minimal = ddmin(ranked if guess is None else guess, passes)
         if 2 * len(groups) > len(ranked) > 1:
-            return [], False, step, []
-        trained = {planned.group: entry.step or 0 for entry in self.recording.steps[first : step + 1] for planned in entry.plan}
-        causes = of_groups(self.recording, first, self._members(first, step), groups, weights, notify=self.notify)
-        return sorted(groups), minimal, min(trained[group] for group in groups), list(causes)
+            return None
+        start = next(entry.step or 0 for entry in steps if {planned.group for planned in entry.plan} & set(groups))
+        causes = of_groups(self.recording, first, [*chain(*members)], groups, weights, notify=self.notify)
+        return sorted(groups), minimal, start, list(causes)
 
-    def _recovers_without(self, before: Values, first: int, step: int, groups: Sequence[int]) -> bool:
-        """True if the state after `step` passes without these groups, by half of its distance from the good state `before` at least."""
-        plans = [{planned.group for planned in entry.plan} for entry in self.recording.steps[first : step + 1]]
-        if any(plan <= set(groups) for plan in plans):
-            return first == step  # a step without any group leaves the good state before it
-        values = self.measurer.values(Experiment(end=step + 1, start=first, without=frozenset(groups)))
-        states = {0: before, 1: self.measurer.values(Experiment(end=step + 1)), 2: values}
-        recovered = share_of_change(self.measurer.criterion, states, 0, between=(2, 1), ends=(0, 1))
+    def _recovers_without(self, change: _Change, steps: Sequence[Entry], groups: Sequence[int]) -> bool:
+        """True if the state passes when these steps lack the groups, by half of its distance from the good one at least."""
+        start = steps[0].step or 0
+        if any({planned.group for planned in entry.plan} <= set(groups) for entry in steps):
+            return start == change.end - 1  # a step without any group leaves the good state before it
+        values = self.measurer.values(Experiment(end=change.end, start=start, without=frozenset(groups)))
+        recovered = share_of_change(change.metric, (values, change.bad), (change.good, change.bad))
         return self.measurer.criterion.passes(values) and (recovered is None or recovered >= HALF)
 
-    def _members(self, first: int, step: int) -> list[Group]:
-        planned = PlannedGroups(self.recording.log, self.recording.run)
-        reads = [member for entry in self.recording.steps[first : step + 1] for member in planned.read(entry.plan)]
-        return [member.group for member in reads if member.group is not None]
-
-    def _shares(self, first: int, step: int) -> dict[int, float]:
-        """Group -> its share of its step's gradient; equal ones if they cannot be computed."""
-        shares = dict[int, float]()
-        for number in range(first, step + 1):
-            members = self._members(number, number)
-            try:
-                shares |= gradient_shares(self.recording, members)
-            except ValueError as error:
-                self.notify(f"the groups of step {number} are taken in their order: {error}")
-                shares |= dict.fromkeys((group.group for group in members), 0.0)
-        return shares
-
-    def _smallest(self, items: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> tuple[list[Item], bool]:
-        """The fewest items that pass, and True; or the fewest so far and False if `--replays` ends the search."""
-        smallest = list(items)
-
-        def shrinks(candidate: Sequence[Item]) -> bool:
-            nonlocal smallest
-            if passed := passes(candidate):
-                smallest = list(candidate)
-            return passed
-
-        try:
-            return ddmin(items, shrinks), True
-        except OutOfReplays as error:
-            self.notify(str(error))
-            return smallest, False
-
-    def _lower_rate(self, start: int, end: int) -> float | None:
-        """A tenth of the learning rate if the test passes when these steps are trained with it."""
+    def _lower_rate(self, starts: Sequence[int], end: int) -> tuple[float, int] | None:
+        """A tenth of the learning rate, and the first of these steps from which on the test passes with it."""
         rate = self.recording.config.trainer.lr * LOWER
-        return rate if self.measurer.passes(Experiment(end=end, start=start, changes=(f"trainer.lr={rate:g}",))) else None
+        for start in dict.fromkeys(starts):
+            if self.measurer.passes(Experiment(end=end, start=start, changes=(f"trainer.lr={rate:g}",))):
+                return rate, start
+        return None
 
     def _fork(self, start: int, options: Sequence[str]) -> str:
         return shlex.join(["penstock", "fork", self.recording.run, "--from-step", str(start), *options])
@@ -241,22 +242,26 @@ def _step(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"after {point['steps']:>6} steps  {'good' if point['good'] else 'bad ':<4}  {shown}"
     after = [point["steps"] for point in result["measured"] if point["steps"] > step]
     yield f"{run}: step {step} is the first after which the test keeps failing: all {len(after)} measured states from {step + 1} on fail"
+    if result["responsible"] < step:
+        yield f"what fails is measured before the update of step {step}: the steps up to {result['responsible']} are responsible"
     if not result["monotone"]:
         yield f"the curve is not monotone: some states before {step} fail too"
     if not result["sudden"]:
         part = f"steps {near['from']} to {near['to'] - 1} make {near['share']:.0%}"
-        yield f"no step is responsible: {part} of the change from {result['good']} to {result['bad']}"
+        yield f"the fall is slow: {part} of the change from {result['good']} to {result['bad']}"
     elif not result["single"]:
         yield f"the step makes {result['share']:.0%} of the change, steps {near['from']} to {near['to'] - 1} make {near['share']:.0%}"
     if groups:
-        several = "" if result["minimal"] else ", perhaps without fewer"
-        yield f"without group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))} the state after it passes{several}"
+        named, fewer = ", ".join(map(str, groups)), "" if result["minimal"] else ", perhaps without fewer"
+        several = "s" if len(groups) > 1 else ""
+        yield f"without group{several} {named} from step {result['start']} on the state after {result['passes_after']} steps passes{fewer}"
     elif result["problem"] is not None:
         yield f"the search of groups has ended early: {result['problem']}"
-    elif result["sudden"]:
+    else:
         yield "no few groups are responsible"
     if result["lower_rate"] is not None:
-        yield f"with trainer.lr={result['lower_rate']:g}, a tenth, the test passes"
+        rate, start, end = result["lower_rate"], result["start"], result["passes_after"]
+        yield f"with trainer.lr={rate:g}, a tenth, from step {start} on the state after {end} steps passes"
     yield from (f"possible cause: {cause['text']}" for cause in result["causes"])
 
 

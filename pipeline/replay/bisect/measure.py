@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,25 +25,20 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, override
 from penstock.pipeline.learner.evaluation import Evaluator
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
-from penstock.pipeline.replay.bisect.search import EXIT_STATUS, UNTESTED, Criterion
+from penstock.pipeline.replay.bisect.search import EXIT_STATUS, UNTESTED, Criterion, OutOfReplays, Values
 from penstock.pipeline.replay.recording import PlannedGroups, Recording, require_retained
-from penstock.pipeline.replay.restore_policy import apply_rebase, open_policy, recompute, weights_of
+from penstock.pipeline.replay.restore_policy import advance_to, apply_rebase, open_policy, weights_of
 from penstock.pipeline.replay.steps import StepToTrain
 from penstock.pipeline.replay.what_if import train_step
 from penstock.pipeline.rewards import functions as rewards
-from penstock.pipeline.runtime.factories import make_engine, open_store
+from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.scheduling.rules import version_after
 from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
 
-Values = Mapping[str, float]
 WORK = ("recorded", "stored", "measured", "replays", "replayed", "recomputed")
 """Values of the run's own evaluations, of an earlier bisect, and measured now; replays with changes, their steps, and unchanged steps."""
-
-
-class OutOfReplays(PenstockError):
-    """The bisect has made as many replays with changes as `--replays` allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +54,8 @@ class Experiment:
 
     def __str__(self) -> str:
         named = f"group {min(self.without)}" if len(self.without) == 1 else f"{len(self.without)} groups"
-        return (
-            f"after {self.end} steps" + (f" without {named}" if self.without else "") + "".join(f" --set {text}" for text in self.changes)
-        )
+        without = f" without {named}" if self.without else ""
+        return f"after {self.end} steps" + without + "".join(f" --set {text}" for text in self.changes)
 
 
 @dataclass(slots=True)
@@ -76,6 +70,7 @@ class Measurer:
     work: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WORK, 0))
     recorded: dict[int, Values] = field(default_factory=dict)
     """State -> the run's own evaluation."""
+    groups: PlannedGroups = field(init=False)
     _results: dict[str, dict[str, float]] = field(default_factory=dict)
     """Key of an experiment -> what was measured for it, now or earlier."""
     _seen: dict[str, Values] = field(default_factory=dict)
@@ -89,13 +84,16 @@ class Measurer:
     def __post_init__(self) -> None:
         """Read the run's evaluations, and the results of earlier bisects. Raises `ConfigError` without held-out prompts."""
         config, sources = self.recording.config, dict[str, str]()
+        self.groups = PlannedGroups(self.recording.log, self.recording.run)
         if self.criterion.evaluates:
             if not config.eval_sources:
                 why = "has no eval.source; test a metric of its steps, or give a command"
                 raise ConfigError(f"--test {self.criterion.text!r}: {self.recording.run} {why}")
             sources = rewards.digests(config.eval_reward.functions)
             self.recorded = self._recorded_evaluations()
-        self._basis = hashlib.sha256(json.dumps([sources, config.eval.model_dump()], default=str).encode()).hexdigest()
+        opened = self.recording.ledger_state.opened  # another run of this id has another time
+        basis = [sources, config.eval.model_dump(), opened and opened.time_ns]
+        self._basis = hashlib.sha256(json.dumps(basis, default=str).encode()).hexdigest()
         with suppress(OSError, ValueError):
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             self._results = stored["results"] if stored["basis"] == self._basis else {}
@@ -123,7 +121,7 @@ class Measurer:
 
     def values(self, experiment: Experiment) -> Values:
         """The values of a state: of its last step, as `train/…`, and of its evaluation, or the exit status of the command."""
-        test = "evaluation" if self.criterion.any_of else self.criterion.text
+        test = "evaluation" if self.criterion.evaluates else "step" if self.criterion.any_of else self.criterion.text
         key = json.dumps([test, experiment.start, experiment.end, sorted(experiment.without), experiment.changes])
         if key not in self._seen:
             steps = self.recording.steps[: experiment.end] if experiment.start is None else []
@@ -137,7 +135,7 @@ class Measurer:
         if self._evaluator is not None:
             self._evaluator.close()
             self._evaluator.engine.close()
-        for state in self._file.parent.glob("state-*"):
+        for state in self._file.parent.glob("*state-*"):
             shutil.rmtree(state, ignore_errors=True)
 
     @property
@@ -191,14 +189,14 @@ class Measurer:
                 with suppress(LogError):
                     return weights_of(recording, version), {}
             return self._restored(experiment.end, config).weights().tensors, {}
-        steps, planned, values = recording.steps[start : experiment.end], PlannedGroups(recording.log, recording.run), dict[str, float]()
+        steps, values = recording.steps[start : experiment.end], dict[str, float]()
         self.work["replays"] += 1
         self.work["replayed"] += len(steps)
         require_retained(recording, steps)
         policy = self._restored(start, override(config, experiment.changes) if experiment.changes else config)
         for entry in steps:
             apply_rebase(policy, recording, notify=self.notify)
-            step = StepToTrain(number=entry.step or 0, recorded=entry, members=planned.read(entry.plan))
+            step = StepToTrain(number=entry.step or 0, recorded=entry, members=self.groups.read(entry.plan))
             outcome = train_step(policy, recording, step, without=experiment.without)
             values = {f"train/{name}": value for name, value in outcome.metrics.items()}
         return policy.weights().tensors, values
@@ -230,29 +228,18 @@ class Measurer:
         """The policy after `step` recorded steps, opened under `config`; the state is saved for later experiments."""
         path = self._state(step)
         if not path.exists():
-            policy = self._advanced(step)
+            nearest = max((number for number in range(step) if self._state(number).exists()), default=None)
+            policy = self._opened(self.recording.config, at=nearest)
+            self.work["recomputed"] += advance_to(policy, self.recording, step, notify=self.notify).repeated
             state = State(run=self.recording.run, steps=step, version=policy.version, digest=policy.weights().digest, seq=0)
             with new_directory(path, holds="the state") as directory:
                 policy.backend.save(directory / "backend")
                 (directory / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
         return self._opened(config, at=step)
 
-    def _advanced(self, step: int) -> PolicyTrainer:
-        """The recorded policy after `step` steps, from the nearest saved state or checkpoint, or from version 0."""
-        recording, config = self.recording, self.recording.config
-        nearest = max((number for number in range(step) if self._state(number).exists()), default=None)
-        if nearest is None:
-            self._policy = None
-        policy, store = self._opened(config, at=nearest), open_store(config, recording.run, to_read=True)
-        if store is not None and any((nearest or 0) < number <= step for number in store.steps()):
-            policy.load_newest(store, recording.past.recorded(), notify=self.notify, doing=lambda _: None, at_most=step)
-        self.work["recomputed"] += step - policy.steps_done
-        recompute(policy, recording, step, notify=self.notify)
-        return policy
-
     def _opened(self, config: Config, *, at: int | None) -> PolicyTrainer:
-        """The policy under this configuration, in a saved state if one is named; one policy is open at a time."""
-        if self._policy is None or self._policy[0] != config:
+        """The policy under this configuration in a saved state, or newly opened without one; one policy is open at a time."""
+        if at is None or self._policy is None or self._policy[0] != config:
             self._policies.close()
             self._policy = config, self._policies.enter_context(open_policy(self.recording, config, notify=self.notify))
         policy = self._policy[1]

@@ -20,10 +20,18 @@ UNTESTED = 125
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
+OF_THE_WEIGHTS = ("ess", "weight", "kl", "ratio", "clip", "correct", "rejected", "entropy")
+"""Beginnings of names of metrics that compare a step's weights before its update with those that generated its samples."""
 _SIGN = "|".join(OPERATORS)
 _EXPRESSION = re.compile(rf"\s*[^\s<>=!]+\s*({_SIGN})")
 _COMPARISON = re.compile(rf"\s*([^\s<>=!]+)\s*({_SIGN})\s*(\S+)\s*")
 Item = TypeVar("Item")
+Values = Mapping[str, float]
+"""Metric -> value, of a state."""
+
+
+class OutOfReplays(PenstockError):
+    """The bisect has made as many replays with changes as `--replays` allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +95,11 @@ class Criterion:
             return values[EXIT_STATUS] == 0
         return any(all(comparison.holds(values) for comparison in alternative) for alternative in self.any_of)
 
+    def failing(self, good: Mapping[str, float], bad: Mapping[str, float]) -> str | None:
+        """The first metric whose comparison holds for `good` and not for `bad`, values of two states; None for a command."""
+        comparisons = (comparison for alternative in self.any_of for comparison in alternative)
+        return next((one.metric for one in comparisons if one.holds(good) and not one.holds(bad)), None)
+
 
 def _comparison(part: str, text: str) -> Comparison:
     match = _COMPARISON.fullmatch(part)
@@ -139,20 +152,23 @@ def _around(low: int, good: int, bad: int) -> Iterator[int]:
     yield from (low - distance + 1 for distance in distances if low - distance + 1 > good)
 
 
-def ddmin(items: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> list[Item]:
+def ddmin(items: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> tuple[list[Item], bool]:
     """A smallest list of `items` that passes: without any one of them it does not (Zeller and Hildebrandt, TSE 28(2), 2002).
 
-    `items` as a whole passes and is not tested.
+    `items` as a whole passes and is not tested. The second value is False if `OutOfReplays` has ended the search before.
 
     Example:
-        ddmin(range(8), lambda subset: {2, 7} <= set(subset))  # -> [2, 7]
+        ddmin(range(8), lambda subset: {2, 7} <= set(subset))  # -> ([2, 7], True)
     """
     smallest, parts = list(items), 2
     while len(smallest) > 1:
         size = -(-len(smallest) // parts)
         chunks = [smallest[start : start + size] for start in range(0, len(smallest), size)]
         rests = [[item for item in smallest if item not in chunk] for chunk in chunks] if len(chunks) > 2 else []
-        smaller = next((candidate for candidate in [*chunks, *rests] if passes(candidate)), None)
+        try:
+            smaller = next((candidate for candidate in [*chunks, *rests] if passes(candidate)), None)
+        except OutOfReplays:
+            return smallest, False
         if smaller is not None:
             parts = 2 if smaller in chunks else max(2, parts - 1)
             smallest = smaller
@@ -160,7 +176,7 @@ def ddmin(items: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> li
             break
         else:
             parts = min(2 * parts, len(smallest))
-    return smallest
+    return smallest, True
 
 
 def smallest_prefix(ranked: Sequence[Item], passes: Callable[[Sequence[Item]], bool]) -> Sequence[Item] | None:
@@ -169,16 +185,14 @@ def smallest_prefix(ranked: Sequence[Item], passes: Callable[[Sequence[Item]], b
     return next((prefix for prefix in prefixes if passes(prefix)), None)
 
 
-def share_of_change(
-    criterion: Criterion, values: Mapping[int, Mapping[str, float]], low: int, *, between: tuple[int, int], ends: tuple[int, int]
-) -> float | None:
-    """The part of the change between the `ends` that is `between` two states, in the metric that fails after `low`.
+def of_the_weights(metric: str | None) -> bool:
+    """True if a metric of a step depends on the weights before its update, and so shows what the steps before it did."""
+    return metric is not None and metric.startswith(tuple(f"train/{name}" for name in OF_THE_WEIGHTS))
 
-    None for a command, and if there is no such number.
-    """
-    for comparison in (comparison for alternative in criterion.any_of for comparison in alternative):
-        metric = comparison.metric
-        if comparison.holds(values[low]) and not comparison.holds(values[low + 1]) and all(metric in values[end] for end in ends):
-            part, total = (values[first][metric] - values[last][metric] for first, last in (between, ends))
-            return part / total if total and math.isfinite(part) and math.isfinite(total) else None
-    return None
+
+def share_of_change(metric: str | None, part: tuple[Values, Values], ends: tuple[Values, Values]) -> float | None:
+    """The change of a metric between two states as a share of that between the `ends`; None without a metric or such a number."""
+    if metric is None or any(metric not in values for values in (*part, *ends)):
+        return None
+    of_part, total = (before[metric] - after[metric] for before, after in (part, ends))
+    return of_part / total if total and math.isfinite(of_part) and math.isfinite(total) else None
