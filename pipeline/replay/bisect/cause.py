@@ -79,15 +79,15 @@ def of_step(recording: Recording, step: int) -> Iterator[Cause]:
     now, usual = recording.steps[step].metrics, _usual(recording, step)
     since = f"median of the {min(step, BEFORE)} steps before"
     if "ess" in now and now["ess"] < usual.get("ess", 0.0) / 2:
-        yield Cause(kind="ratios", text=f"heavy tail of ratios: ESS {now['ess']:.3g}, {since} {usual['ess']:.3g}")
+        yield Cause(kind="ratios", text=f"step {step}: heavy tail of ratios: ESS {now['ess']:.3g}, {since} {usual['ess']:.3g}")
     for name, (times, kind, title) in HIGHER.items():
         if _multiple(now, usual, name) > times:
-            yield Cause(kind=kind, text=f"{title} {now[name]:.3g}, {since} {usual[name]:.3g}")
+            yield Cause(kind=kind, text=f"step {step}: {title} {now[name]:.3g}, {since} {usual[name]:.3g}")
     for entry in recording.entries:
         if entry.kind == "rebased" and entry.step in (step, step + 1):
             yield Cause(kind="rebase", text=f"the trainer was rebased after {entry.step} steps: recomputed steps differed")
         if entry.kind == "stale" and entry.step == step and len(entry.groups) >= len(recording.steps[step].plan):
-            yield Cause(kind="stale", text=f"{len(entry.groups)} groups were dropped as stale before the step")
+            yield Cause(kind="stale", text=f"{len(entry.groups)} groups were dropped as stale before step {step}")
 
 
 def unusual_steps(recording: Recording, steps: Iterable[int]) -> list[int]:

@@ -129,18 +129,18 @@ class _Search:
 
     def _reasons(self, change: _Change) -> dict[str, Any]:
         """Groups without which the state passes, else whether a lower learning rate does; possible causes, and the command of the fork."""
-        last = change.last
+        last, groups, minimal, rate, problem, causes = change.last, list[int](), False, None, None, list[Cause]()
         starts = [max(min(self.good, last), last + 1 - width) for width in WIDTHS] if change.sudden else [self.good]
-        windows = [(first, last) for first in starts] if change.sudden else []
-        windows[1:1] = [(step, step) for step in unusual_steps(self.recording, range(self.good, last + 1))]
-        groups, minimal, start, rate, problem, causes = list[int](), False, starts[0], None, None, list[Cause]()
+        start = starts[0]
         try:
-            groups, minimal, start, causes = self._groups(change, windows) or (groups, minimal, start, causes)
+            if change.sudden:
+                groups, minimal, start, causes = self._groups(change, starts) or (groups, minimal, start, causes)
             if not groups:
                 rate, start = self._lower_rate(starts, change.end) or (None, start)
         except PenstockError as error:  # no state to start from on this machine, a deleted group, or too many replays
             problem = str(error)
-        causes = [*of_step(self.recording, start if groups else last), *causes]
+        unusual = unusual_steps(self.recording, range(min(self.good, last), last + 1))
+        causes[:0] = [cause for step in dict.fromkeys((start if groups else last, *unusual)) for cause in of_step(self.recording, step)]
         options = ["--without", ",".join(map(str, groups))] if groups else [] if rate is None else ["--set", f"trainer.lr={rate:g}"]
         return {
             "groups": groups,
@@ -179,23 +179,20 @@ class _Search:
             "next": self._fork(self.good, [word for text in texts for word in ("--set", text)]),
         }
 
-    def _groups(self, change: _Change, windows: Sequence[tuple[int, int]]) -> tuple[list[int], bool, int, list[Cause]] | None:
+    def _groups(self, change: _Change, starts: Sequence[int]) -> tuple[list[int], bool, int, list[Cause]] | None:
         """The fewest groups without which the state passes, True if each of them counts, their first step, and causes.
 
-        Guesses are made from the gradient shares of the groups of one step, then of several, because the optimizer's moments spread a
-        gradient over the following steps. If the guesses fail, all groups of the first window are searched. None if it takes more than
-        half of the groups.
+        Guesses are made from the gradient shares of the groups of the last step, then of the steps from another start to it, because the
+        optimizer's moments spread a gradient over the following steps. If the guesses fail, all groups of the last step are searched. None
+        if it takes more than half of the groups.
         """
-        for first, last in [*windows, *windows[: change.sudden]]:
-            steps = self.recording.steps[first : last + 1]
+        for first in (*starts, starts[0]):
+            steps = self.recording.steps[first : change.last + 1]
             members = [[member.group for member in self.measurer.groups.read(entry.plan) if member.group is not None] for entry in steps]
             weights = gradient_shares(self.recording, members, notify=self.notify)
             ranked, passes = sorted(weights, key=lambda group: -weights[group]), partial(self._recovers_without, change, steps)
             if (guess := smallest_prefix(ranked[: len(ranked) // 2], passes)) is not None:
                 break
-        else:
-            if not change.sudden:
-                return None
         groups, minimal = ddmin(ranked if guess is None else guess, passes)
         if 2 * len(groups) > len(ranked) > 1:
             return None
