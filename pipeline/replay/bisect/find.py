@@ -254,7 +254,7 @@ def _step(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"without group{several} {named} from step {result['start']} on the state after {result['passes_after']} steps passes{fewer}"
     elif result["problem"] is not None:
         yield f"the search of groups has ended early: {result['problem']}"
-    else:
+    elif result["sudden"]:
         yield "no few groups are responsible"
     if result["lower_rate"] is not None:
         rate, start, end = result["lower_rate"], result["start"], result["passes_after"]
