@@ -6,6 +6,7 @@ A new run is registered last, so that an interruption leaves no run.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
+from penstock.infra.paths import run_directory
 from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, ConfigError, to_json
@@ -260,13 +262,21 @@ class NewRun:
 
     @classmethod
     def create(cls, log: Log, source: RecordedRun, run: str, config: Config, *, option: str = "--write", worker: str = WORKER) -> Self:
-        """Create the topics of a new run; `option` named its id. Raises `ConfigError` for an invalid or existing id."""
+        """Create the topics of a new run; `option` named its id. Raises `ConfigError` for an invalid or existing id.
+
+        Topics of no run with an empty ledger are what a killed process has left: they are deleted, and the run's folder with them.
+        """
         try:
             check_run_id(run)
         except ValueError as error:
             raise ConfigError(f"{option} {error}") from error
-        if find(log, run) is not None or log.topics(f"{run}."):
+        left = log.topics(f"{run}.")
+        recorded = f"{run}.ledger" in left and any(log.end_offsets([(f"{run}.ledger", 0)]).values())
+        if find(log, run) is not None or recorded:
             raise ConfigError(f"{option} {run}: the run exists already, or its topics do; choose another id")
+        if left:
+            shutil.rmtree(run_directory(run), ignore_errors=True)
+            log.delete_topics(left)
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.ledger_state.manifests:
             raise LogError(f"{source.run} cannot be copied: it has no topics, or its version 0 was never published")

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.inspect.audit.report import as_text
+from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.regrade import Candidate, Past, in_order, plan_steps, score_from
 from penstock.pipeline.replay.regraded_run import write_regraded
 from penstock.pipeline.replay.rescore import RescoreRequest
+from penstock.pipeline.replay.rescored_groups import NewRun
 from penstock.pipeline.scheduling.rules import preset
 from tests.support.listed_records import broken
 from tests.support.log_here import LogHere, use_log
@@ -198,7 +200,13 @@ def test_a_reward_that_fails_makes_no_run_and_an_interruption_leaves_none(
     for end in "abc":
         assert log.topics(f"{run_id}-{end}.") == []
         assert not run_directory(f"{run_id}-{end}").exists()
+    # A process that is killed leaves topics and files, and no run.
+    source = read_run(log, "parent")
+    NewRun.create(log, source, f"{run_id}-c", source.config).copy(notify=print)
+    (run_directory(f"{run_id}-c") / "checkpoints").mkdir(parents=True)
     assert numbers(regraded(log, "parent", f"{run_id}-c")) == numbers(read_ledger_history(log, "parent"))
+    with pytest.raises(ConfigError, match="the run exists already"):
+        regraded(log, "parent", f"{run_id}-c")
 
 
 def test_groups_are_taken_in_the_order_of_the_run_and_stale_ones_where_they_became_stale() -> None:
