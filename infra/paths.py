@@ -44,9 +44,14 @@ def run_directory(run: str) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """Write a file that is complete or absent, private to its user under any umask and for any older file of that name."""
+    write_complete(path, text, mode=0o600)
+
+
+def write_complete(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write a file that is complete or absent, with the permissions that the umask leaves of `mode`."""
     part = path.with_name(f".{path.name}.new")
     part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
     part.replace(path)
 

@@ -4,6 +4,7 @@ A worker starts with a broker's address and a run id and reads everything else f
 record in `penstock.runs` has no configuration, except in earlier releases, and configures nothing."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -42,6 +43,8 @@ CODEC = Codec(
 
 NOTHING = "{}"
 """The configuration in a record that has only a run's status."""
+PARENTS = {"rescored_from": "re-scored from", "regraded_from": "regraded from", "forked_from": "forked from"}
+"""Key of a run's info that names its parent -> its name for users. A copied info has those of earlier runs too: the first one counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +108,15 @@ def _check_info(info: dict[str, Any]) -> None:
         value = info.get(name)
         sound = value is None or (type(value) is int and 0 <= value <= MAX_COUNT)
         require(sound, f"info has {name} = {str(value)[:60]}, expected a whole number")
-    for name in ("forked_from", "rescored_from", "regraded_from"):
+    for name in PARENTS:
         parent = info.get(name)
         run = parent.get("run") if isinstance(parent, dict) else None
         require(parent is None or (isinstance(run, str) and is_run_id(run)), f"info has {name} = {str(parent)[:60]}, expected a run id")
+
+
+def parent(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The run from whose records or weights this run was made, with its `relation`, step and digest; {} for a run without a parent."""
+    return next(({"relation": relation, **info[name]} for name, relation in PARENTS.items() if info.get(name)), {})
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:

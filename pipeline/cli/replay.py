@@ -265,6 +265,8 @@ def bisect(
     json: Json = False,
 ) -> None:
     """Find the step after which a test keeps failing, the groups responsible for it, the cause, and the fork without them."""
+    from penstock.infra.paths import run_directory, write_private
+    from penstock.pipeline.inspect.report.provenance import BISECTED
     from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
@@ -277,10 +279,11 @@ def bisect(
         other = None if against is None else _other_config(log, against, trust_code=trust_code)
         request = BisectRequest(test=test, good=good, bad=bad, replays=replays)
         result = search(recording, request, against=other, notify=notify)
+    write_private(run_directory(run_id) / BISECTED, text := as_text(result))
     if json:
         emit(result)
     else:
-        print(as_text(result))
+        print(text)
 
 
 def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":

@@ -145,10 +145,6 @@ def seconds(text: str) -> float:
     return int(number) * UNITS[unit]
 
 
-MODEL, CARD = "model", "card"
-"""Folders of a run: its final model, and the card of a run that has none yet."""
-
-
 def card(
     run: RunOrFolder,
     *,
@@ -169,12 +165,12 @@ def card(
     json: Json = False,
 ) -> None:
     """Write a model card and an in-toto statement next to the model's files: what it was made from, and how to check that."""
-    from penstock.infra.paths import run_directory
     from penstock.pipeline.inspect.audit import report
     from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
     from penstock.pipeline.inspect.report import card as text
     from penstock.pipeline.inspect.report import provenance
     from penstock.pipeline.inspect.report.summary import Progress
+    from penstock.pipeline.inspect.run_status import config_of, info_of
 
     pairs = [each.rpartition("=") for each in data_licence or ()]
     if wrong := next((last for source, _, last in pairs if not source), None):
@@ -182,25 +178,23 @@ def card(
     if sign is not None:
         provenance.require_signing()
     with reading(run, bootstrap, security) as (log, run_id):
-        model = run_directory(run_id) / MODEL
-        directory = out or (model if model.is_dir() else model.with_name(CARD))
+        directory = out or provenance.card_directory(run_id)
         if prove is not None:
             emit(_proof(log, run_id, prove, directory, record=record))
             return
-        published = provenance.read_published(log, run_id, alive=Progress(notify))
-    digests = TopicDigests()
-    audited = report.as_table(report.audit(audit_source(run, bootstrap, security)[1], digests=digests))
-    folders = (Path(published.config.model.path).expanduser(), directory)
-    licence = licence or next(filter(None, map(text.licence_of, folders)), None)
-    audit = {
-        **{key: audited[key] for key in ("clean", "closed", "summary", "notes")},
-        "violations": {each["check"]: len(each["violations"]) for each in audited["checks"] if each["violations"]},
-    }
+        audited = report.as_table(report.audit(audit_source(run, bootstrap, security)[1], digests=(digests := TopicDigests())))
+        topics = digests.as_table()
+        published = provenance.read_published(log, run_id, ends=digests.ends, alive=Progress(notify))
+        claims = provenance.log_claims(published, provenance.secret_of(run_id))
+    info = info_of(published.view)
+    folders = (Path(config_of(published.view)["model"]["path"]).expanduser(), directory)
     data_licences = {source: last for source, _, last in pairs}
-    secret = provenance.secret_of(run_id)
-    predicate = provenance.predicate(published, audit=audit, secret=secret, licence=licence, data_licences=data_licences) | {
-        "topics": digests.as_table()
+    licences = {
+        "model": licence or next(filter(None, map(text.licence_of, folders)), None),
+        "data": [data_licences.get(each["source"], data_licences.get(each["name"])) for each in info.get("data", ())],
     }
+    audit = provenance.audit_claims(audited)
+    predicate = {**claims, "audit": audit, "licences": licences, "topics": topics}
     statement = provenance.publish(directory, text.card(predicate), predicate, notify=notify)
     signature = provenance.sign(directory, sign) if sign is not None else None
     if json:

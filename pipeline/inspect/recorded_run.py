@@ -40,7 +40,7 @@ class RecordedRun:
     @property
     def rescored_from(self) -> str | None:
         """Source run of the prompts and samples, if `penstock replay score` wrote this one."""
-        run: str | None = self._info.get("rescored_from", {}).get("run")
+        run: str | None = (self._info.get("rescored_from") or {}).get("run")
         return run
 
     @property

@@ -82,6 +82,8 @@ class RunView:
     _made: RunRecord | None = None
     """The run record in the run's own topic; it takes precedence over the shared registry."""
     last_seq: int = -1
+    head: str | None = None
+    """Digest of the newest ledger entry's payload."""
     measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
     """Worker and incarnation -> numbers of its measurements."""
 
@@ -122,7 +124,7 @@ class RunView:
         _, entry = ledger.read(record, run=self.run)
         if not ledger.continues(entry, after=self.last_seq):
             return None
-        self.last_seq = entry.seq
+        self.last_seq, self.head = entry.seq, ledger.digest(record.value)
         self.worked.add(entry.time_ns / 1e9)
         if entry.kind == "run-opened":
             self.opened = self.opened or entry

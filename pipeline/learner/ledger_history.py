@@ -6,7 +6,6 @@ Every counter of the schedule follows from the ledger and the groups, none from 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from penstock.infra.checkpoints import Recorded
 from penstock.infra.errors import Unrecoverable
@@ -82,22 +81,6 @@ class LedgerHistory:
 def read_ledger_history(log: Log, run: str) -> LedgerHistory:
     """The ledger and the published versions so far. Raises `LogError`."""
     return ledger_history_of(RunReader(log, run))
-
-
-class LedgerHead(NamedTuple):
-    """The end of a ledger, which commits to all of it."""
-
-    head: str | None
-    """Digest of the last entry; None for an empty ledger."""
-    entries: int
-
-
-def ledger_head(log: Log, run: str) -> LedgerHead:
-    """The digest of the last entry of a run's ledger, and the number of entries. Raises `LogError`."""
-    ledger_state = LedgerState(run)
-    for _ in RunReader(log, run).history(ledger_state, topics=("ledger",)):
-        pass
-    return LedgerHead(ledger_state.head, ledger_state.last_seq + 1)
 
 
 def ledger_history_of(reader: RunReader) -> LedgerHistory:

@@ -17,7 +17,6 @@ from penstock.pipeline.config.load import Config, ConfigError, override, with_va
 from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create, new_id
-from penstock.pipeline.learner.ledger_history import ledger_head
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open_policy
@@ -136,7 +135,7 @@ def origin_of(recording: Recording, policy: PolicyTrainer, step: int) -> dict[st
     tracked = load(recording.log, recording.run, topics=("metrics",)).mlflow
     return {
         "run": recording.run, "step": step, "version": published.version if published else None, "digest": digest,
-        "mlflow_run_id": tracked.get("run_id"), "ledger": ledger_head(recording.log, recording.run)._asdict(),
+        "mlflow_run_id": tracked.get("run_id"), "ledger": recording.ledger_state.end,
     }  # fmt: skip
 
 

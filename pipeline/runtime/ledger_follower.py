@@ -7,6 +7,7 @@ ones. Any other repetition changes nothing and a record beyond a gap is refused,
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Partition, Start, Tail
@@ -43,6 +44,11 @@ class LedgerState:
     """Digest of the newest entry's payload; None before the first one."""
     _anchor: int = 0
     """The newest anchor version."""
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """The digest of the newest entry and the number of entries, which commit to the ledger so far."""
+        return {"head": self.head, "entries": self.last_seq + 1}
 
     def apply(self, record: Record) -> Entry | Manifest | None:
         """Apply a record of `ledger` or of partition 0 of `weights`; None if it was applied before. Raises `Unusable`."""

@@ -66,10 +66,13 @@ class Read(Generic[Payload]):
 class RunReader:
     """Reads one run up to the end offsets at the first call, so that all its results are consistent."""
 
-    def __init__(self, log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> None:
-        """`alive` is called before every batch; an exception from it ends the read."""
+    def __init__(self, log: Log, run: str, *, alive: Callable[[], None] = lambda: None, ends: Mapping[str, int] | None = None) -> None:
+        """`alive` is called before every batch; an exception from it ends the read.
+
+        `ends`, offsets by TOPIC/PARTITION, are those of an earlier read: later records and other partitions are not read.
+        """
         self.log, self.run = log, run
-        self._alive = alive
+        self._alive, self._earlier = alive, ends
 
     def entries(self) -> Iterator[Entry]:
         """The ledger without repetitions and without entries beyond a gap."""
@@ -187,7 +190,12 @@ class RunReader:
 
     @cached_property
     def _ends(self) -> dict[str, dict[Partition, int]]:
-        return {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
+        ends = {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
+        if (earlier := self._earlier) is None:
+            return ends
+        return {
+            topic: {at: min(end, earlier.get(f"{topic}/{at[1]}", 0)) for at, end in of_topic.items()} for topic, of_topic in ends.items()
+        }
 
     def _checked(
         self,

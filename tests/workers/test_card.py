@@ -10,7 +10,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
 from penstock.pipeline.archive.export import export
 from penstock.pipeline.inspect.report import inclusion
-from penstock.pipeline.learner.ledger_history import ledger_head, read_ledger_history
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from tests.support.recorded_run import RecordedRun
 
 
@@ -25,7 +25,7 @@ def test_a_card_is_the_same_on_the_broker_and_in_an_archive_and_proves_a_group(
     export(log, recorded.run, tmp_path / "run")
     runs = [recorded.run, str(tmp_path / "run")]
     shown = [printed("card", run, "--out", str(out), "--json") for run, out in zip(runs, folders, strict=True)]
-    assert shown[0]["ledger"] == ledger_head(log, recorded.run)._asdict()
+    assert shown[0]["ledger"] == read_ledger_history(log, recorded.run).ledger_state.end
     assert shown[0]["audit"]["clean"] and shown[0]["weights"] == recorded.report["weights"]["digest"]
     assert len({folder.joinpath("README.md").read_text() for folder in folders}) == 1
     assert len(shown[0]["versions"]) == recorded.report["weights"]["versions"]

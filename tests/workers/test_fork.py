@@ -11,7 +11,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.learner.ledger_history import ledger_head, read_ledger_history
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.log_here import HERE, LogHere, use_log
 from tests.support.worker_set import WorkerSet, complete, config_of
@@ -64,7 +64,7 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
     steps = read_ledger_history(log, "parent").steps
     assert (messages["run"], messages["status"]) == ("kid", "created")
     assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= messages["forked_from"].items()
-    assert messages["forked_from"]["ledger"] == ledger_head(log, "parent")._asdict()
+    assert messages["forked_from"]["ledger"] == read_ledger_history(log, "parent").ledger_state.end
     with WorkerSet(log, "kid") as worker_set:  # what `penstock run --resume` starts
         for role in ROLES:
             worker_set.start(role)

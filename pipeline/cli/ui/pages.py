@@ -19,9 +19,10 @@ from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.records.runs import list_runs
+from penstock.pipeline.inspect.report.provenance import README, card_directory
 from penstock.pipeline.inspect.run_status import group_statuses, has_ended, last_reward, status_of
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.web.run_facts import config_rows, curve
+from penstock.pipeline.inspect.web.run_facts import config_rows, curve, provenance
 from penstock.pipeline.launch.run_lock import log_files, timed_lines
 from penstock.pipeline.runtime.registration.run_registry import resolve
 
@@ -81,7 +82,15 @@ def index(address: Address) -> Page:
 
 def run(address: Address) -> Page:
     """A run at this moment; its script keeps it up to date."""
-    return "run.html", address.watched.page()
+    return "run.html", {**address.watched.page(), "provenance": provenance(address.watched.update())}
+
+
+def card(address: Address) -> Page:
+    """The run's model card as it is on this machine."""
+    path = card_directory(address.run) / README
+    if not path.is_file():
+        raise ConfigError(f"{address.run} has no card on this machine: penstock card {address.run}")
+    return "card.html", {**frame(address), "path": str(path), "text": path.read_text(encoding="utf-8", errors="replace")}
 
 
 def frame(address: Address) -> dict[str, Any]:
@@ -358,5 +367,6 @@ PAGES: Mapping[str, Callable[..., Page]] = {
     "dead-letters": dead_letters,
     "topics": topics,
     "logs": logs,
+    "card": card,
 }
 """Name of a page below a run -> the function that makes it."""

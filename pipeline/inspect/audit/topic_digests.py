@@ -39,6 +39,11 @@ class TopicDigests:
         start, _, count = self._seen.get(name, (offset, 0, 0))
         self._seen[name] = start, offset + 1, count + 1
 
+    @property
+    def ends(self) -> dict[str, int]:
+        """Partition -> the offset after its last record."""
+        return {name: end for name, (_, end, _) in self._seen.items()}
+
     def as_table(self) -> dict[str, dict[str, int | str]]:
         """Partition -> `first` and `end` offset, number of `records`, and their `sha256`; without empty partitions."""
         return {

@@ -41,7 +41,7 @@ def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> l
     for record in records:
         full = own_records.get(record.run, record)
         config, info, folder = json.loads(full.config or "{}"), json.loads(full.info or "{}"), state_path() / "runs" / record.run
-        parent = (info.get("regraded_from") or info.get("forked_from") or info.get("rescored_from") or {}).get("run")
+        parent = runs.parent(info).get("run")
         rows.append(
             {
                 "run": record.run,

@@ -35,10 +35,10 @@ def card(facts: Predicate) -> str:
     except ImportError as error:
         raise ConfigError("a card needs the package huggingface_hub: pip install '.[trainer]' in the checkout") from error
     results = [EvalResult(**result) for result in evaluation_results(facts)]
-    base, licence = facts["base"], facts["licence"]
+    base, licences = facts["base"], facts["licences"]
     datasets = [hub_id for each in facts["data"] if each["context"] == "training" and (hub_id := _hub_dataset(each["source"]))]
     data = ModelCardData(
-        license=line(licence) if licence else None,
+        license=line(licences["model"]) if licences["model"] else None,
         base_model=line(base["name"]) if base["on_hub"] else None,
         datasets=list(dict.fromkeys(datasets)) or None,
         library_name="transformers",
@@ -50,8 +50,8 @@ def card(facts: Predicate) -> str:
             "ledger": facts["ledger"],
             "base_model": {"name": line(base["name"]), "weights": base["weights"]},
             "datasets": [
-                {"name": line(each["source"]), "digest": each["digest"], "licence": each["licence"] and line(each["licence"])}
-                for each in facts["data"]
+                {"name": line(each["source"]), "digest": each["digest"], "licence": licence and line(licence)}
+                for each, licence in zip(facts["data"], licences["data"], strict=True)
             ],
         },
     )
@@ -106,12 +106,16 @@ def _body(facts: Predicate) -> Iterable[str]:
         summary["parent run"] = json.dumps(facts["parent"])
     yield from _table(("", ""), summary.items())
     yield "## Base model\n"
-    licence = facts["licence"] or "unknown"
     digests = {f"digest of the {name}": base.get(name) for name in ("weights", "tokenizer", "template")}
-    yield from _table(("", ""), {"model": base["name"], "revision": base["revision"], "licence": licence, **digests}.items())
+    yield from _table(
+        ("", ""),
+        {"model": base["name"], "revision": base["revision"], "licence": facts["licences"]["model"] or "unknown", **digests}.items(),
+    )
     yield "## Data\n"
-    columns = ("name", "source", "context", "rows", "digest", "licence")
-    yield from _table(columns, ([each.get(key) or "unknown" for key in columns] for each in facts["data"]))
+    columns, rows = ("name", "source", "context", "rows", "digest"), zip(facts["data"], facts["licences"]["data"], strict=True)
+    yield from _table(
+        (*columns, "licence"), ([*(each.get(key) or "unknown" for key in columns), licence or "unknown"] for each, licence in rows)
+    )
     yield "## Reward functions and code\n"
     yield from _table(("function", "SHA-256 of its source"), [*facts["rewards"].items(), *facts["code"].items()])
     if facts["changed"]:

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.infra.errors import ConfigError, LogError, RunNotFound
 from penstock.infra.log import Log
-from penstock.infra.paths import run_directory, write_private
+from penstock.infra.paths import run_directory, write_complete, write_private
 from penstock.pipeline.config.hub import SCHEME, is_hub_name
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.inspect.report.inclusion import Chain, leaves, root
@@ -23,17 +23,19 @@ from penstock.pipeline.inspect.run_status import config_of, info_of
 from penstock.pipeline.inspect.run_view import Folded, RunView, read_view
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import RunReader
-from penstock.topics import ledger
+from penstock.topics import ledger, runs
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 
+MODEL, CARD = "model", "card"
+"""Folders of a run: its final model, and the card of a run that has none yet."""
+BISECTED = "bisect/result.txt"
+"""File of a run with the text of its last bisect."""
 STATEMENT, README, SIGNATURE, SALT = "provenance.json", "README.md", "model.sig", "card.salt"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://penstock.dev/run/v1"
-CLAIMS = ("run", "fingerprint", "ledger", "steps", "weights", "versions", "evaluations", "audit")
-"""Keys of the predicate."""
 PREVIOUS = "README.previous{}.md"
 """Name of a README.md that a card replaces; the number is empty for the first one."""
 UNNAMED = ("*.sig", "*.sigstore", "*.sigstore.json", ".git/*", ".gitattributes", ".cache/*", ".*.new")
@@ -41,6 +43,8 @@ UNNAMED = ("*.sig", "*.sigstore", "*.sigstore.json", ".git/*", ".gitattributes",
 TRAINER_KEYS = (
     "backend", "dtype", "lr", "betas", "weight_decay", "lr_schedule", "warmup_steps", "max_grad_norm", "lora_rank", "lora_alpha",
 )  # fmt: skip
+SPAN = ("first", "end", "records")
+"""Numbers of a partition in a statement."""
 PUBLISHED_KEYS = ("run", "step", "version", "digest", "ledger")
 """What a card has of a parent run."""
 _FOLDERS = re.compile(r"(?<![\w.:/-])(?:~|\.{0,2})/(?:[^/\n]+/)*")
@@ -50,23 +54,19 @@ _FOLDERS = re.compile(r"(?<![\w.:/-])(?:~|\.{0,2})/(?:[^/\n]+/)*")
 class Published:
     """A run as a card describes it."""
 
+    reader: RunReader
     view: RunView
-    figures: dict[str, Any]
-    """The report."""
     chain: Chain
-    prompts: Mapping[int, str] | None
-    """Trained group -> prompt; None if some prompts were deleted."""
     evaluations: Mapping[int, str]
     """Version -> SHA-256 of its evaluation."""
 
-    @property
-    def config(self) -> Config:
-        return from_json(json.dumps(config_of(self.view)))
 
+def read_published(log: Log, run: str, *, ends: Mapping[str, int] | None = None, alive: Callable[[], None] = lambda: None) -> Published:
+    """Read a run up to its current end, or to the `ends` of a `RunReader`.
 
-def read_published(log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> Published:
-    """Read a run up to its current end. Raises `RunNotFound`, and `LogError` without a ledger entry or with a deleted one."""
-    reader, evaluations = RunReader(log, run, alive=alive), dict[int, str]()
+    Raises `RunNotFound`, and `LogError` without a ledger entry or with a deleted one.
+    """
+    reader, evaluations = RunReader(log, run, alive=alive, ends=ends), dict[int, str]()
 
     def note(folded: Folded | None, record: Record) -> None:
         if isinstance(folded, Measurement) and folded.kind == "eval" and folded.version is not None:
@@ -75,14 +75,7 @@ def read_published(log: Log, run: str, *, alive: Callable[[], None] = lambda: No
     view = read_view(reader, also=note)
     if view.record is None and view.opened is None:
         raise RunNotFound(run)
-    chain = read_chain(reader)
-    return Published(
-        view=view,
-        figures=summarise(view, gone=gone_from(log, run)),
-        chain=chain,
-        prompts=read_prompts(reader, chain),
-        evaluations=evaluations,
-    )
+    return Published(reader=reader, view=view, chain=read_chain(reader), evaluations=evaluations)
 
 
 def read_prompts(reader: RunReader, chain: Chain) -> dict[int, str] | None:
@@ -92,78 +85,65 @@ def read_prompts(reader: RunReader, chain: Chain) -> dict[int, str] | None:
     return prompts if trained <= prompts.keys() else None
 
 
-def predicate(
-    published: Published, *, audit: Mapping[str, Any], secret: bytes, licence: str | None, data_licences: Mapping[str, str]
-) -> dict[str, Any]:
-    """The statement about a run. `audit` is its audit as JSON, `secret` salts the leaves of its prompts.
-
-    `licence` is the model's, `data_licences` those of data sources or their names.
-    """
-    entries = [entry for entry, _ in published.chain]
+def log_claims(published: Published, secret: bytes | None) -> dict[str, Any]:
+    """The claims of a statement that follow from the run's log, and `prompts` with the `secret` that salts their leaves."""
+    entries, view = [entry for entry, _ in published.chain], published.view
     details = [json.loads(entry.details or "{}") for entry in entries]
-    claims = ledger_claims(entries)
-    info, figures, prompts = info_of(published.view), published.figures, published.prompts
-    parent = info.get("forked_from") or info.get("rescored_from")
-    tree = None if prompts is None else leaves(published.chain, prompts)
+    opened = [facts for entry, facts in zip(entries, details, strict=True) if entry.kind in ("run-opened", "rebased")]
+    versions = [{"version": entry.version, "step": entry.step, "digest": entry.digest} for entry in entries if entry.kind == "version"]
+    listed = {sha256 for entry in entries for sha256 in ledger.evaluations(entry)}
+    info, config = info_of(view), from_json(json.dumps(config_of(view)))
+    figures, parent = summarise(view, gone=gone_from(published.reader.log, view.run)), runs.parent(info)
     return {
-        "run": published.view.run,
+        "run": view.run,
         "status": figures["status"],
-        "fingerprint": claims["fingerprint"],
+        "fingerprint": opened[-1].get("fingerprint") if opened else None,
         "ledger": {"head": ledger.digest(published.chain[-1][1]), "entries": len(entries)},
-        "steps": claims["steps"],
+        "steps": sum(entry.kind == "step" for entry in entries),
         "samples": figures["samples"],
         "tokens": figures["tokens"],
-        "weights": claims["weights"],
-        "versions": claims["versions"],
+        "weights": versions[-1]["digest"] if versions else None,
+        "versions": versions,
         "checkpoints": [
             {"step": entry.step, "version": entry.version, "digest": entry.digest, "manifest": facts.get("manifest")}
             for entry, facts in zip(entries, details, strict=True)
             if entry.kind == "checkpoint"
         ],
-        "evaluations": _evaluations(published, listed={sha256 for entry in entries for sha256 in ledger.evaluations(entry)}),
-        "audit": audit,
-        "licence": licence,
-        "parent": {key: parent.get(key) for key in PUBLISHED_KEYS} if parent else None,
-        "base": {
-            **_base(published.config),
-            "weights": claims["versions"][0]["digest"] if claims["versions"] else None,
-            **info.get("digests", {}),
-        },
-        "data": [
-            {**each, "source": public(each["source"]), "licence": data_licences.get(each["source"], data_licences.get(each["name"]))}
-            for each in info.get("data", ())
+        "evaluations": [
+            {**measured, "sha256": (sha256 := published.evaluations[measured["version"]]), "in_ledger": sha256 in listed}
+            for measured in figures["eval"]
         ],
+        "parent": {key: parent.get(key) for key in PUBLISHED_KEYS} if parent else None,
+        "base": {**_base(config), "weights": versions[0]["digest"] if versions else None, **info.get("digests", {})},
+        "data": [{**each, "source": public(each["source"])} for each in info.get("data", ())],
         "rewards": {public(name): digest for name, digest in (info.get("reward_sources") or {}).items()},
-        "reward_weights": published.config.reward.weights,
+        "reward_weights": config.reward.weights,
         "code": {public(name): digest for name, digest in info.get("code", {}).items()},
         "changed": [{key: public(value) for key, value in change.items()} for change in info.get("changes", ())],
-        "settings": settings(published.config),
+        "settings": settings(config),
         "groups": {**figures["groups"], "filtered_by": figures["filtered"], "samples_without_reward": figures["no_reward"]},
         "dead_letters": figures["dead_letters"]["by_kind"],
         "deleted": figures["gone"],
-        "workers": dict(sorted(Counter(worker.role for worker in published.view.workers.values()).items())),
-        "prompts": None if tree is None else {"root": root(tree, secret), "leaves": len(tree), "salted": True},
+        "workers": dict(sorted(Counter(worker.role for worker in view.workers.values()).items())),
+        "prompts": secret and _prompts(published, secret),
     }
 
 
-def ledger_claims(entries: Sequence[ledger.Entry]) -> dict[str, Any]:
-    """The claims that follow from the ledger alone, of the same names."""
-    versions = [entry for entry in entries if entry.kind == "version"]
-    details = [json.loads(entry.details or "{}") for entry in entries if entry.kind in ("run-opened", "rebased")]
-    return {
-        "fingerprint": details[-1].get("fingerprint") if details else None,
-        "steps": sum(entry.kind == "step" for entry in entries),
-        "weights": versions[-1].digest if versions else None,
-        "versions": [{"version": entry.version, "step": entry.step, "digest": entry.digest} for entry in versions],
-    }
+LEDGER_CLAIMS = ("run", "fingerprint", "ledger", "steps", "weights", "versions", "checkpoints")
+"""Claims that follow from the ledger alone, which no retention deletes."""
 
 
-def _evaluations(published: Published, *, listed: set[str]) -> list[dict[str, Any]]:
-    """The evaluations with their digests; the ledger commits to those that are `in_ledger`."""
-    return [
-        {**measured, "sha256": (sha256 := published.evaluations[measured["version"]]), "in_ledger": sha256 in listed}
-        for measured in published.figures["eval"]
-    ]
+def _prompts(published: Published, secret: bytes) -> dict[str, Any] | None:
+    if (prompts := read_prompts(published.reader, published.chain)) is None:
+        return None
+    tree = leaves(published.chain, prompts)
+    return {"root": root(tree, secret), "leaves": len(tree), "salted": True}
+
+
+def audit_claims(audited: Mapping[str, Any]) -> dict[str, Any]:
+    """The claims about a run's audit, from its table."""
+    violations = {each["check"]: len(each["violations"]) for each in audited["checks"] if each["violations"]}
+    return {**{key: audited[key] for key in ("clean", "closed", "summary", "notes")}, "violations": violations}
 
 
 def _base(config: Config) -> dict[str, Any]:
@@ -211,11 +191,24 @@ def read_chain(reader: RunReader) -> Chain:
 
 def secret_of(run: str) -> bytes:
     """The run's secret for salts, made at the first call; it is in the run's folder on this machine and never published."""
+    if (secret := known_secret(run)) is not None:
+        return secret
     path = run_directory(run) / SALT
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_private(path, secrets.token_hex(32))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_private(path, secrets.token_hex(32))
     return bytes.fromhex(path.read_text(encoding="utf-8"))
+
+
+def known_secret(run: str) -> bytes | None:
+    """The run's secret for salts if this machine has it."""
+    path = run_directory(run) / SALT
+    return bytes.fromhex(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def card_directory(run: str) -> Path:
+    """The folder of a run's card on this machine: that of its final model, if it has one."""
+    model = run_directory(run) / MODEL
+    return model if model.is_dir() else model.with_name(CARD)
 
 
 def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify: Callable[[str], None]) -> Path:
@@ -223,14 +216,18 @@ def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _keep_other_readme(directory, text, notify)
-        write_private(directory / README, text)
+        write_complete(directory / README, text)
         statement = {
             "_type": STATEMENT_TYPE, "subject": subjects(directory), "predicateType": PREDICATE_TYPE, "predicate": predicate,
         }  # fmt: skip
-        write_private(directory / STATEMENT, json.dumps(statement, indent=1, allow_nan=False) + "\n")
+        path, stated = directory / STATEMENT, json.dumps(statement, indent=1, allow_nan=False) + "\n"
+        if (old := directory / SIGNATURE).exists() and not (path.is_file() and path.read_bytes() == stated.encode()):
+            old.unlink()
+            notify(f"{old} was of other files: it is removed")
+        write_complete(path, stated)
     except OSError as error:
         raise ConfigError(f"cannot write the card in {directory}: {error.strerror}; give another --out") from error
-    return directory / STATEMENT
+    return path
 
 
 def files_of(directory: Path, named: Collection[str] = ()) -> dict[str, Path]:
@@ -261,18 +258,23 @@ def read_statement(directory: Path) -> dict[str, Any]:
     try:
         statement = json.loads(path.read_bytes())
         named = [(subject["name"], subject["digest"]["sha256"]) for subject in statement["subject"]]
-        predicate = statement["predicate"]
-        head, entries = predicate["ledger"]["head"], predicate["ledger"]["entries"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        types = (statement["_type"], statement["predicateType"])
+        predicate, topics = statement["predicate"], statement["predicate"]["topics"]
+        head, numbers = (
+            predicate["ledger"]["head"],
+            [predicate["ledger"]["entries"], *(row[key] for row in topics.values() for key in SPAN)],
+        )
+        texts = [head, *dict(named).values(), *(row["sha256"] for row in topics.values())]
+        names = [predicate["run"], *dict(named), *([] if predicate["weights"] is None else [predicate["weights"]])]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no statement of this format ({type(error).__name__}: {error})") from error
-    texts = (statement.get("_type"), statement.get("predicateType"))
-    if texts != (STATEMENT_TYPE, PREDICATE_TYPE):
-        raise ValueError(f"the types are {texts[0]!r} and {texts[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
-    if missing := [name for name in CLAIMS if name not in predicate]:
-        raise ValueError(f"the claim {missing[0]!r} is missing")
+    if types != (STATEMENT_TYPE, PREDICATE_TYPE):
+        raise ValueError(f"the types are {types[0]!r} and {types[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
     hexadecimal = re.compile("[0-9a-f]{64}")
-    if not all(isinstance(text, str) and hexadecimal.fullmatch(text) for text in (*dict(named).values(), head)) or type(entries) is not int:
-        raise ValueError("a SHA-256 or the number of ledger entries is malformed")
+    if not all(isinstance(text, str) and hexadecimal.fullmatch(text) for text in texts):
+        raise ValueError("a SHA-256 is malformed")
+    if not all(type(number) is int for number in numbers) or not all(isinstance(name, str) for name in names):
+        raise ValueError("a number or a name is malformed")
     if len(dict(named)) < len(named):
         raise ValueError("it names a file twice")
     return statement

@@ -2,9 +2,11 @@
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.data.references import reference_text
 from penstock.pipeline.inspect.live.completions import without_template
@@ -12,10 +14,12 @@ from penstock.pipeline.inspect.live.frame import doing, ordered
 from penstock.pipeline.inspect.report.figures import by_role, shares
 from penstock.pipeline.inspect.report.formats import duration, use_text
 from penstock.pipeline.inspect.report.headline import headline
+from penstock.pipeline.inspect.report.provenance import BISECTED, card_directory, read_statement
 from penstock.pipeline.inspect.run_status import (
     config_of,
     group_statuses,
     has_ended,
+    info_of,
     last_reward,
     status_counts,
     status_of,
@@ -28,6 +32,7 @@ from penstock.pipeline.inspect.status import Bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.inspect.web.render import number, share
 from penstock.pipeline.runtime.reporting.reporter import kind_of
 from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
+from penstock.topics import runs
 from penstock.topics.groups import Group
 
 Facts = dict[str, Any]
@@ -86,7 +91,29 @@ def _about(view: RunView, report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("step", " × ".join(f"{size} {name}" for size, name in sizes)),
         ("loss", " ".join(str(loss[key]) for key in ("loss", "correction") if loss.get(key))),
         ("digest", str(report["weights"]["digest"] or "–")[:19]),
+        ("head of the ledger", str(view.head or "–")[:19]),
     ]
+
+
+def provenance(view: RunView) -> list[Facts]:
+    """What shows where a run's model comes from and what spoiled it: as stored on this machine, or the command that finds it out."""
+    run, parent, directory = view.run, runs.parent(info_of(view)), card_directory(view.run)
+    rows = [{"name": "head of the ledger", "text": f"{view.head or '–'} ({view.last_seq + 1:,} entries)"}]
+    if parent:
+        rows.append({"name": parent["relation"], "text": f"{parent['run']}, step {parent.get('step', 0)}", "page": parent["run"]})
+    try:
+        stated = read_statement(directory)["predicate"]["ledger"]
+        text = "of this state" if stated["head"] == view.head else f"of the first {stated['entries']:,} entries"
+        rows.append({"name": "model card", "text": text, "page": f"{run}/card"})
+        rows.append({"name": "verify", "command": f"penstock verify {shlex.quote(str(directory))} --log {run}"})
+    except ValueError:
+        rows.append({"name": "model card", "command": f"penstock card {run}"})
+    try:
+        rows.append({"name": "bisect", "text": (run_directory(run) / BISECTED).read_text(encoding="utf-8")})
+    except OSError:
+        rows.append({"name": "bisect", "command": f"penstock bisect {run} --test 'greedy_accuracy > 0.5'"})
+    rows.append({"name": "regrade", "command": f"penstock regrade {run} --reward rewards.py:score"})
+    return [{"text": None, "page": None, "command": None, **row} for row in rows]
 
 
 def _metric(view: RunView, name: str) -> list[float | None]:

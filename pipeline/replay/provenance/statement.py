@@ -3,20 +3,21 @@
 import json
 import mmap
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.infra.checkpoints import MANIFEST, CheckpointStore, Recorded
-from penstock.infra.errors import CheckpointError
+from penstock.infra.errors import CheckpointError, ConfigError, PenstockError
 from penstock.infra.tensors.stream import TensorBytes, digest, hash_of
-from penstock.pipeline.inspect.report.provenance import files_of, ledger_claims, sha256_of
+from penstock.pipeline.inspect.report.card import card
+from penstock.pipeline.inspect.report.provenance import README, files_of, sha256_of
 from penstock.topics import ledger
 from penstock.topics.ledger import Entry
-from penstock.topics.metrics import Measurement
-from penstock.topics.weights import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +55,12 @@ def check_files(directory: Path, statement: dict[str, Any]) -> Iterator[Problem]
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def weights_digest(directory: Path, *, like: str, names: tuple[str, ...]) -> str | None:
-    """The digest of the tensors in a model's safetensors files, by the hash function of the digest `like`.
-
-    None if their names are not `names`: the exported model has other tensors than the trained one. Raises `ValueError` for a damaged file.
-    """
-    tensors = [tensor for file in sorted(directory.glob("*.safetensors")) for tensor in _tensors(file)]
-    return digest(tensors, hash_of(like)) if sorted(tensor.name for tensor in tensors) == sorted(names) else None
+def _tensors(directory: Path) -> Iterator[TensorBytes]:
+    for file in sorted(directory.glob("*.safetensors")):
+        yield from _tensors_in(file)
 
 
-def _tensors(file: Path) -> Iterator[TensorBytes]:
+def _tensors_in(file: Path) -> Iterator[TensorBytes]:
     try:
         with file.open("rb") as opened:
             data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
@@ -73,44 +70,66 @@ def _tensors(file: Path) -> Iterator[TensorBytes]:
             if name != "__metadata__":
                 low, high = entry["data_offsets"]
                 content = data[8 + length + low : 8 + length + high]
-                yield TensorBytes(name=name, dtype=_DTYPES[entry["dtype"]], shape=tuple(entry["shape"]), data=content)
+                yield TensorBytes(name=name, dtype=_DTYPES.get(entry["dtype"], entry["dtype"]), shape=tuple(entry["shape"]), data=content)
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file: {error}") from error
 
 
 GROWING = ("metrics/", "run/")
 """Topics in which workers and operators write after the end of a run."""
-_changed = partial(Problem, level=2, kind="changed")
+changed = partial(Problem, level=2, kind="changed")
+"""A difference from the log."""
 
 
-def check_ledger(
-    predicate: Mapping[str, Any], *, run: str, entries: Sequence[tuple[Entry, str]], evaluations: Mapping[str, Measurement]
-) -> Iterator[Problem]:
-    """The differences between a statement and the ledger, as far as the statement's head.
-
-    `entries` are with their SHA-256, `evaluations` are those in `metrics`, by the SHA-256 of their payload.
-    """
+def check_ledger(predicate: Mapping[str, Any], *, run: str, sha256s: Sequence[str]) -> Iterator[Problem]:
+    """A ledger that does not reach the statement's head, or has another; `sha256s` are those of its entries."""
     head, count = predicate["ledger"]["head"], predicate["ledger"]["entries"]
     if predicate["run"] != run:
-        yield _changed(name="run", text=f"the statement is about {predicate['run']!r}, the log has run {run!r}")
-    if not 0 < count <= len(entries):
-        yield Problem(level=2, kind="missing", name="ledger/0", text=f"it has {len(entries)} entries, the statement {count}")
-    elif entries[count - 1][1] != head:
-        text = f"entry {count - 1} has SHA-256 {entries[count - 1][1][:16]}…, the statement's head is {head[:16]}…"
-        yield _changed(name="ledger/0", text=text)
-    for name, value in ledger_claims([entry for entry, _ in entries[:count]]).items():
-        if predicate[name] != value:
-            yield _changed(name=name, text=f"the statement has {_short(predicate[name])}, the ledger {_short(value)}")
-    for stated in predicate["evaluations"]:
-        actual = evaluations.get(stated["sha256"])
-        values = {"version": actual.version, **actual.values, "source": actual.labels.get("source")} if actual is not None else {}
-        if differing := [key for key in ("version", *stated) if key not in ("sha256", "in_ledger") and stated.get(key) != values.get(key)]:
-            what = f"has no evaluation {stated['sha256'][:16]}…" if actual is None else f"has {differing[0]} = {values.get(differing[0])}"
-            yield _changed(name="evaluations", text=f"version {stated['version']}: the topic metrics {what}")
+        yield changed(name="run", text=f"the statement is about {predicate['run']!r}, the log has run {run!r}")
+    if not 0 < count <= len(sha256s):
+        yield Problem(level=2, kind="missing", name="ledger/0", text=f"it has {len(sha256s)} entries, the statement {count}")
+    elif sha256s[count - 1] != head:
+        text = f"entry {count - 1} has SHA-256 {sha256s[count - 1][:16]}…, the statement's head is {head[:16]}…"
+        yield changed(name="ledger/0", text=text)
+
+
+def check_claims(stated: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Problem]:
+    """The claims in which a statement differs from those of the log, each with the first difference."""
+    for name, value in json.loads(json.dumps(actual)).items():
+        if (difference := next(_differences(name, stated.get(name), value), None)) is not None:
+            yield changed(name=name, text=difference)
+
+
+def _differences(path: str, stated: Any, actual: Any) -> Iterator[str]:
+    if isinstance(stated, dict) and isinstance(actual, dict):
+        for key in stated | actual:
+            yield from _differences(f"{path}.{key}", stated.get(key), actual.get(key))
+    elif isinstance(stated, list) and isinstance(actual, list) and len(stated) == len(actual):
+        for index, (one, other) in enumerate(zip(stated, actual, strict=True)):
+            yield from _differences(f"{path}[{index}]", one, other)
+    elif (type(stated), stated) != (type(actual), actual):
+        yield f"{path}: the statement has {_short(stated)}, the log {_short(actual)}"
+
+
+def check_card(directory: Path, predicate: Mapping[str, Any]) -> Iterator[Problem]:
+    """A README.md whose text is not that which follows from the statement. Raises `ConfigError` without huggingface_hub."""
+    try:
+        written, expected = (directory / README).read_bytes().splitlines(), card(predicate).encode().splitlines()
+    except ConfigError:
+        raise
+    except OSError:
+        return
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"a claim is malformed or missing ({type(error).__name__}: {error})") from error
+    for number, (line, other) in enumerate(zip_longest(written, expected, fillvalue=b""), start=1):
+        if line != other:
+            text = f"line {number} is {_short(line.decode(errors='replace'))}, by the statement {_short(other.decode())}"
+            yield Problem(level=1, kind="changed", name=README, text=text)
+            return
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
@@ -148,11 +167,24 @@ def check_checkpoints(store: CheckpointStore, recorded: Recorded, entries: Seque
                 raise CheckpointError(f"{MANIFEST} has another SHA-256 than the ledger")
         except CheckpointError as error:
             if path.is_dir() and (closed or steps in recorded.digests):
-                yield _changed(name=f"{path.parent.name}/{path.name}", text=str(error))
+                yield changed(name=f"{path.parent.name}/{path.name}", text=str(error))
 
 
-def check_model(directory: Path, stated: str, origin: Manifest | None) -> Iterator[Problem]:
-    """A model whose tensors are not the statement's weights; one that is exported under other names than in `origin` is not compared."""
-    actual = weights_digest(directory, like=stated, names=origin.names) if origin is not None else None
-    if actual not in (None, stated):
-        yield _changed(name="model", text=f"the tensors of its safetensors files have digest {actual}, the statement has weights {stated}")
+def check_model(directory: Path, stated: str, names: Sequence[str], export: Callable[[Path], object]) -> Iterator[Problem]:
+    """A model whose tensors are not the statement's weights, the tensors `names`. Raises `ValueError` for a damaged file.
+
+    `export` writes those weights as a model: some architectures have other tensors in files than in training.
+    """
+    if not (tensors := list(_tensors(directory))):
+        return
+    expected = stated
+    if sorted(tensor.name for tensor in tensors) != sorted(names):
+        with tempfile.TemporaryDirectory() as temporary:
+            try:
+                export(Path(temporary) / "model")
+                expected = digest(_tensors(Path(temporary) / "model"), hash_of(stated))
+            except PenstockError as error:
+                yield changed(name="model", text=f"its tensors have other names than the statement's weights: {error}")
+                return
+    if (actual := digest(tensors, hash_of(stated))) != expected:
+        yield changed(name="model", text=f"the tensors of its safetensors files have digest {actual}, the statement has weights {expected}")

@@ -1,9 +1,11 @@
 """`penstock ui` over HTTP: every page is there for who has the token, and for nobody else; a run's texts are never markup."""
 
 import hashlib
+import html
 import http.client
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +18,13 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.ui import store
 from penstock.pipeline.cli.ui.server import AsciiJson, Server, stable_token
+from penstock.pipeline.inspect.report.provenance import BISECTED, publish
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.web.run_facts import run_facts
+from penstock.pipeline.inspect.web.run_facts import provenance, run_facts
 from tests.support.a_run import RUN, RecordBuilder, as_records
 from tests.support.page_records import EVIL, OTHER, two_runs
 from tests.support.paths import ROOT
@@ -127,6 +131,39 @@ def test_a_mistake_is_a_line_on_a_page(server: Server, path: str, said: str) -> 
     status, page, _ = asked(server, f"/secret/{path}")
     assert status in (200, 400)
     assert said in page
+
+
+def test_a_run_shows_its_provenance_or_the_commands_that_find_it_out(server: Server) -> None:
+    def shown() -> str:
+        return re.sub("<[^>]*>", " ", html.unescape(asked(server, f"/secret/r/{RUN}")[1].partition('aria-label="Provenance"')[2]))
+
+    view, folder = server.runs[RUN].update(), run_directory(RUN)
+    assert f"{view.head} ({view.last_seq + 1:,} entries)" in shown()
+    for command in (f"penstock card {RUN}", f"penstock bisect {RUN} --test", f"penstock regrade {RUN} --reward"):
+        assert command in shown()
+    assert "no card on this machine" in asked(server, f"/secret/r/{RUN}/card")[1]
+    try:
+        (folder / "bisect").mkdir(parents=True)
+        (folder / BISECTED).write_text("step 3 is the first <b>bad</b> one")
+        (folder / "card").mkdir()
+        facts = {"run": RUN, "weights": None, "topics": {}, "ledger": {"head": view.head, "entries": view.last_seq + 1}}
+        publish(folder / "card", "# A card <b>of</b> the run", facts, notify=print)
+        assert f"penstock verify {folder}/card --log {RUN}" in shown() and "of this state" in shown()
+        page = asked(server, f"/secret/r/{RUN}")[1]
+        assert f'href="/secret/r/{RUN}/card"' in page and "&lt;b&gt;bad&lt;/b&gt;" in page
+        assert "# A card &lt;b&gt;of" in asked(server, f"/secret/r/{RUN}/card")[1]
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_run_names_the_run_that_it_was_made_from_the_nearest_first() -> None:
+    built = RecordBuilder()
+    built.info |= {"forked_from": {"run": "a", "step": 1}, "regraded_from": {"run": "b", "step": 4}, "rescored_from": None}
+    view = RunView(run=RUN)
+    for record in as_records(built.whole()):
+        view.fold(record)
+    (parent,) = [row for row in provenance(view) if row["name"] == "regraded from"]
+    assert (parent["text"], parent["page"]) == ("b, step 4", "b")
 
 
 def test_latest_leads_to_the_newest_run(server: Server) -> None:

@@ -17,7 +17,7 @@ from penstock.pipeline.cli.runs import card as card_command
 from penstock.pipeline.inspect.report import inclusion, provenance
 from penstock.pipeline.inspect.report.card import MARK, card, code, licence_of
 from penstock.pipeline.inspect.report.inclusion import InvalidProof, Leaf, leaves
-from penstock.pipeline.inspect.report.provenance import predicate, public, read_chain, read_published
+from penstock.pipeline.inspect.report.provenance import log_claims, public, read_chain, read_published
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import ledger
 from penstock.topics.ledger import Entry
@@ -40,8 +40,8 @@ def facts_of(text: str = "gsm8k", *, licence: str | None = None) -> dict[str, An
         "changes": [{"what": text, "before": text, "after": text, "time_ns": 0}],
     }
     log = log_with(built.whole())
-    audit, data_licences = {**AUDIT, "notes": [text]}, {f"hf:openai/{text}": licence or "mit"}
-    return predicate(read_published(log, RUN), audit=audit, secret=SECRET, licence=licence, data_licences=data_licences)
+    given = {"audit": {**AUDIT, "notes": [text]}, "licences": {"model": licence, "data": [licence or "mit"] * 2}, "topics": {}}
+    return log_claims(read_published(log, RUN), SECRET) | given
 
 
 def test_hugging_face_reads_base_data_and_evaluations_with_intervals() -> None:

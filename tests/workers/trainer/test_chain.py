@@ -6,7 +6,7 @@ import pytest
 
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.learner.ledger_history import ledger_head, read_ledger_history
+from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.topics import ledger, metrics
 from penstock.topics.catalogue import control_topic
 from penstock.topics.metrics import Measurement
@@ -51,4 +51,4 @@ def test_evaluations_are_listed_once_and_in_order_however_often_the_trainer_is_k
     entries = read_ledger_history(log, RUN).entries
     assert [sha256 for entry in entries for sha256 in ledger.evaluations(entry)] == evaluations
     values = [record.value for record in records_of(log, f"{RUN}.ledger")]
-    assert ledger_head(log, RUN) == (ledger.digest(values[-1]), len(values))
+    assert read_ledger_history(log, RUN).ledger_state.end == {"head": ledger.digest(values[-1]), "entries": len(values)}
