@@ -1,6 +1,6 @@
 """`penstock verify`: a model's directory against its statement, its run's log, and repeated steps. Read-only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,7 @@ from penstock.pipeline.cli.inspect import audit_source
 from penstock.pipeline.cli.options import Bootstrap, Json, Security, TrustRun, emit, notify, reading
 
 if TYPE_CHECKING:
-    from penstock.pipeline.replay.provenance.levels import Verification
+    from penstock.pipeline.replay.provenance.statement import Verification
 
 SHOWN = 20
 
@@ -33,7 +33,7 @@ def verify(
 ) -> int:
     """Verify a model against its statement, its run's log, and some of the run's steps; exit status 1 for any difference."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.replay.provenance.levels import Verification
+    from penstock.pipeline.replay.provenance.statement import Verification
 
     if directory.is_file():
         return _verify_proof(directory, json=json)
@@ -43,8 +43,8 @@ def verify(
     done.check_files()
     if log is not None and done.statement is not None:
         read = partial(reading, log, bootstrap, security)
-        done.check_log(log, read, partial(audit_source, log, bootstrap, security))
-        if steps:
+        done.check_log(log, read, partial(_audit, log, bootstrap, security))
+        if steps and "entries" in done.levels[-1]:  # the log could be read
             done.repeat_steps(log, read, steps, seed, trust_code=trust_code)
     if json:
         run = None if done.statement is None else done.statement["predicate"]["run"]
@@ -52,6 +52,19 @@ def verify(
     else:
         print("\n".join(_lines(done)))
     return 1 if done.problems else 0
+
+
+def _audit(
+    log: str, bootstrap: str, security: list[str] | None, spans: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Any], list[tuple[str, str]], dict[str, Any], Mapping[str, int]]:
+    """An audit as a table, its violations as (check, text), the digests of these spans, and the numbers of records after them."""
+    from penstock.pipeline.inspect.audit import report
+    from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
+
+    anchors, source = audit_source(log, bootstrap, security)
+    audited = report.audit(source, anchors, digests := TopicDigests(spans))
+    violations = [(result.check.name, report.as_line(violation)) for result in audited.results for violation in result.violations]
+    return report.as_table(audited), violations, digests.as_table(), digests.later
 
 
 def _verify_proof(path: Path, *, json: bool) -> int:

@@ -17,6 +17,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, write_complete, write_private
 from penstock.pipeline.config.hub import SCHEME, is_hub_name
 from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.inspect.metrics import settled
 from penstock.pipeline.inspect.report.inclusion import Chain, leaves, root
 from penstock.pipeline.inspect.report.summary import gone_from, summarise
 from penstock.pipeline.inspect.run_status import config_of, info_of
@@ -40,9 +41,7 @@ PREVIOUS = "README.previous{}.md"
 """Name of a README.md that a card replaces; the number is empty for the first one."""
 UNNAMED = ("*.sig", "*.sigstore", "*.sigstore.json", ".git/*", ".gitattributes", ".cache/*", ".*.new")
 """Files that no statement names: signatures, what git and downloads leave, and unfinished files."""
-TRAINER_KEYS = (
-    "backend", "dtype", "lr", "betas", "weight_decay", "lr_schedule", "warmup_steps", "max_grad_norm", "lora_rank", "lora_alpha",
-)  # fmt: skip
+SETTINGS = ("run", "schedule", "sampling", "algorithm", "trainer", "rollout")
 SPAN = ("first", "end", "records")
 """Numbers of a partition in a statement."""
 PUBLISHED_KEYS = ("run", "step", "version", "digest", "ledger")
@@ -153,23 +152,9 @@ def _base(config: Config) -> dict[str, Any]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Effective settings that decide what is trained and how; without folders of the machine."""
-    algorithm = {
-        **config.algorithm.model_dump(mode="json"),
-        **{key: getattr(config, key) for key in ("advantage", "aggregate", "clip_low", "clip_high", "clip_dual", "kl_weighted")},
-        **{key: getattr(config, key) for key in ("proximal", "correction")},
-    }
-    trainer = config.trainer.model_dump(mode="json")
-    rules = {"max_lag": config.rules.max_lag, "order": config.rules.order}
-    chosen = {
-        "run": {"steps": config.run.steps, "epochs": config.run.epochs, "seed": config.run.seed},
-        "schedule": {**config.schedule.model_dump(mode="json"), **rules},
-        "sampling": config.sampling.model_dump(mode="json"),
-        "algorithm": algorithm,
-        "trainer": {key: trainer[key] for key in TRAINER_KEYS},
-        "rollout": {"engine": config.rollout.engine, "dtype": config.rollout.dtype},
-    }
-    return {section: {key: public(value) for key, value in values.items() if value is not None} for section, values in chosen.items()}
+    """Effective settings of the sections that decide what is trained and how."""
+    table = settled(config)
+    return {section: {key: public(value) for key, value in table[section].items() if value is not None} for section in SETTINGS}
 
 
 def public(value: Any) -> Any:
@@ -191,7 +176,7 @@ def read_chain(reader: RunReader) -> Chain:
 
 def secret_of(run: str) -> bytes:
     """The run's secret for salts, made at the first call; it is in the run's folder on this machine and never published."""
-    if (secret := known_secret(run)) is not None:
+    if (secret := stored_secret(run)) is not None:
         return secret
     path = run_directory(run) / SALT
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +184,7 @@ def secret_of(run: str) -> bytes:
     return bytes.fromhex(path.read_text(encoding="utf-8"))
 
 
-def known_secret(run: str) -> bytes | None:
+def stored_secret(run: str) -> bytes | None:
     """The run's secret for salts if this machine has it."""
     path = run_directory(run) / SALT
     return bytes.fromhex(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -217,9 +202,9 @@ def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify:
         directory.mkdir(parents=True, exist_ok=True)
         _keep_other_readme(directory, text, notify)
         write_complete(directory / README, text)
-        statement = {
-            "_type": STATEMENT_TYPE, "subject": subjects(directory), "predicateType": PREDICATE_TYPE, "predicate": predicate,
-        }  # fmt: skip
+        named = [(name, path) for name, path in sorted(files_of(directory).items()) if path.is_file()]
+        subject = [{"name": name, "digest": {"sha256": sha256_of(path)}} for name, path in named]
+        statement = {"_type": STATEMENT_TYPE, "subject": subject, "predicateType": PREDICATE_TYPE, "predicate": predicate}
         path, stated = directory / STATEMENT, json.dumps(statement, indent=1, allow_nan=False) + "\n"
         if (old := directory / SIGNATURE).exists() and not (path.is_file() and path.read_bytes() == stated.encode()):
             old.unlink()
@@ -238,11 +223,6 @@ def files_of(directory: Path, named: Collection[str] = ()) -> dict[str, Path]:
     return {
         name: path for name, path in paths.items() if name in named or not any(fnmatch(name, pattern) for pattern in (STATEMENT, *UNNAMED))
     }
-
-
-def subjects(directory: Path) -> list[dict[str, Any]]:
-    """Name and SHA-256 of every file of a model but the statement and `UNNAMED`."""
-    return [{"name": name, "digest": {"sha256": sha256_of(path)}} for name, path in sorted(files_of(directory).items()) if path.is_file()]
 
 
 def sha256_of(path: Path) -> str:

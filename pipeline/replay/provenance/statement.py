@@ -1,21 +1,39 @@
-"""The statement about a model and its run (in-toto Statement v1), compared with files, ledger, topics and checkpoints."""
+"""Verifies the statement about a model (in-toto Statement v1) at three levels: its files, its run's log, and steps repeated. Read-only."""
 
 import json
 import mmap
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.infra.checkpoints import MANIFEST, CheckpointStore, Recorded
-from penstock.infra.errors import CheckpointError, ConfigError, PenstockError
+from penstock.infra.errors import CheckpointError, ConfigError, PenstockError, Unrecoverable
+from penstock.infra.log import Log
 from penstock.infra.tensors.stream import TensorBytes, digest, hash_of
 from penstock.pipeline.inspect.report.card import card
-from penstock.pipeline.inspect.report.provenance import README, files_of, sha256_of
+from penstock.pipeline.inspect.report.provenance import (
+    LEDGER_CLAIMS,
+    README,
+    STATEMENT,
+    audit_claims,
+    files_of,
+    stored_secret,
+    log_claims,
+    read_published,
+    read_statement,
+    sha256_of,
+)
+from penstock.pipeline.learner.policy_trainer import Notify
+from penstock.pipeline.replay.recording import Recording, prepare
+from penstock.pipeline.runtime.factories import open_store
+from penstock.pipeline.runtime.registration.trust import Trust, require_trusted, user_code
 from penstock.topics import ledger
 from penstock.topics.ledger import Entry
 
@@ -79,18 +97,6 @@ GROWING = ("metrics/", "run/")
 """Topics in which workers and operators write after the end of a run."""
 changed = partial(Problem, level=2, kind="changed")
 """A difference from the log."""
-
-
-def check_ledger(predicate: Mapping[str, Any], *, run: str, sha256s: Sequence[str]) -> Iterator[Problem]:
-    """A ledger that does not reach the statement's head, or has another; `sha256s` are those of its entries."""
-    head, count = predicate["ledger"]["head"], predicate["ledger"]["entries"]
-    if predicate["run"] != run:
-        yield changed(name="run", text=f"the statement is about {predicate['run']!r}, the log has run {run!r}")
-    if not 0 < count <= len(sha256s):
-        yield Problem(level=2, kind="missing", name="ledger/0", text=f"it has {len(sha256s)} entries, the statement {count}")
-    elif sha256s[count - 1] != head:
-        text = f"entry {count - 1} has SHA-256 {sha256s[count - 1][:16]}…, the statement's head is {head[:16]}…"
-        yield changed(name="ledger/0", text=text)
 
 
 def check_claims(stated: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Problem]:
@@ -188,3 +194,119 @@ def check_model(directory: Path, stated: str, names: Sequence[str], export: Call
                 return
     if (actual := digest(tensors, hash_of(stated))) != expected:
         yield changed(name="model", text=f"the tensors of its safetensors files have digest {actual}, the statement has weights {expected}")
+
+
+Reading = Callable[..., AbstractContextManager[tuple[Log, str]]]
+"""Opens a log and yields it with the run's id; takes `executes`."""
+Auditing = Callable[[Mapping[str, tuple[int, int]]], tuple[dict[str, Any], list[tuple[str, str]], dict[str, Any], Mapping[str, int]]]
+"""Audits the run: its table, violations as (check, text), digests of these spans of partitions, and numbers of later records."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Verification:
+    """The levels that were checked, and the differences."""
+
+    directory: Path
+    notify: Notify
+    statement: dict[str, Any] | None = None
+    """None if it is damaged."""
+    problems: list[Problem] = field(default_factory=list)
+    levels: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def predicate(self) -> dict[str, Any]:
+        """The claims about the run."""
+        assert self.statement is not None, "level 1 has read it"
+        stated: dict[str, Any] = self.statement["predicate"]
+        return stated
+
+    def check_files(self) -> None:
+        """Level 1: the files are those that the statement names, and the card is its text."""
+        with self._level(STATEMENT) as figures:
+            self.statement = read_statement(self.directory)
+            figures["files"] = len(self.statement["subject"])
+            self.problems += check_files(self.directory, self.statement)
+            try:
+                self.problems += check_card(self.directory, self.predicate)
+            except ConfigError as error:
+                self.notify(f"{README} is not compared with the statement: {error}")
+
+    def check_log(self, log: str, reading: Reading, audit: Auditing) -> None:
+        """Level 2: the audit passes, and claims, topics, model and checkpoints agree with the log."""
+        topics = self.predicate["topics"]
+        starts_ends = {name: (topic["first"], topic["end"]) for name, topic in topics.items()}
+        with self._level(log) as figures:
+            with reading() as (_, run):
+                if run != self.predicate["run"]:
+                    raise ValueError(f"it is the log of {run}, the statement is about {self.predicate['run']}")
+            table, violations, digests, later = audit(starts_ends)
+            figures |= {"entries": table["records"].get("ledger", 0), "audit": table["summary"], "topics": len(topics)}
+            self.problems += (changed(name=check, text=text) for check, text in violations)
+            starts = table["deleted_below"]
+            self.problems += check_topics(topics, digests, starts=starts, later=later if table["closed"] else {})
+            try:
+                with reading() as (read_log, run), Recording.open(read_log, run) as recording:
+                    published = read_published(read_log, run, ends={name: end for name, (_, end) in starts_ends.items()})
+                    actual = log_claims(published, stored_secret(run))
+                    self._check_model(recording)
+            except ConfigError as error:  # the audit has read the run: its record is damaged
+                raise ValueError(str(error)) from error
+            if any(starts.get(name, 0) > first for name, (first, _) in starts_ends.items()):  # figures need the records that are gone
+                actual = {name: actual[name] for name in LEDGER_CLAIMS}
+            elif later:
+                del actual["status"]
+            else:
+                actual["audit"] = audit_claims(table)
+            if actual.get("prompts") is None:
+                actual.pop("prompts", None)
+            self.problems += check_claims(self.predicate, actual)
+            if (store := open_store(recording.config, run, to_read=True)) is not None:
+                figures["checkpoints"] = len(store.steps())
+                self.problems += check_checkpoints(store, recording.past.recorded(), recording.entries)
+
+    def repeat_steps(self, log: str, reading: Reading, count: int, seed: int, *, trust_code: bool) -> None:
+        """Level 3: random steps, repeated from the versions before them, give the recorded numbers."""
+        with self._level(log) as figures, reading(executes=True) as (read_log, run), Recording.open(read_log, run) as recording:
+            code = user_code(recording.config, sections=("algorithm", "trainer"))
+            require_trusted(recording.registration, trust=Trust(code=trust_code), notify=self.notify, code=code)
+            prepare(recording.config)
+            from penstock.pipeline.replay.provenance import single_steps  # imports torch, which reads the environment then
+
+            steps = single_steps.selected(recording, count, seed=f"{self.predicate['ledger']['head']}/{seed}")
+            cost_s = sum(entry.metrics.get("compute_s", 0.0) for entry in steps)
+            numbers = ", ".join(str(entry.step) for entry in steps)
+            self.notify(f"repeating steps {numbers}: the run's trainer computed them in {cost_s:.1f} s")
+            figures["steps"] = []
+            for repeated in single_steps.repeat_steps(recording, steps, architecture=str(self.directory), notify=self.notify):
+                figures["steps"].append(asdict(repeated))
+                text = "; ".join(repeated.differences)
+                self.notify(f"step {repeated.step}: {text or 'the same bits'}")
+                if not repeated.same:
+                    self.problems.append(Problem(level=3, kind="changed", name=f"step {repeated.step}", text=text))
+
+    @contextmanager
+    def _level(self, damaged: str) -> Iterator[dict[str, Any]]:
+        """Measure a level; a file or record that cannot be read ends it, under the name `damaged`."""
+        figures: dict[str, Any] = {"level": len(self.levels) + 1}
+        wall, cpu = time.monotonic(), time.process_time()
+        try:
+            yield figures
+        except ConfigError:
+            raise
+        except (ValueError, Unrecoverable) as error:
+            self.problems.append(Problem(level=figures["level"], kind="changed", name=damaged, text=" ".join(str(error).split())))
+        self.levels.append({**figures, "seconds": time.monotonic() - wall, "cpu_s": time.process_time() - cpu})
+
+    def _check_model(self, recording: Recording) -> None:
+        stated, manifests = self.predicate["weights"], recording.ledger_state.manifests
+        version = next((number for number, manifest in manifests.items() if manifest.digest == stated), None)
+        if version is None:
+            return
+
+        def export(target: Path) -> None:
+            from penstock.infra.backends.model import write_model  # imports torch
+            from penstock.pipeline.replay.restore_policy import weights_of
+
+            write_model(self.directory, weights_of(recording, version), target)
+
+        self.problems += check_model(self.directory, stated, manifests[version].names, export)
