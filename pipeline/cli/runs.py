@@ -175,8 +175,7 @@ def card(
     pairs = [each.rpartition("=") for each in data_licence or ()]
     if wrong := next((last for source, _, last in pairs if not source), None):
         raise typer.BadParameter(f"--data-license {wrong}: expected SOURCE=ID")
-    if sign is not None:
-        provenance.require_signing()
+    signer = provenance.signer(sign) if sign is not None else None
     with reading(run, bootstrap, security) as (log, run_id):
         directory = out or provenance.card_directory(run_id)
         if prove is not None:
@@ -196,7 +195,7 @@ def card(
     audit = provenance.audit_claims(audited)
     predicate = {**claims, "audit": audit, "licences": licences, "topics": topics}
     statement = provenance.publish(directory, text.card(predicate), predicate, notify=notify)
-    signature = provenance.sign(directory, sign) if sign is not None else None
+    signature = signer(directory) if signer is not None else None
     if json:
         emit({"directory": str(directory), "statement": str(statement), "signature": signature and str(signature), **predicate})
         return
@@ -211,12 +210,7 @@ def _proof(log: "Log", run: str, group: int, directory: Path, *, record: bool) -
     from penstock.pipeline.learner.ledger_history import with_later_parts
     from penstock.pipeline.runtime.topic_reader import RunReader
 
-    try:
-        stated = provenance.read_statement(directory)["predicate"]
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{directory / provenance.STATEMENT}: {error}; write the card again: penstock card {run}") from error
+    stated = provenance.read_statement(directory)["predicate"]
     reader = RunReader(log, run)
     chain = provenance.read_chain(reader)[: stated["ledger"]["entries"]]
     planned = next((each for entry, _ in chain for each in entry.plan if each.group == group), None)

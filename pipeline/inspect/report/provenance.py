@@ -174,20 +174,18 @@ def read_chain(reader: RunReader) -> Chain:
     return chain
 
 
-def secret_of(run: str) -> bytes:
-    """The run's secret for salts, made at the first call; it is in the run's folder on this machine and never published."""
-    if (secret := stored_secret(run)) is not None:
-        return secret
-    path = run_directory(run) / SALT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_private(path, secrets.token_hex(32))
-    return bytes.fromhex(path.read_text(encoding="utf-8"))
-
-
 def stored_secret(run: str) -> bytes | None:
-    """The run's secret for salts if this machine has it."""
+    """The run's secret for salts if this machine has it; it is in the run's folder and never published."""
     path = run_directory(run) / SALT
     return bytes.fromhex(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def secret_of(run: str) -> bytes:
+    """The run's secret for salts, made at the first call."""
+    if (secret := stored_secret(run)) is None:
+        run_directory(run).mkdir(parents=True, exist_ok=True)
+        write_private(run_directory(run) / SALT, (secret := secrets.token_bytes(32)).hex())
+    return secret
 
 
 def card_directory(run: str) -> Path:
@@ -247,39 +245,37 @@ def read_statement(directory: Path) -> dict[str, Any]:
         texts = [head, *dict(named).values(), *(row["sha256"] for row in topics.values())]
         names = [predicate["run"], *dict(named), *([] if predicate["weights"] is None else [predicate["weights"]])]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no statement of this format ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path} is no statement of this format ({type(error).__name__}: {error})") from error
     if types != (STATEMENT_TYPE, PREDICATE_TYPE):
-        raise ValueError(f"the types are {types[0]!r} and {types[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
+        raise ValueError(f"{path}: the types are {types[0]!r} and {types[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
     hexadecimal = re.compile("[0-9a-f]{64}")
     if not all(isinstance(text, str) and hexadecimal.fullmatch(text) for text in texts):
-        raise ValueError("a SHA-256 is malformed")
+        raise ValueError(f"{path}: a SHA-256 is malformed")
     if not all(type(number) is int for number in numbers) or not all(isinstance(name, str) for name in names):
-        raise ValueError("a number or a name is malformed")
+        raise ValueError(f"{path}: a number or a name is malformed")
     if len(dict(named)) < len(named):
-        raise ValueError("it names a file twice")
+        raise ValueError(f"{path} names a file twice")
     return statement
 
 
-def require_signing() -> None:
-    """Raise `ConfigError` if model-signing, or a package that it needs, is not installed."""
+def signer(key: Path) -> Callable[[Path], Path]:
+    """A function that signs all files of a model with a private elliptic-curve key. Raises `ConfigError` without model-signing."""
     try:
-        import model_signing.signing  # noqa: F401
+        from model_signing import hashing, signing
     except ImportError as error:
         raise ConfigError(f"--sign needs the package model-signing ({error}): pip install model-signing pyopenssl") from error
 
+    def sign(directory: Path) -> Path:
+        signature = directory / SIGNATURE
+        try:
+            hashed = hashing.Config().set_ignored_paths(paths=[signature], ignore_git_paths=True)
+            signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(hashed).sign(directory, signature)
+        # The boundary to a library: its errors, those of keys included, have no common type.
+        except Exception as error:
+            raise ConfigError(f"--sign {key}: {' '.join(str(error).split())[:200]}; give a private elliptic-curve key in PEM") from error
+        return signature
 
-def sign(directory: Path, key: Path) -> Path:
-    """Sign all files of a model with a private elliptic-curve key, by the package model-signing. Raises `ConfigError`."""
-    from model_signing import hashing, signing
-
-    signature = directory / SIGNATURE
-    try:
-        hashed = hashing.Config().set_ignored_paths(paths=[signature], ignore_git_paths=True)
-        signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(hashed).sign(directory, signature)
-    # The boundary to a library: its errors, those of keys included, have no common type.
-    except Exception as error:
-        raise ConfigError(f"--sign {key}: {' '.join(str(error).split())[:200]}; give a private elliptic-curve key in PEM") from error
-    return signature
+    return sign
 
 
 def _keep_other_readme(directory: Path, text: str, notify: Callable[[str], None]) -> None:

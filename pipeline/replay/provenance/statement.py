@@ -24,11 +24,11 @@ from penstock.pipeline.inspect.report.provenance import (
     STATEMENT,
     audit_claims,
     files_of,
-    stored_secret,
     log_claims,
     read_published,
     read_statement,
     sha256_of,
+    stored_secret,
 )
 from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.replay.recording import Recording, prepare
@@ -75,22 +75,17 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 def _tensors(directory: Path) -> Iterator[TensorBytes]:
     for file in sorted(directory.glob("*.safetensors")):
-        yield from _tensors_in(file)
-
-
-def _tensors_in(file: Path) -> Iterator[TensorBytes]:
-    try:
-        with file.open("rb") as opened:
-            data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(bytes(data[8 : 8 + length]))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                low, high = entry["data_offsets"]
-                content = data[8 + length + low : 8 + length + high]
-                yield TensorBytes(name=name, dtype=_DTYPES.get(entry["dtype"], entry["dtype"]), shape=tuple(entry["shape"]), data=content)
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no safetensors file: {error}") from error
+        try:
+            with file.open("rb") as opened:
+                data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+            (length,) = struct.unpack_from("<Q", data)
+            header = {name: entry for name, entry in json.loads(bytes(data[8 : 8 + length])).items() if name != "__metadata__"}
+            for name, entry in header.items():
+                low, high = (8 + length + offset for offset in entry["data_offsets"])
+                dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+                yield TensorBytes(name=name, dtype=dtype, shape=tuple(entry["shape"]), data=data[low:high])
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is no safetensors file: {error}") from error
 
 
 GROWING = ("metrics/", "run/")
