@@ -181,6 +181,19 @@ def test_every_claim_of_a_statement_with_a_card_that_fits_is_compared_with_the_l
     assert verified.named(capsys, "--steps", "1") == {(2, "changed", str(verified.archive))}
 
 
+def test_the_card_of_a_running_run_is_still_verified_after_its_end(verified: Verified, capsys: pytest.CaptureFixture[str]) -> None:
+    edited = EditedRun(RUN, verified.records)
+    last_ms = edited.records[edited.one("ledger", kind="step", step=1)[0]].timestamp_ms
+    early = [record for record in verified.records if record.timestamp_ms <= last_ms]
+    live = replace(verified, model=verified.model.parent / "live")
+    state(live.model, archived(verified, early))
+    stated = claims_of(live.model)
+    assert stated["status"] == "running" and stated["steps"] == 2
+    assert live.named(capsys) == set()
+    restate(live.model, stated | {"samples": stated["samples"] + 1})
+    assert live.named(capsys) == {(2, "changed", "samples")}
+
+
 def archived(verified: Verified, records: list[Record]) -> Path:
     """Another archive, of these records."""
     return archive_of(RUN, records, verified.archive.parent / "another")
