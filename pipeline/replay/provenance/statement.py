@@ -30,7 +30,6 @@ from penstock.pipeline.inspect.report.provenance import (
     sha256_of,
     stored_secret,
 )
-from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.replay.recording import Recording, prepare
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted, user_code
@@ -201,7 +200,7 @@ class Verification:
     """The levels that were checked, and the differences."""
 
     directory: Path
-    notify: Notify
+    notify: Callable[[str], None]
     statement: dict[str, Any] | None = None
     """None if it is damaged."""
     problems: list[Problem] = field(default_factory=list)
