@@ -204,6 +204,7 @@ def test_an_interrupted_bisect_continues_where_it_was_and_gives_the_same_result(
     assert {**resumed, "work": work} == undisturbed
     assert (resumed["work"]["stored"], resumed["work"]["measured"]) == (limit, 1)
     assert not list(folder.glob("state-*"))
+    bisected(capsys, poisoned, "--good", "1", "--bad", "6", "--test", "grad_norm < 20")  # another test keeps these results
     assert main(["bisect", *words, "--bootstrap", HERE]) == 0
     *_, figures, following = capsys.readouterr().out.splitlines()
     assert figures.startswith("0 states measured") and following == f"next: {undisturbed['next']}"

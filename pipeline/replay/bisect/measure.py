@@ -76,7 +76,7 @@ class Measurer:
     _seen: dict[str, Values] = field(default_factory=dict)
     _changed: int = 0
     _basis: str = ""
-    """Digest of what evaluations depend on: stored results of another basis are not used."""
+    """Digest of what evaluations depend on, in the key of a result."""
     _evaluator: Evaluator | None = None
     _policies: ExitStack = field(default_factory=ExitStack)
     _policy: tuple[Config, PolicyTrainer] | None = None
@@ -95,8 +95,7 @@ class Measurer:
         basis = [sources, config.eval.model_dump(), opened and opened.time_ns]
         self._basis = hashlib.sha256(json.dumps(basis, default=str).encode()).hexdigest()
         with suppress(OSError, ValueError):
-            stored = json.loads(self._file.read_text(encoding="utf-8"))
-            self._results = stored["results"] if stored["basis"] == self._basis else {}
+            self._results = json.loads(self._file.read_text(encoding="utf-8"))
 
     @property
     def published(self) -> dict[int, int]:
@@ -122,7 +121,7 @@ class Measurer:
     def values(self, experiment: Experiment) -> Values:
         """The values of a state: of its last step, as `train/…`, and of its evaluation, or the exit status of the command."""
         test = "evaluation" if self.criterion.evaluates else "step" if self.criterion.any_of else self.criterion.text
-        key = json.dumps([test, experiment.start, experiment.end, sorted(experiment.without), experiment.changes])
+        key = json.dumps([self._basis, test, experiment.start, experiment.end, sorted(experiment.without), experiment.changes])
         if key not in self._seen:
             steps = self.recording.steps[: experiment.end] if experiment.start is None else []
             trained = {f"train/{name}": value for name, value in steps[-1].metrics.items()} if steps else {}
@@ -167,7 +166,7 @@ class Measurer:
             return self._results[key]
         self._results[key] = self._measured(experiment)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_private(self._file, json.dumps({"basis": self._basis, "results": self._results}))
+        write_private(self._file, json.dumps(self._results))
         return self._results[key]
 
     def _measured(self, experiment: Experiment) -> dict[str, float]:
