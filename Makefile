@@ -48,7 +48,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages image image-base image-test docs check lint types structure format lock lock-cpu lock-gpu lock-docs lock-images clean help
+.PHONY: demo real install pictures gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages image image-base image-test docs check lint types structure format lock lock-cpu lock-gpu lock-docs lock-images clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -218,6 +218,9 @@ types: install
 # Collects all tests, so that the testers of a later `make test` find their bytecode and do not all compile it.
 structure: install
 	$(PYTEST) -k "test_layers or test_house"
+
+pictures: install
+	$(BIN)/python -m docs.pictures $(ARGS)
 
 format: install
 	$(BIN)/ruff format .

@@ -99,31 +99,11 @@ class Run:
 
     def _repr_html_(self) -> str:
         """The summary sentences of the report, and the curve of the reward."""
+        from penstock.pipeline.inspect.web.render import spark
+
         report = self.report()
         lines = "".join(f"<p>{escape(visible(line))}</p>" for line in headline(report))
-        return f"<h4>{escape(self.id)} · {report['status']}</h4>{lines}{_svg(report['reward']['curve'])}"
-
-
-WIDTH, HEIGHT = 480, 120
-"""Pixels of the curve in a notebook."""
-
-
-def _svg(curve: Sequence[float | None]) -> str:
-    """The curve of the reward with its lowest and highest value; empty for fewer than two points."""
-    points = [(index, value) for index, value in enumerate(curve) if value is not None]
-    if len(points) < 2:
-        return ""
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    scaled = " ".join(
-        f"{48 + index / (len(curve) - 1) * (WIDTH - 56):.1f},{HEIGHT - 8 - (value - low) / ((high - low) or 1) * (HEIGHT - 16):.1f}"
-        for index, value in points
-    )
-    text = 'font-size="11" fill="currentColor"'
-    return (
-        f'<svg role="img" aria-label="reward from {low:.3g} to {high:.3g}" width="{WIDTH}" height="{HEIGHT}">'
-        f'<text x="0" y="12" {text}>{high:.3g}</text><text x="0" y="{HEIGHT - 4}" {text}>{low:.3g}</text>'
-        f'<polyline fill="none" stroke="#1f77b4" stroke-width="2" points="{scaled}"/></svg>'
-    )
+        return f"<h4>{escape(self.id)} · {report['status']}</h4>{lines}<div style='width:30em'>{spark(report['reward']['curve'])}</div>"
 
 
 MOST_ACROSS = 3

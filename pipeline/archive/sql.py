@@ -1,14 +1,19 @@
 """SQL over a run's live topics or an archive, with the figures of `penstock report`; a query reads only the topics that it names."""
 
+import csv
+import io
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from decimal import Decimal
+from typing import Any, Protocol, cast
 
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
@@ -214,6 +219,45 @@ def ask(tables: Tables, query: str) -> pa.Table:
 def question(tables: Tables, query: str) -> Question:
     """Read the rows of the tables that a query names."""
     return Question(query=query, tables=_tables(tables, _named(query)))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON: bytes in hexadecimal, times as ISO 8601, no NaN; DuckDB returns sums of integers as decimals."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
+        return None
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+FORMATS = {"csv": "text/csv; charset=utf-8", "jsonl": "application/jsonl", "parquet": "application/vnd.apache.parquet"}
+"""Ending of a file -> its media type."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def as_file(table: pa.Table, ending: str) -> bytes:
+    """A result in one of `FORMATS`. In CSV an apostrophe precedes a text that spreadsheets would take for a formula."""
+    if ending == "parquet":
+        pq.write_table(table, packed := io.BytesIO())
+        return packed.getvalue()
+    rows = [{name: plain(value) for name, value in row.items()} for row in table.to_pylist()]
+    if ending == "jsonl":
+        return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    writer = csv.writer(text := io.StringIO(), lineterminator="\n")
+    writer.writerows([_cell(value) for value in values] for values in [table.column_names, *(row.values() for row in rows)])
+    return text.getvalue().encode("utf-8", "replace")
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def gone_from(tables: Tables, query: str) -> list[str]:

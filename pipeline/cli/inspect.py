@@ -5,7 +5,6 @@ import shutil
 import sys
 import textwrap
 import time
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -299,7 +298,7 @@ def sql(
     from penstock.infra.errors import ConfigError, PenstockError
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.index.run_index import open_index
-    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, plain, views
     from penstock.pipeline.inspect.report.text import some_of
 
     if csv and json:
@@ -343,6 +342,8 @@ def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
 def _print_csv(table: "pa.Table") -> None:
     import csv
 
+    from penstock.pipeline.archive.sql import plain
+
     writer = csv.writer(sys.stdout if sys.stdout.isatty() else exact_output(), lineterminator="\n")
     writer.writerow(table.column_names)
     writer.writerows([plain(value) for value in row.values()] for row in table.to_pylist())
@@ -367,6 +368,7 @@ def _print_table(result: "pa.Table") -> None:
 
 def _cells(values: list[Any]) -> list[str]:
     """Cells of a column; long values without their common prefix and suffix, such as those of a chat template."""
+    from penstock.pipeline.archive.sql import plain
     from penstock.pipeline.inspect.live.completions import without_template
 
     texts = ["" if value is None else _shown(plain(value)).replace("\n", "⏎") for value in values]
@@ -387,21 +389,6 @@ def _cut(text: str, part: str) -> str:
     return cut if len(cut) <= VALUE_WIDTH else cut[: VALUE_WIDTH - 1] + "…"
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON: bytes in hexadecimal, times as ISO 8601, no NaN; DuckDB returns sums of integers as decimals."""
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
-        return None
-    return value.isoformat() if hasattr(value, "isoformat") else value
-
-
 PORT = 8265
 
 
@@ -411,10 +398,14 @@ def ui(
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 in a container whose port is published on loopback.")
     ] = "127.0.0.1",
+    write: Annotated[bool, typer.Option("--write", help="Let its pages change names, notes and tags of runs.")] = False,
+    compare: Annotated[list[str] | None, typer.Option(metavar="RUN", help="Print the page that compares these runs; repeatable.")] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
 ) -> None:
-    """Show runs in a browser: live pages, comparison, groups, SQL, logs; read-only, until Ctrl-C."""
+    """Show runs in a browser: live pages, comparison, groups, SQL, logs; until Ctrl-C."""
+    from urllib.parse import urlencode
+
     from penstock.infra.errors import PenstockError
     from penstock.infra.paths import make_files_private, state_directory
     from penstock.pipeline.cli.ui.server import Server, stable_token
@@ -423,12 +414,12 @@ def ui(
     make_files_private()
     with at(bootstrap, security) as log:
         try:
-            server = Server(log, host=host, port=port, token=stable_token(state_directory() / "ui.token"))
+            server = Server(log, host=host, port=port, token=stable_token(state_directory() / "ui.token"), writable=write)
         except OSError as error:
             raise PenstockError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0") from error
         address_file = state_directory() / UI_ADDRESS
         address_file.write_text(server.address, encoding="utf-8")
-        print(server.address, flush=True)
+        print(server.address + (f"compare?{urlencode({'run': compare}, doseq=True)}" if compare else ""), flush=True)
         notify("open it in a browser on this machine; Ctrl-C ends the server")
         try:
             server.serve_forever()

@@ -25,6 +25,8 @@ MOST_ROWS = 1_000
 EXCERPT = 400
 """Characters of a prompt in a row; its end counts, as it often starts with a template."""
 _TIMES = ("admitted", "scored")
+BINS = 24
+"""Ranges of a histogram."""
 
 Range = tuple[float | None, float | None]
 """Least and largest value; None for no limit. Rows without a value are outside of any range."""
@@ -100,15 +102,26 @@ class GroupList:
         }
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        """[G] a numeric column, `spread` or `seconds` from admission to scoring; NaN for no value. Raises `ValueError` for any other."""
+        """[G] a numeric column, `spread`, `seconds` from admission to scoring, or `length`, tokens a sample; NaN for no value.
+
+        Raises `ValueError` for any other name.
+        """
         if name not in self._numbers:
             if name == "spread":
                 self._numbers[name] = self.numbers("reward_max") - self.numbers("reward_min")
             elif name == "seconds":
                 self._numbers[name] = (self.numbers("scored") - self.numbers("admitted")) / 1e9
+            elif name == "length":
+                self._numbers[name] = self.numbers("tokens") / np.maximum(self.numbers("samples"), 1)
             else:
                 self._numbers[name] = _numbers(self.table, name)
         return self._numbers[name]
+
+    def histogram(self, name: str, where: Filters = Filters()) -> dict[str, list[float]]:
+        """`counts` of the matching groups by `numbers(name)` in `BINS` ranges, and the `edges` of these."""
+        values = self.numbers(name)[self.matching(where)]
+        counts, edges = np.histogram(values[np.isfinite(values)], BINS)
+        return {"counts": counts.tolist(), "edges": edges.tolist()}
 
     def matching(self, where: Filters) -> NDArray[np.bool_]:
         """[G] True for the groups for which all conditions hold."""

@@ -1,33 +1,36 @@
 """The pages of `penstock ui`: each is a function of the runs and of its address, and returns its template and facts."""
 
+import functools
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
+import pyarrow.compute as pc
 from starlette.datastructures import QueryParams
+from starlette.responses import Response
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.database import Limits, prepare
 from penstock.pipeline.archive.index.queries import Filters
-from penstock.pipeline.archive.sql import VIEWS, LiveTables, question
+from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, question, views
 from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
 from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.records import browse
-from penstock.pipeline.inspect.records.runs import list_runs
+from penstock.pipeline.inspect.records.runs import list_runs, note_of, own_sizes
 from penstock.pipeline.inspect.report.provenance import README, card_directory
-from penstock.pipeline.inspect.run_status import group_statuses, has_ended, last_reward, status_of
+from penstock.pipeline.inspect.report.summary import finite, summarise
+from penstock.pipeline.inspect.run_status import group_statuses, has_ended, status_of
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import config_rows, curve, provenance
 from penstock.pipeline.launch.run_lock import log_files, timed_lines
 from penstock.pipeline.runtime.registration.run_registry import resolve
+from penstock.pipeline.runtime.roles import readers, writers
 
-COLUMNS = "select table_name, column_name, data_type from duckdb_columns() where schema_name = 'main' order by column_index"
-_COLUMNS: dict[str, list[tuple[str, str]]] = {}
 Page = tuple[str, dict[str, Any]]
 
 
@@ -39,6 +42,8 @@ class Address(NamedTuple):
     run: str = ""
     group: int = 0
     topic: str = ""
+    ending: str = ""
+    writable: bool = False
 
     @property
     def watched(self) -> WatchedRun:
@@ -48,10 +53,13 @@ class Address(NamedTuple):
 
 AT_ONCE = 2
 ROWS = 500
+_views = functools.cache(views)
 DEAD_LETTERS = 200
 QUESTION_S = 30.0
 """Longest time that the result of a query is computed."""
 RESULT_BYTES = 16 << 20
+DOWNLOADED, DOWNLOADED_BYTES = 100_000, 512 << 20
+"""Most rows and bytes of a downloaded result."""
 LOG_LINES = 500
 COMPARED = 8
 ROUNDING = 1e-6
@@ -82,7 +90,8 @@ def index(address: Address) -> Page:
 
 def run(address: Address) -> Page:
     """A run at this moment; its script keeps it up to date."""
-    return "run.html", {**address.watched.page(), "provenance": provenance(address.watched.update())}
+    page, view = address.watched.page(), address.watched.update()
+    return "run.html", {**page, "provenance": provenance(view), "note": note_of(address.run), "writable": address.writable}
 
 
 def card(address: Address) -> Page:
@@ -99,14 +108,9 @@ def frame(address: Address) -> dict[str, Any]:
     return {"run": address.run, "status": status_of(view), "dead_letter_count": len(view.dead_letters), "live": not has_ended(view)}
 
 
-def samples(address: Address) -> Page:
-    """The list of groups; its script reads the pages of the list and the chosen group."""
-    return "samples.html", frame(address)
-
-
-def timeline(address: Address) -> Page:
-    """What every worker did when."""
-    return "timeline.html", frame(address)
+def framed(template: str) -> Callable[[Address], Page]:
+    """A page whose script reads what it shows."""
+    return lambda address: (template, frame(address))
 
 
 def _range(query: QueryParams, name: str) -> tuple[float, float] | None:
@@ -121,29 +125,67 @@ def _range(query: QueryParams, name: str) -> tuple[float, float] | None:
         raise ConfigError(f"{name}={text}: expected a number, or LOW..HIGH") from error
 
 
-def groups(address: Address) -> dict[str, Any]:
-    """A page of the list of groups."""
-    query, (status, truncated) = address.query, (address.query.get("status"), address.query.get("truncated"))
+def _filters(query: QueryParams) -> tuple[Filters, PayloadFilter]:
+    """The conditions of an address."""
     where = Filters(
-        statuses=(status,) if status else (),
+        statuses=tuple(filter(None, query.getlist("status"))),
         reward=_range(query, "reward"),
         step=_range(query, "step"),
         version=_range(query, "version"),
-        truncated=truncated == "1" if truncated else None,
+        row=int(row) if (row := query.get("row", "")).isdecimal() else None,
     )
-    payload = PayloadFilter(*(query.get(name, "") for name in PayloadFilter._fields))
+    return where, PayloadFilter(*(query.get(name, "") for name in PayloadFilter._fields))
+
+
+def groups(address: Address) -> dict[str, Any]:
+    """A page of the list of groups."""
+    query, (where, payload) = address.query, _filters(address.query)
     return address.watched.list_groups(where, payload, order=query.get("sort") or "newest", after=query.get("after") or None)
+
+
+def histograms(address: Address) -> dict[str, Any]:
+    """Mean rewards and lengths of the groups of a filter."""
+    listed, (where, _) = address.watched.groups(), _filters(address.query)
+    return {name: listed.histogram(column, where) for name, column in (("reward", "reward_mean"), ("length", "length"))}
+
+
+def figures(address: Address) -> Response:
+    """All figures of `penstock report --json`, as a file."""
+    text = json.dumps(finite(summarise(address.watched.update())), indent=2)
+    return _file(address.run, "report.json", text.encode(), "application/json")
+
+
+def _file(run: str, name: str, data: bytes, kind: str) -> Response:
+    return Response(data, media_type=kind, headers={"Content-Disposition": f'attachment; filename="{run}-{name}"'})
+
+
+def download(address: Address, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Response:
+    """The result of a query as a file, or the samples of the groups of a filter."""
+    if address.ending not in FORMATS:
+        raise ConfigError(f"download.{address.ending}: expected one of {', '.join(FORMATS)}")
+    sql_text, (where, payload) = address.query.get("q", ""), _filters(address.query)
+    limits = Limits(rows=DOWNLOADED + 1, size=DOWNLOADED_BYTES, seconds=QUESTION_S, disconnected=gone)
+    too_many = f"more than {DOWNLOADED:,} rows: narrow the filter, or export the run: penstock topics export {address.run} DIR"
+    if not (own := sql_text.strip()):
+        listed = address.watched.groups()
+        numbers = listed.numbers("group")[listed.matching(where)]
+        if len(numbers) > DOWNLOADED:
+            raise ConfigError(too_many)
+        sql_text = f"select * from samples where group_id in ({', '.join(f'{number:.0f}' for number in numbers) or 'null'})"
+    rows = _result(address.runs, address.run, sql_text, questions, limits)
+    if len(rows) > DOWNLOADED:
+        raise ConfigError(too_many)
+    if not own and any(payload):
+        having = [pc.match_substring(rows[name], payload.text, ignore_case=True) for name in ("prompt", "completion")]
+        conditions = [pc.equal(rows[name], value) for name in ("finish", "worker") if (value := getattr(payload, name))]
+        rows = rows.filter(functools.reduce(pc.and_, conditions, pc.or_kleene(*having)))
+    return _file(address.run, f"{'query' if own else 'samples'}.{address.ending}", as_file(rows, address.ending), FORMATS[address.ending])
 
 
 def detail(address: Address) -> dict[str, Any]:
     """Texts and tokens of a group."""
     sample = address.query.get("sample", "")
     return address.watched.detail(address.group, sample=int(sample) if sample.isdecimal() else None)
-
-
-def columns(address: Address) -> bytes:
-    """The columns of the timeline."""
-    return address.watched.columns()
 
 
 def group(address: Address) -> Page:
@@ -166,7 +208,7 @@ def sql(address: Address, questions: threading.BoundedSemaphore, gone: Callable[
         **frame(address),
         "q": sql_text,
         "questions": QUESTIONS,
-        "views": _views(address),
+        "views": _views(),
         "problem": None,
         "names": (),
         "rows": (),
@@ -175,20 +217,13 @@ def sql(address: Address, questions: threading.BoundedSemaphore, gone: Callable[
     if not sql_text.strip():
         return "sql.html", facts
     try:
-        result = _result(address.runs, address.run, sql_text, questions, gone)
+        limits = Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone)
+        result = _result(address.runs, address.run, sql_text, questions, limits)
         rows = [list(row.values()) for row in result.slice(0, ROWS).to_pylist()]
         facts |= {"names": result.column_names, "rows": [list(map(_cell, row)) for row in rows], "more": result.num_rows > ROWS}
     except ValueError as error:
         facts["problem"] = str(error)
     return "sql.html", {**facts, "took": time.monotonic() - started}
-
-
-def _views(address: Address) -> dict[str, list[tuple[str, str]]]:
-    """View -> its columns with their types, read once and in another process."""
-    if not _COLUMNS:
-        rows = question(LiveTables(cast(KafkaLog, address.runs.log), address.run), COLUMNS).result().to_pylist()
-        _COLUMNS.update({view: [(row["column_name"], row["data_type"]) for row in rows if row["table_name"] == view] for view in VIEWS})
-    return _COLUMNS
 
 
 def _cell(value: Any) -> tuple[str, str]:
@@ -202,13 +237,12 @@ def _cell(value: Any) -> tuple[str, str]:
     return str(value), ""
 
 
-def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Any:
-    """The first rows of a result. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
+def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSemaphore, limits: Limits) -> Any:
+    """A result within limits. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
     if not questions.acquire(blocking=False):
         raise ValueError("other queries are being computed: repeat this one when they have their results")
     try:
-        prepared = question(LiveTables(cast(KafkaLog, runs.log), name), sql_text)
-        return prepared.result(Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone))
+        return question(LiveTables(cast(KafkaLog, runs.log), name), sql_text).result(limits)
     finally:
         prepare()  # the next question finds a process that has loaded its libraries
         questions.release()
@@ -247,8 +281,17 @@ def dead_letters(address: Address) -> Page:
 
 
 def topics(address: Address) -> Page:
-    """The topics of a run with their partitions and offsets."""
-    return "topics.html", {**frame(address), "topics": browse.list_topics(address.runs.log, address.run)}
+    """The topics of a run: sizes, what was written a second since the page was last computed, and the roles that write and read."""
+    log, watched, now = address.runs.log, address.watched, time.monotonic()
+    rows = browse.list_topics(log, address.run, sizes=own_sizes(log), count_records=False)
+    (since, before), watched.topics_before = watched.topics_before, (now, {row.topic: row for row in rows})
+    listed = []
+    for row in rows:
+        earlier = before.get(row.topic)
+        records, size = (None, None) if earlier is None else (row.offsets - earlier.offsets, (row.bytes or 0) - (earlier.bytes or 0))
+        rates = [None if grown is None else grown / (now - since) for grown in (records, size)]
+        listed.append((row, *rates, writers(row.topic), readers(row.topic)))
+    return "topics.html", {**frame(address), "topics": listed}
 
 
 def topic(address: Address) -> Page:
@@ -281,10 +324,7 @@ def compare(address: Address) -> Page:
     configs = {name: {row["key"]: row for row in config_rows(view)} for name, view in views_.items()}
     keys = sorted({key for rows in configs.values() for key in rows})
     different = [key for key in keys if len({configs[name].get(key, {}).get("value") for name in names}) > 1]
-    rows = [
-        {"run": name, "status": status_of(view), "reward": last_reward(view), "steps": view.steps_done, "solved": _solved(view)}
-        for name, view in views_.items()
-    ]
+    rows = [{"run": name, "steps": view.steps_done, **address.runs.summary(name)._asdict()} for name, view in views_.items()]
     return "compare.html", {
         "rows": rows,
         "x": by,
@@ -299,15 +339,12 @@ def compare(address: Address) -> Page:
 AXES: Mapping[str, str] = {"step": "", "samples": "samples", "tokens": "tokens", "time": "time"}
 MEASURES: Mapping[str, str] = {
     "reward_trained": "Reward, trained samples",
+    "solved": "Evaluation, share solved greedily",
     "kl_behaviour_k3": "KL, behaviour to current",
     "entropy": "Entropy",
     "completion_tokens_mean": "Completion length",
     "grad_norm": "Gradient norm",
 }
-
-
-def _solved(view: RunView) -> float | None:
-    return view.evals[max(view.evals)].values.get("greedy_accuracy") if view.evals else None
 
 
 def _positions(view: RunView, by: str) -> dict[int, float]:
@@ -331,11 +368,10 @@ def _compared(views_: Mapping[str, RunView], by: str) -> Iterator[dict[str, Any]
             curve(name, [(positions[name][step], view.steps[step].metrics.get(measure)) for step in sorted(view.steps)])
             for name, view in views_.items()
         ]
+        if measure == "solved":
+            series = [curve(name, _solved_over(view, positions[name])) for name, view in views_.items()]
         if any(one["y"] for one in series):
-            yield {"title": title, "unit": "", "x": by, "series": series}
-    solved = [curve(name, _solved_over(view, positions[name])) for name, view in views_.items()]
-    if any(one["y"] for one in solved):
-        yield {"title": "Evaluation, share solved greedily", "unit": "", "x": by, "series": solved, "dots": True}
+            yield {"title": title, "unit": "", "x": by, "series": series, "dots": measure == "solved"}
 
 
 def _solved_over(view: RunView, positions: Mapping[int, float]) -> Iterator[tuple[float, float | None]]:
@@ -361,8 +397,8 @@ def _seeds(names: list[str], different: list[str]) -> bool:
 
 
 PAGES: Mapping[str, Callable[..., Page]] = {
-    "samples": samples,
-    "timeline": timeline,
+    "samples": framed("samples.html"),
+    "timeline": framed("timeline.html"),
     "config": config,
     "dead-letters": dead_letters,
     "topics": topics,

@@ -1,6 +1,7 @@
 """The server of `penstock ui`: pages for one person's browser on this machine.
 
-It listens on loopback by default, serves only paths that start with its token, changes nothing, and allows pages nothing from elsewhere.
+It listens on loopback by default, serves only paths that start with its token, changes nothing but notes about runs, and these only if it
+may, and allows pages nothing from elsewhere.
 """
 
 import asyncio
@@ -11,16 +12,17 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.infra.errors import PenstockError
@@ -28,6 +30,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import write_private
 from penstock.pipeline.cli.ui import pages
 from penstock.pipeline.cli.ui.store import Runs
+from penstock.pipeline.inspect.records.runs import NOTE_BYTES, Note, write_note
 from penstock.pipeline.inspect.report.summary import finite
 from penstock.pipeline.inspect.web.render import render
 from penstock.pipeline.runtime.registration.run_registry import resolve
@@ -47,7 +50,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
 def stable_token(path: Path) -> str:
@@ -60,11 +62,11 @@ def stable_token(path: Path) -> str:
 class Server:
     """Serves the runs of a log below `address`, until `shutdown`."""
 
-    def __init__(self, log: Log, *, port: int, token: str, host: str = HOST) -> None:
-        """Raises `OSError` if the port is taken."""
+    def __init__(self, log: Log, *, port: int, token: str, host: str = HOST, writable: bool = False) -> None:
+        """`writable`: pages may change the notes of runs. Raises `OSError` if the port is taken."""
         self._socket = socket.create_server((host, port), backlog=128)
         self.server_address: tuple[str, int] = self._socket.getsockname()
-        self.runs, self.token = Runs(log), token
+        self.runs, self.token, self.writable = Runs(log), token, writable
         self.questions = threading.BoundedSemaphore(pages.AT_ONCE)
         app = Guard(Starlette(routes=self._routes()), self)
         settings = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
@@ -87,17 +89,21 @@ class Server:
         self._socket.close()
         self.runs.close()
 
-    def _routes(self) -> list[Route]:
+    def _routes(self) -> list[BaseRoute]:
         run = "/r/{run}"
-        routes = [
+        routes: list[BaseRoute] = [
             Route("/", self._page(pages.index)),
             Route("/compare", self._page(pages.compare)),
-            Route("/static/{name}", static),
+            Mount("/static", StaticFiles(packages=[("penstock.pipeline.inspect.web", "static")])),
             Route(f"{run}/events", self._events),
-            Route(f"{run}/sql", self._sql),
-            Route(f"{run}/groups", self._data(pages.groups)),
-            Route(f"{run}/g/{{group:int}}/data", self._data(pages.detail)),
-            Route(f"{run}/columns", self._data(pages.columns)),
+            Route(f"{run}/sql", self._until_gone(pages.sql)),
+            Route(f"{run}/download.{{ending}}", self._until_gone(pages.download)),
+            Route(f"{run}/report.json", self._page(pages.figures)),
+            Route(f"{run}/note", self._note, methods=["POST"]),
+            Route(f"{run}/groups/histograms", self._page(pages.histograms)),
+            Route(f"{run}/groups", self._page(pages.groups)),
+            Route(f"{run}/g/{{group:int}}/data", self._page(pages.detail)),
+            Route(f"{run}/columns", self._page(lambda address: address.watched.columns())),
             Route(f"{run}/g/{{group:int}}", self._page(pages.group)),
             Route(f"{run}/g/{{group:int}}/trace", self._page(pages.trace)),
             Route(f"{run}/topics/{{topic}}", self._page(pages.topic)),
@@ -109,48 +115,57 @@ class Server:
         return f"/{self.token}"
 
     def _page(self, make: Callable[..., Any]) -> Callable[[Request], Any]:
-        """A page from its template and facts, or an error in one line."""
+        """A page from its template and facts, a file, bytes, or JSON; of an error one line, as a page for who accepts pages."""
 
         def respond(request: Request) -> Response:
             try:
                 if (name := request.path_params.get("run")) is not None and (run := resolve(self.runs.log, name)) != name:
                     rest = request.url.path.removeprefix(f"/r/{name}") + (f"?{request.url.query}" if request.url.query else "")
                     return RedirectResponse(f"{self._base()}/r/{run}{rest}")
-                template, facts = make(pages.Address(self.runs, request.query_params, **request.path_params))
-                status = 200
+                made, status = make(pages.Address(self.runs, request.query_params, **request.path_params, writable=self.writable)), 200
             except (PenstockError, ValueError) as error:
-                template, facts, status = "problem.html", {"problem": " ".join(str(error).split())}, 400
-            return Response(render(template, base=self._base(), **facts), status, media_type="text/html")
+                made, status = {"problem": " ".join(str(error).split())}, 400
+                made = ("problem.html", made) if "text/html" in request.headers.get("accept", "") else made
+            if isinstance(made, tuple):
+                return Response(render(made[0], base=self._base(), **made[1]), status, media_type="text/html")
+            return made if isinstance(made, Response) else Response(made) if isinstance(made, bytes) else AsciiJson(made, status)
 
         return respond
 
-    def _data(self, make: Callable[..., Any]) -> Callable[[Request], Any]:
-        """JSON, or bytes as they are."""
+    def _until_gone(self, make: Callable[..., Any]) -> Callable[[Request], Any]:
+        """A page or a file with the result of a query, computed until the browser closes the connection."""
 
-        def respond(request: Request) -> Response:
+        async def respond(request: Request) -> Response:
+            gone = threading.Event()
+
+            async def watch() -> None:
+                while not await request.is_disconnected():
+                    await asyncio.sleep(POLL_S)
+                gone.set()
+
+            watching = asyncio.ensure_future(watch())
             try:
-                data = make(pages.Address(self.runs, request.query_params, **request.path_params))
-            except (PenstockError, ValueError) as error:
-                return JSONResponse({"problem": " ".join(str(error).split())}, 400)
-            return Response(data) if isinstance(data, bytes) else AsciiJson(data)
+                page = self._page(lambda address: make(address, self.questions, gone.is_set))
+                return await run_in_threadpool(page, request)  # type: ignore[no-any-return]
+            finally:
+                watching.cancel()
 
         return respond
 
-    async def _sql(self, request: Request) -> Response:
-        """A question in SQL and its result, computed until the browser closes the connection."""
-        gone = threading.Event()
+    async def _note(self, request: Request) -> Response:
+        """Store the name, note and tags of a run from a form."""
+        body = b""
+        async for part in request.stream():
+            if len(body := body + part) > NOTE_BYTES:
+                return Response("the note is too long", 413)
+        form = parse_qs(body.decode("utf-8", "replace"))
+        name, text, tags = (" ".join(form.get(field, ())).strip() for field in ("name", "text", "tags"))
 
-        async def watch() -> None:
-            while not await request.is_disconnected():
-                await asyncio.sleep(POLL_S)
-            gone.set()
+        def save(address: pages.Address) -> Response:
+            write_note(address.run, Note(name=name or None, text=text or None, tags=tuple(dict.fromkeys(tags.split()))))
+            return RedirectResponse(f"{self._base()}/r/{address.run}", 303)
 
-        watching = asyncio.ensure_future(watch())
-        try:
-            page = self._page(lambda address: pages.sql(address, self.questions, gone.is_set))
-            return await run_in_threadpool(page, request)
-        finally:
-            watching.cancel()
+        return await run_in_threadpool(self._page(save), request)  # type: ignore[no-any-return]
 
     async def _events(self, request: Request) -> Response:
         """The changing part of the run's page, once a second while it changes."""
@@ -190,17 +205,11 @@ class AsciiJson(JSONResponse):
         return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").encode()
 
 
-def static(request: Request) -> Response:
-    """A script or a style sheet."""
-    name = request.path_params["name"]
-    path = files("penstock.pipeline.inspect.web") / "static" / name
-    if name.rpartition(".")[2] not in TYPES or "/" in name or not path.is_file():
-        return Response(status_code=404)
-    return Response(path.read_bytes(), media_type=TYPES[name.rpartition(".")[2]])
-
-
 class Guard:
-    """Serves only GET requests with the token in the path and this host's name, and adds the headers that keep a page to itself."""
+    """Serves only requests with the token in the path and this host's name, and adds the headers that keep a page to itself.
+
+    Other methods than GET are refused, but for a form of this server's own pages that changes a note, if the server may.
+    """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self._server = app, server
@@ -215,12 +224,15 @@ class Guard:
             await send(message)
 
         _, token, path = [*scope["path"].split("/", 2), "", ""][:3]
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
         # The host name too: another site's name that resolves to this machine is no address of ours.
         ours = {f"{name}:{self._server.server_address[1]}" for name in (HOST, "localhost")}
         if host not in ours or not hmac.compare_digest(token.encode(), self._server.token.encode()):
             await Response(status_code=404)(scope, receive, with_headers)
-        elif scope["method"] != "GET":
+        elif scope["method"] != "GET" and not (
+            self._server.writable and scope["method"] == "POST" and headers.get(b"sec-fetch-site") == b"same-origin"
+        ):
             await Response(status_code=501)(scope, receive, with_headers)
         else:
             await self._app({**scope, "path": f"/{path}", "raw_path": f"/{path}".encode()}, receive, with_headers)

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.infra.errors import LogError
@@ -15,6 +16,7 @@ from penstock.pipeline.archive.index.run_index import RunIndex
 from penstock.pipeline.archive.index.segments import index_folder
 from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.live.saved_view import newest
+from penstock.pipeline.inspect.records.browse import TopicRow
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended, last_reward, status_of
 from penstock.pipeline.inspect.run_view import RunView, read_view
@@ -85,6 +87,8 @@ class WatchedRun:
     _advantages: Advantages | None = None
     _page: tuple[float, run_facts.Facts] | None = None
     _columns: tuple[float, int, bytes] | None = None
+    topics_before: tuple[float, Mapping[str, TopicRow]] = (0.0, MappingProxyType({}))
+    """When the page of topics was last computed, and its rows."""
 
     def __post_init__(self) -> None:
         self.view = RunView(run=self.run)

@@ -11,7 +11,7 @@ from rich.text import Text
 from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out
-from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
+from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline, step_sizes
 from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
@@ -67,7 +67,7 @@ def frame(
     parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
     parts += [_learning(view, width=width - BORDER), _progress(view, now_s=now_s, over=status not in ("created", "running"))]
     if slowest is not None:
-        parts.append(Text.assemble((_named(slowest), "bold"), (f" ({slowest.why})", "dim")))
+        parts.append(Text.assemble((named(slowest), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s))
     causes = wastes(view, last=RECENT_GROUPS)
@@ -81,8 +81,7 @@ def frame(
     rows = max(4, height - HEADER_LINES - 2 * len(causes) - len(completions) - bool(absent) - 2 * len(errors))
     parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
     chosen = config_of(view).get("schedule", {})
-    sizes = " · ".join(f"{symbol} {chosen[key]}" for symbol, key in _SIZES if chosen.get(key) is not None)
-    subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
+    subtitle = f"[dim]{chosen.get('mode', '')} · {step_sizes(chosen)}[/]" if chosen else None
     title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status, 'dim')}]{status}[/]"
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="dim", padding=(0, 1)
@@ -122,7 +121,7 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
         return [computing]
     if causes := wastes(view, last=RECENT_GROUPS):
         return [", ".join(f"{waste.share:.0%} of the groups {waste.status}" for waste in causes)]
-    return [_named(slowest)] if (slowest := bottleneck(view)) is not None else []
+    return [named(slowest)] if (slowest := bottleneck(view)) is not None else []
 
 
 def waiting_for(view: RunView, *, now_s: float) -> str:
@@ -159,9 +158,6 @@ def _computing(view: RunView, *, now_s: float) -> str | None:
         return None
     text = doing(trainer, now_s=now_s)
     return f"trainer: {text}" if text.endswith(" s") else None
-
-
-_SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
 
 
 def _progress(view: RunView, *, now_s: float, over: bool) -> Table:
@@ -302,7 +298,8 @@ def _dead_letters(view: RunView) -> str:
     return f"{count} dead letter{'s' if count != 1 else ''}"
 
 
-def _named(slowest: Bottleneck) -> str:
+def named(slowest: Bottleneck) -> str:
+    """The bottleneck in a few words."""
     return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
 
 

@@ -65,8 +65,8 @@ def kafka_topic(run: str, topic: str) -> str:
     return topic_name(run, plain)
 
 
-def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyType({})) -> list[TopicRow]:
-    """A run's topics in pipeline order, without missing ones. `sizes` are bytes by Kafka name."""
+def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyType({}), count_records: bool = True) -> list[TopicRow]:
+    """A run's topics in pipeline order, without missing ones. `sizes` are bytes by Kafka name; counting records means reading them."""
     counts = {topic: log.partitions(topic_name(run, topic)) for topic in (*TOPICS, *TURNS)}
     rows = []
     for topic, count in counts.items():
@@ -76,7 +76,7 @@ def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyTy
         partitions = [(name, partition) for partition in range(count)]
         beginning_offsets, end_offsets = log.beginning_offsets(partitions), log.end_offsets(partitions)
         offsets = sum(end_offsets[tp] - beginning_offsets[tp] for tp in partitions)
-        small = topic != "weights" and sizes.get(name, 0) <= COUNTED_BYTES and offsets <= COUNTED_OFFSETS
+        small = count_records and topic != "weights" and sizes.get(name, 0) <= COUNTED_BYTES and offsets <= COUNTED_OFFSETS
         rows.append(
             TopicRow(
                 topic=topic,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.pipeline.config.plugins import short_name
-from penstock.pipeline.inspect.run_status import group_statuses
+from penstock.pipeline.inspect.run_status import group_statuses, has_ended
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.tables.timeline import Interval
 from penstock.pipeline.inspect.web.chunks import LOGPROB_STEP, Column, smallest
@@ -56,6 +56,7 @@ def index(groups: GroupPages, history: RunHistory) -> tuple[dict[str, Any], dict
     }
     facts = {
         "run": view.run,
+        "live": not has_ended(view),
         "zero_ms": clock.zero_ns // 1_000_000,
         "tick_ms": clock.tick_ms,
         "statuses": (*STATUSES, OPEN),

@@ -51,9 +51,8 @@ def spark(values: Sequence[float | None], low: float | None = None, high: float 
     least, greatest = min(means) if low is None else low, max(means) if high is None else high
     span = (greatest - least) or 1.0
     line = " ".join(f"{100 * index / (count - 1):.1f},{19 - 18 * (mean - least) / span:.1f}" for index, mean in enumerate(means))
-    return Markup(
-        '<svg class="spark" viewBox="0 0 100 20" preserveAspectRatio="none" aria-hidden="true"><polyline points="{}"/></svg>'
-    ).format(line)
+    shape = 'viewBox="0 0 100 20" preserveAspectRatio="none" fill="none" stroke="currentColor" stroke-width="0.5"'
+    return Markup(f'<svg class="spark" {shape} aria-hidden="true"><polyline points="{{}}"/></svg>').format(line)
 
 
 def bar(value: float | None, kind: str = "") -> Markup:

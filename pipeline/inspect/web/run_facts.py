@@ -10,9 +10,9 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.data.references import reference_text
 from penstock.pipeline.inspect.live.completions import without_template
-from penstock.pipeline.inspect.live.frame import doing, ordered
+from penstock.pipeline.inspect.live.frame import doing, named, ordered
 from penstock.pipeline.inspect.report.figures import by_role, shares
-from penstock.pipeline.inspect.report.formats import duration, use_text
+from penstock.pipeline.inspect.report.formats import duration, step_sizes, use_text
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.provenance import BISECTED, card_directory, read_statement
 from penstock.pipeline.inspect.run_status import (
@@ -55,7 +55,7 @@ def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest
         "reason": report["reason"] if status_of(view) in ("stopped", "failed") else None,
         "live": not ended,
         "verdict": headline(report),
-        "bottleneck": slowest and {"text": _bottleneck_text(slowest.who), "why": slowest.why, "advice": slowest.advice},
+        "bottleneck": slowest and {"text": named(slowest), "why": slowest.why, "advice": slowest.advice},
         "step": view.steps_done,
         "planned": planned,
         "done": view.steps_done / planned if planned else None,
@@ -76,19 +76,14 @@ def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest
     }
 
 
-def _bottleneck_text(who: str) -> str:
-    return "rollout and trainer take turns" if who == "turns" else f"{who} is the bottleneck"
-
-
 def _about(view: RunView, report: Mapping[str, Any]) -> list[tuple[str, str]]:
     config, schedule = config_of(view), report["schedule"]
     loss = config.get("algorithm", {})
-    sizes = [(schedule.get("prompts_per_step"), "prompts"), (schedule.get("samples_per_prompt"), "samples")]
     return [
         ("model", str(config.get("model", {}).get("path", "–"))),
         ("data", str(config.get("data", {}).get("source", "–"))),
         ("schedule", f"{schedule.get('mode')}, lag at most {schedule.get('max_lag')}"),
-        ("step", " × ".join(f"{size} {name}" for size, name in sizes)),
+        ("step", step_sizes(schedule)),
         ("loss", " ".join(str(loss[key]) for key in ("loss", "correction") if loss.get(key))),
         ("digest", str(report["weights"]["digest"] or "–")[:19]),
         ("head of the ledger", str(view.head or "–")[:19]),

@@ -1,8 +1,10 @@
 """`penstock ui` over HTTP: every page is there for who has the token, and for nobody else; a run's texts are never markup."""
 
+import csv
 import hashlib
 import html
 import http.client
+import io
 import json
 import re
 import shutil
@@ -15,18 +17,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from starlette.datastructures import QueryParams
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
-from penstock.pipeline.cli.ui import store
+from penstock.pipeline.archive.sql import as_file
+from penstock.pipeline.cli.ui import pages, store
 from penstock.pipeline.cli.ui.server import AsciiJson, Server, stable_token
+from penstock.pipeline.inspect.records.runs import Note, note_of
 from penstock.pipeline.inspect.report.provenance import BISECTED, publish
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import provenance, run_facts
 from tests.support.a_run import RUN, RecordBuilder, as_records
-from tests.support.page_records import EVIL, OTHER, two_runs
+from tests.support.page_records import EVIL, OTHER, log_with, two_runs
 from tests.support.paths import ROOT
 
 
@@ -42,11 +49,20 @@ def server() -> Iterator[Server]:
     found.server_close()
 
 
-def asked(server: Server, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
+def asked(
+    server: Server,
+    path: str,
+    *,
+    host: str | None = None,
+    method: str = "GET",
+    site: str = "none",
+    form: str | None = None,
+    accept: str = "text/html",
+) -> tuple[int, str, dict[str, str]]:
     """Status, page and headers of one request."""
     where = urlsplit(server.address)
     connection = http.client.HTTPConnection(where.netloc, timeout=120)
-    connection.request(method, path, headers={"Host": host or where.netloc})
+    connection.request(method, path, form, headers={"Host": host or where.netloc, "Sec-Fetch-Site": site, "Accept": accept})
     reply = connection.getresponse()
     return reply.status, reply.read().decode(), {name.lower(): value for name, value in reply.getheaders()}
 
@@ -103,6 +119,7 @@ def test_vendored_files_are_those_of_their_packages() -> None:
         (f"r/{RUN}/config", "schedule.max_lag"),
         (f"r/{RUN}/sql", "worst completions"),
         (f"r/{RUN}/topics", "rollouts"),
+        (f"r/{RUN}/report.json", '"dead_letters"'),
         (f"r/{RUN}/topics/groups", "0@0"),
         (f"r/{RUN}/topics/groups?partition=0&offset=0", "reward_names"),
         (f"compare?run={RUN}&run={OTHER}", "run.seed"),
@@ -125,12 +142,17 @@ def test_every_page_of_a_run_is_there(server: Server, path: str, said: str) -> N
         (f"r/{RUN}/logs", "has no log"),
         (f"r/{RUN}/groups?reward=x", "expected a number"),
         (f"r/{RUN}/topics/nosuch", "there is no topic"),
+        (f"r/{RUN}/download.xls", "expected one of csv, jsonl, parquet"),
+        (f"r/{RUN}/download.csv%0d%0aX-Own:%20x?q=select%201", "expected one of csv, jsonl, parquet"),
+        (f"r/{RUN}/download.csv?q=drop%20table%20samples", "expected one read-only statement"),
     ],
 )
-def test_a_mistake_is_a_line_on_a_page(server: Server, path: str, said: str) -> None:
-    status, page, _ = asked(server, f"/secret/{path}")
-    assert status in (200, 400)
-    assert said in page
+def test_a_mistake_is_a_line_on_a_page_or_in_json(server: Server, path: str, said: str) -> None:
+    for accept in ("text/html", "*/*"):
+        status, page, headers = asked(server, f"/secret/{path}", accept=accept)
+        assert status in (200, 400)
+        assert said in page
+        assert status == 200 or ("html" in headers["content-type"]) == (accept == "text/html")
 
 
 def test_a_run_shows_its_provenance_or_the_commands_that_find_it_out(server: Server) -> None:
@@ -200,6 +222,82 @@ def test_the_list_of_groups_is_filtered_sorted_and_read_in_pages(server: Server,
         pages.append([row["group"] for row in page["rows"]])
         after = page["next"]
     assert pages == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+
+
+def test_all_groups_of_one_prompt_are_listed_by_the_row_of_the_data(server: Server) -> None:
+    row = json.loads(asked(server, f"/secret/r/{RUN}/g/8/data")[1])["row"]
+    assert [found["group"] for found in listed(server, f"row={row}&sort=oldest")["rows"]] == [8]
+
+
+def test_histograms_count_mean_rewards_and_lengths_of_the_groups_of_a_filter(server: Server) -> None:
+    whole, some = (json.loads(asked(server, f"/secret/r/{RUN}/groups/histograms?{query}")[1]) for query in ("", "step=1..2"))
+    assert sum(whole["reward"]["counts"]) == 10 and sum(some["reward"]["counts"]) == 4
+    assert (whole["reward"]["edges"][0], whole["reward"]["edges"][-1]) == (0.0, 1.0)
+    assert whole["length"]["edges"][0] <= 3 <= whole["length"]["edges"][-1] and sum(whole["length"]["counts"]) == 10
+
+
+@pytest.mark.costly
+def test_the_samples_of_a_filter_are_files_in_three_formats(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, text, headers = asked(server, f"/secret/r/{RUN}/download.jsonl?status=trained&step=1..2&finish=stop")
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert (len(lines), {line["step"] for line in lines}) == (16, {1, 2})
+    assert headers["content-disposition"] == f'attachment; filename="{RUN}-samples.jsonl"'
+    rows = list(csv.DictReader(asked(server, f"/secret/r/{RUN}/download.csv?step=1..2&text=5")[1].splitlines()))
+    assert rows[0]["completion"] == "5" and json.loads(rows[0]["token_ids"])
+    assert asked(server, f"/secret/r/{RUN}/download.jsonl?finish=length")[1] == ""
+    monkeypatch.setattr(pages, "DOWNLOADED", 12)
+    status, page, _ = asked(server, f"/secret/r/{RUN}/download.jsonl")
+    assert status == 400 and "more than 12 rows: narrow the filter" in page
+
+
+def test_no_cell_of_a_csv_file_is_a_formula_of_a_spreadsheet() -> None:
+    csv.field_size_limit(1 << 21)
+    texts = ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1", "plain", "a\nb", "\x1b[2J", "x" * 1_000_000, "\u202e=1", None]
+    table = pa.table({"=own": texts, "number": [-1.5] * len(texts), "list": [[-1]] * len(texts)})
+    rows = list(csv.reader(io.StringIO(as_file(table, "csv").decode(), newline="")))
+    assert rows[0] == ["'=own", "number", "list"]
+    assert [row[0] for row in rows[1:]] == [*(f"'{text}" for text in texts[:6]), *texts[6:11], ""]
+    assert rows[1][1:] == ["-1.5", "[-1]"]
+    lines = as_file(table, "jsonl").decode().splitlines()
+    assert [json.loads(line)["=own"] for line in lines] == texts
+    assert pq.read_table(io.BytesIO(as_file(table, "parquet"))).equals(table)
+
+
+def test_notes_of_runs_change_only_with_write_and_from_a_page_of_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, form = f"/secret/r/{RUN}/note", "name=%3Cb%3Ebold&text=hello&tags=good+good+old"
+    assert asked(server, path, method="POST", site="same-origin", form=form)[0] == 501
+    monkeypatch.setattr(server, "writable", True)
+    for site in ("none", "same-site", "cross-site"):
+        assert asked(server, path, method="POST", site=site, form=form)[0] == 501
+    assert asked(server, f"/secret/r/{RUN}/config", method="POST", site="same-origin", form=form)[0] == 405
+    status, _, headers = asked(server, path, method="POST", site="same-origin", form=form)
+    assert (status, headers["location"]) == (303, f"/secret/r/{RUN}")
+    assert note_of(RUN) == Note(name="<b>bold", text="hello", tags=("good", "old"))
+    page = asked(server, f"/secret/r/{RUN}")[1]
+    assert "<b>&lt;b&gt;bold</b>" in page and 'value="good old"' in page
+    assert asked(server, "/secret/r/..%2fout/note", method="POST", site="same-origin", form=form)[0] in (400, 404)
+    assert asked(server, path, method="POST", site="same-origin", form="text=" + "x" * 70_000)[0] == 413
+    asked(server, path, method="POST", site="same-origin", form="")
+    assert note_of(RUN) == Note()
+
+
+def test_topics_have_writers_and_readers_and_during_a_run_what_is_written_a_second() -> None:
+    records = list(RecordBuilder(steps=4).whole())
+    log = log_with(records[:20])
+    address = pages.Address(store.Runs(log), QueryParams(), run=RUN)
+
+    def rows() -> dict[str, tuple[Any, ...]]:
+        return {row.topic: (row.offsets, rate, by, readers) for row, rate, _, by, readers in pages.topics(address)[1]["topics"]}
+
+    before = rows()
+    assert before["rollouts"][1] is None
+    assert (before["rollouts"][2], "scorer" in before["rollouts"][3]) == (["environment", "rollout"], True)
+    producer = log.producer()
+    for record in records[20:40]:
+        producer.send(record)
+    after = rows()
+    grown = {topic for topic in after if after[topic][0] > before[topic][0]}
+    assert grown and {topic for topic in after if after[topic][1]} == grown
 
 
 def test_a_group_has_its_texts_tokens_and_versions(server: Server) -> None:

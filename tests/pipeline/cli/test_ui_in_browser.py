@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,49 @@ def test_a_filter_leads_to_a_sample_and_to_a_token_by_the_keyboard_alone(chromiu
     page.close()
 
 
+def test_a_histogram_filters_its_samples_are_a_file_and_a_note_is_written(
+    chromium: Any, two: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two.server, "writable", True)
+    looked = watched(chromium, two)
+    page = looked.open(f"r/{RUN}/samples")
+    page.wait_for_selector("#spread path", timeout=WAIT_MS)
+    assert page.locator("#spread [role=img]").count() == 2
+    page.locator("#spread svg").first.click(position={"x": 2, "y": 10})
+    page.wait_for_function("() => document.getElementById('matching').textContent.startsWith('3 of 10')", timeout=WAIT_MS)
+    with page.expect_download(timeout=WAIT_MS) as started:
+        page.get_by_role("link", name="JSONL").click()
+    assert len(Path(started.value.path()).read_text().splitlines()) == 12
+    page = looked.open(f"r/{RUN}")
+    page.get_by_text("name, note and tags").click()
+    page.fill("input[name=name]", "first try")
+    page.get_by_role("button", name="save").click()
+    page.wait_for_selector(".about-run b:text-is('first try')", timeout=WAIT_MS)
+    assert looked.complaints == []
+    page.close()
+
+
+def test_the_timeline_of_a_run_grows_and_a_moved_view_stays(chromium: Any) -> None:
+    records = list(RecordBuilder(steps=6).whole())
+    half = next(at for at, record in enumerate(records) if record.topic.endswith(".ledger") and at > len(records) // 2)
+    serving = Serving(log_with(records[:half]))
+    looked = watched(chromium, serving)
+    try:
+        page = looked.open(f"r/{RUN}/timeline")
+        page.wait_for_selector("#lanes[data-lanes]", timeout=WAIT_MS)
+        before = page.evaluate("zoom(0.5), [timeline.from, timeline.to, data.g_number.length]")
+        producer = serving.log.producer()
+        for record in records[half:]:
+            producer.send(record)
+        page.wait_for_function("groups => data.g_number.length > groups", arg=before[2], timeout=WAIT_MS)
+        assert page.evaluate("[timeline.from, timeline.to]") == before[:2]
+        page.wait_for_function("() => !data.live", timeout=WAIT_MS)
+        assert looked.complaints == []
+    finally:
+        looked.page.close()
+        serving.close()
+
+
 def test_chosen_runs_are_compared(chromium: Any, two: Serving) -> None:
     looked = watched(chromium, two)
     page = looked.open()
@@ -207,7 +251,7 @@ def test_a_question_is_stopped_and_its_process_ends(chromium: Any, two: Serving)
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#result td", timeout=WAIT_MS)
     assert page.locator("#result td").all_inner_texts() == ["a", "[2 values]", "17"]
-    assert page.locator("#result a").get_attribute("href").endswith(f"/r/{RUN}/g/17")
+    assert page.locator("#result td a").get_attribute("href").endswith(f"/r/{RUN}/g/17")
     assert looked.complaints == []
     page.close()
 

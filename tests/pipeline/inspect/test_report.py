@@ -246,7 +246,7 @@ def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str,
     report = {**report, "mlflow_uri": "sqlite:////state/mlflow.db", "mlflow_run_id": "abc"}
     text = as_text(report)
     assert text.splitlines()[0] == f"Run {RUN} finished in 0:12. It learned: reward 0.00 -> 1.00, held-out accuracy 0 % -> 90 %."
-    assert "10 steps, pipelined, U 2, K 4" in text
+    assert "10 steps, pipelined, 2 prompts × 4 samples" in text
     assert "greedy 0 % -> 90 %" in text
     assert "22: 20 trained, 1 filtered (all rewards equal), 0 stale, 0 failed, 1 unused" in text
     assert "mlflow ui --backend-store-uri sqlite:////state/mlflow.db" in as_text(report, full=True)

@@ -42,6 +42,23 @@ async function showTimeline(params) {
   const g = data.byNumber.get(Number(params.get("group") ?? -1));
   if (g !== undefined) zoomToGroup(g);
   paintNow();
+  if (!FILE && data.live) setTimeout(growTimeline, 3000);
+}
+
+// The timeline of a live run grows; a view that was moved stays where it is.
+async function growTimeline() {
+  const { from, to: until, home } = timeline, moved = from !== home[0] || until !== home[1];
+  if (!document.hidden) {
+    loadIndex.loading = null;
+    await loadIndex();
+    Object.assign(timeline, { cursor: null, ordered: null });
+    shades.clear();
+    buildTimeline();
+    buildLegend();
+    if (moved) Object.assign(timeline, { from, to: until });
+    paintNow();
+  }
+  if (data.live) setTimeout(growTimeline, 3000);
 }
 
 // Live updates: the server sends the changed part of the page, which is patched in place, and new curves.

@@ -68,10 +68,12 @@ function plot(chart, columns, figure, high) {
   const width = figure.clientWidth || 320;
   const options = {
     width, height: high, scales: { x: { time: false }, y: { range: (_, low, top) => room(low, top) } }, legend: { live: true }, cursor: { sync: { key: "curves" }, points: { size: 5 } },
-    axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map((tick) => (chart.x === "time" ? clock(1000 * tick) : count(tick))) }, { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
+    axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map((tick) => (chart.x === "time" ? clock(1000 * tick) : count(tick))) }, { ...axis, size: 46, space: 24, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
     series: [{ label: chart.x ?? "step", value: (_, x) => (x === null ? "" : chart.x === "time" ? clock(1000 * x) : count(x)) }, ...series],
   };
-  const made = new uPlot(options, columns, figure);
+  // Without a pointer the legend has the last values.
+  const atEnd = (made) => { if (made.cursor.idx === null || made.cursor.idx === undefined) made.setLegend({ idx: made.data[0].length - 1 }, false); };
+  const made = new uPlot({ ...options, hooks: { ready: [atEnd], setData: [atEnd], setCursor: [atEnd] } }, columns, figure);
   new ResizeObserver(() => figure.clientWidth && made.width !== figure.clientWidth && made.setSize({ width: figure.clientWidth, height: high })).observe(figure);
   if (!chart.x) made.over.addEventListener("click", () => {
     const step = made.data[0][made.cursor.idx ?? -1];

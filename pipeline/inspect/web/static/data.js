@@ -111,9 +111,11 @@ async function get(path, signal) {
   return reply;
 }
 
-// Both sources: `groups(params, after, signal)` is a page of the list, `group(number, sample)` texts and tokens of one group.
+// Both sources: `groups(params, after, signal)` is a page of the list, `histograms(params)` counts its rewards and lengths, `group(number, sample)`
+// has texts and tokens of one group.
 const HttpSource = {
   groups: async (params, after, signal) => (await get(`groups?${params}&after=${after}`, signal)).json(),
+  histograms: async (params, signal) => (await get(`groups/histograms?${params}`, signal)).json(),
   group: async (number, sample) => (await get(`g/${number}/data${sample === undefined ? "" : `?sample=${sample}`}`)).json(),
 };
 
@@ -134,6 +136,16 @@ const FileSource = {
     for (; at < all.length && shown.length < 100 && !signal?.aborted; at++) if (!text || (await FileSource.has(all[at], text))) shown.push(all[at]);
     const matched = text ? null : all.length;
     return { rows: shown.map(FileSource.row), matched, searched: text ? at - after : 0, total: data.contents.groups[1], next: at < all.length ? at : null };
+  },
+  histograms(params) {
+    const shown = Array.from(data.g_number, (_, g) => g).filter(FileSource.filter(params));
+    const tokens = (g) => data.s_tokens.subarray(data.first[g], data.first[g + 1]).reduce((a, b) => a + b, 0) / (data.first[g + 1] - data.first[g]);
+    return { reward: FileSource.histogram(shown.map((g) => data.g_reward[g])), length: FileSource.histogram(shown.map(tokens)) };
+  },
+  histogram(values) {
+    const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite), wide = (high - low || 1) / 24, counts = Array(24).fill(0);
+    for (const value of finite) counts[Math.min(23, Math.floor((value - low) / wide))]++;
+    return { counts, edges: Array.from({ length: 25 }, (_, at) => low + at * wide) };
   },
   filter(params) {
     const limits = (name) => (params.get(name) ? between(params.get(name)) : null);

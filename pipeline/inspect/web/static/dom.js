@@ -49,11 +49,11 @@ function fixed(value, digits = 3) {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : minus(value.toFixed(digits));
 }
 
-// Milliseconds for people: 12 ms, 3.42 s, 2:05.
+// Milliseconds for people: 12 ms, 3.42 s, 1:05.
 function lasting(ms) {
   if (ms < 1) return `${ms.toFixed(1)} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;
-  if (ms < 100000) return `${(ms / 1000).toFixed(2)} s`;
+  if (ms < 60000) return `${(ms / 1000).toFixed(2)} s`;
   return clock(ms);
 }
 

@@ -32,7 +32,7 @@ function heading(loaded, link) {
   const near = link ? [] : [el("a", { href: to(`g/${Math.max(0, loaded.group - 1)}`), rel: "prev" }, "◂ previous"), el("a", { href: to(`g/${loaded.group + 1}`), rel: "next" }, "next ▸")];
   const nodes = [
     el("div", { className: "head" }, el("h2", {}, title), el("span", { className: `group-status ${loaded.status}` }, loaded.status), step, at, el("span", { className: "near" }, ...near)),
-    el("div", { className: "facts" }, fact("mean reward", number(mean)), loaded.row === undefined ? null : fact("row", `${loaded.row}, epoch ${loaded.epoch}`), loaded.scored_ms && loaded.created_ms ? fact("admitted to scored", lasting(loaded.scored_ms - loaded.created_ms)) : null),
+    el("div", { className: "facts" }, fact("mean reward", number(mean)), loaded.row === undefined ? null : el("span", {}, el("a", { href: to(`samples?row=${loaded.row}&sort=oldest`), title: "All groups of this prompt" }, `row ${loaded.row}`), `, epoch ${loaded.epoch}`), loaded.scored_ms && loaded.created_ms ? fact("admitted to scored", lasting(loaded.scored_ms - loaded.created_ms)) : null),
   ];
   if (loaded.reason) nodes.push(el("p", { className: "note" }, visible(loaded.reason)));
   if (loaded.left_out) nodes.push(el("p", { className: "note" }, `This page has no ${loaded.left_out} of this group, to stay small; \`penstock report ${loaded.run} --html PATH --tokens N\` takes more along.`));

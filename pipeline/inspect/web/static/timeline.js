@@ -1,6 +1,6 @@
 // Timeline: one lane per worker on a canvas. Only visible items are painted, without the items hidden behind them.
 
-const LABELS = 112, AXIS = 22, PAD = 8, STRIP = 5, MAX_ROWS = 16;
+const LABELS = 112, AXIS = 22, PAD = 8, STRIP = 5, MAX_ROWS = 16, PAUSE_MS = 10000;
 const timeline = { lanes: [], from: 0, to: 1, least: 0, most: 1, chosen: -1, cursor: null, height: 0 };
 
 // Lanes of items {start, end, kind, row, sample, group, at} from the columns; times are ticks.
@@ -39,6 +39,19 @@ function buildTimeline() {
   }
   layOut();
   Object.assign(timeline, working());
+  timeline.home = [timeline.from, timeline.to];
+  timeline.pauses = pauses();
+}
+
+// [start, end] of each stretch in which no worker reports: the run is stopped.
+function pauses() {
+  const stretches = [];
+  let end = data.a_start[0];
+  for (let a = 0; a < data.a_start.length; a++) { // in the order of their starts
+    if (ms(data.a_start[a] - end) > PAUSE_MS) stretches.push([end, data.a_start[a]]);
+    end = Math.max(end, data.a_end[a]);
+  }
+  return stretches;
 }
 
 // From the first sample to the last step, without loading or a pause before it.
@@ -80,10 +93,10 @@ function byGroup(items) {
 }
 
 function layOut() {
-  const many = timeline.lanes.reduce((sum, lane) => sum + lane.rows, 0);
+  const many = timeline.lanes.reduce((sum, lane) => sum + lane.rows, 0), fits = Math.floor((innerHeight - 260 - PAD * timeline.lanes.length) / many);
   let y = AXIS;
   for (const lane of timeline.lanes) {
-    lane.rowHeight = lane.rows > 8 || many > 60 ? 5 : lane.rows > 2 ? 7 : 12;
+    lane.rowHeight = Math.max(5, Math.min(14, fits));
     lane.top = y + PAD / 2;
     const height = lane.items.length ? lane.rows * lane.rowHeight : 6;
     lane.stripTop = lane.top + height + 2;
@@ -122,6 +135,14 @@ function paintNow() {
   pen.rect(LABELS, 0, width - LABELS, timeline.height);
   pen.clip();
   paintItems(pen, width, scale);
+  for (const [start, end] of timeline.pauses) {
+    const x = toX(start, width), long = toX(end, width) - x, text = `stopped ${clock(ms(end - start))}`;
+    pen.fillStyle = colour("panel");
+    pen.fillRect(x, AXIS, long, timeline.height);
+    pen.fillStyle = colour("dim");
+    pen.textAlign = "center";
+    if (long > pen.measureText(text).width) pen.fillText(text, x + long / 2, AXIS + 8);
+  }
   paintDrag(pen);
   pen.restore();
   $("span").textContent = `${clock(ms(timeline.from), 1)} – ${clock(ms(timeline.to), 1)}  (${lasting(ms(timeline.to - timeline.from))})`;
