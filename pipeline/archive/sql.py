@@ -249,7 +249,7 @@ def as_file(table: pa.Table, ending: str) -> bytes:
     rows = [{name: plain(value) for name, value in row.items()} for row in table.to_pylist()]
     if ending == "jsonl":
         return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    writer = csv.writer(text := io.StringIO(), lineterminator="\n")
+    writer = csv.writer(text := io.StringIO())  # its line ends let it quote both of their characters
     writer.writerows([_cell(value) for value in values] for values in [table.column_names, *(row.values() for row in rows)])
     return text.getvalue().encode("utf-8", "replace")
 

@@ -371,7 +371,9 @@ def config_rows(view: RunView) -> list[Facts]:
         return []
     config, rows = from_json(json.dumps(recorded)), []
     for section, keys in config.model_dump(mode="json").items():
-        defaults = {name: field.default for name, field in type(getattr(config, section)).model_fields.items()}
+        defaults = {
+            name: field.get_default(call_default_factory=True) for name, field in type(getattr(config, section)).model_fields.items()
+        }
         for key, plain in keys.items():
             value = getattr(config, key) if key in DERIVED.get(section, ()) else plain
             own = recorded.get(section, {}).get(key)

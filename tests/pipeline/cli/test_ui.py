@@ -31,7 +31,7 @@ from penstock.pipeline.inspect.records.runs import Note, note_of
 from penstock.pipeline.inspect.report.provenance import BISECTED, publish
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.web.run_facts import provenance, run_facts
+from penstock.pipeline.inspect.web.run_facts import config_rows, provenance, run_facts
 from tests.support.a_run import RUN, RecordBuilder, as_records
 from tests.support.page_records import EVIL, OTHER, log_with, two_runs
 from tests.support.paths import ROOT
@@ -371,6 +371,14 @@ def test_an_answer_in_sql_has_its_first_rows_and_more_questions_than_two_are_ref
     assert "the first 500 rows" in asked(server, f"/secret/r/{RUN}/sql?q={quote('from range(1000)')}")[1]
     with server.questions, server.questions:
         assert "other queries are being computed" in asked(server, f"/secret/r/{RUN}/sql?q=select")[1]
+
+
+def test_a_key_with_the_value_of_its_default_is_not_marked_as_set() -> None:
+    view = RunView(run=RUN)
+    config = {"run": {"name": "demo", "steps": 4}, "data": {"source": "rows.jsonl", "rewards": {}, "skip_rows": []}}
+    for record in as_records([RecordBuilder(steps=1, config=config).record("running")]):
+        view.fold(record)
+    assert [row["key"] for row in config_rows(view) if row["set"] and row["key"].startswith("data.")] == ["data.source"]
 
 
 @pytest.mark.parametrize(("status", "said"), [("finished", "ended"), ("stopped", "killed"), ("failed", "killed")])
