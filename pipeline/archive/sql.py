@@ -237,7 +237,6 @@ def plain(value: Any) -> Any:
 
 
 FORMATS = {"csv": "text/csv; charset=utf-8", "jsonl": "application/jsonl", "parquet": "application/vnd.apache.parquet"}
-"""Ending of a file -> its media type."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 

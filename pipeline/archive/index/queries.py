@@ -26,7 +26,6 @@ EXCERPT = 400
 """Characters of a prompt in a row; its end counts, as it often starts with a template."""
 _TIMES = ("admitted", "scored")
 BINS = 24
-"""Ranges of a histogram."""
 
 Range = tuple[float | None, float | None]
 """Least and largest value; None for no limit. Rows without a value are outside of any range."""
@@ -54,23 +53,14 @@ class Filters:
     group: Range | None = None
     reward: Range | None = None
     """Of the mean reward."""
-    spread: Range | None = None
-    """Of the largest minus the smallest reward."""
     step: Range | None = None
     version: Range | None = None
     """Of the oldest policy version of a trained token."""
-    lag: Range | None = None
-    tokens: Range | None = None
-    truncated: bool | None = None
-    """True: at least one sample reached the token limit."""
-    dead_letter: bool | None = None
     worker: str | None = None
     """The scorer."""
     source: str | None = None
     row: int | None = None
     """Row of the data."""
-    text: str | None = None
-    """Part of the prompt or of its columns, in any case."""
 
 
 @dataclass(slots=True)
@@ -102,10 +92,7 @@ class GroupList:
         }
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        """[G] a numeric column, `spread`, `seconds` from admission to scoring, or `length`, tokens a sample; NaN for no value.
-
-        Raises `ValueError` for any other name.
-        """
+        """[G] a numeric column, `spread`, `seconds` to scoring or `length` in tokens; NaN for no value. Raises `ValueError` for others."""
         if name not in self._numbers:
             if name == "spread":
                 self._numbers[name] = self.numbers("reward_max") - self.numbers("reward_min")
@@ -126,24 +113,17 @@ class GroupList:
     def matching(self, where: Filters) -> NDArray[np.bool_]:
         """[G] True for the groups for which all conditions hold."""
         mask = np.ones(len(self.table), np.bool_)
-        columns = {"group": "group", "reward": "reward_mean", "spread": "spread", "step": "step", "lag": "lag", "tokens": "tokens"}
+        columns = {"group": "group", "reward": "reward_mean", "step": "step"}
         for condition, column in (*columns.items(), ("version", "policy_version_min")):
             if (limits := getattr(where, condition)) is not None:
                 values, (low, high) = self.numbers(column), limits
                 mask &= (values >= (-np.inf if low is None else low)) & (values <= (np.inf if high is None else high))
         if where.row is not None:
             mask &= self.numbers("row") == where.row
-        if where.truncated is not None:
-            mask &= (self.numbers("truncated") > 0) == where.truncated
-        if where.dead_letter is not None:
-            mask &= np.isin(self.numbers("group"), list(self.dead_letters)) == where.dead_letter
         for column, texts in (("status", where.statuses), ("worker", where.worker), ("source", where.source)):
             if texts:
                 accepted = pa.array([texts] if isinstance(texts, str) else list(texts), pa.string())
                 mask &= _bools(pc.is_in(self.table[column], accepted))
-        if where.text:
-            matches = [_bools(pc.match_substring(self.table[column], where.text, ignore_case=True)) for column in ("prompt", "columns")]
-            mask &= matches[0] | matches[1]
         return mask
 
     def rows(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.records.runs import list_runs, note_of, own_sizes
 from penstock.pipeline.inspect.report.provenance import README, card_directory
-from penstock.pipeline.inspect.report.summary import finite, summarise
 from penstock.pipeline.inspect.run_status import group_statuses, has_ended, status_of
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import config_rows, curve, provenance
@@ -59,7 +58,6 @@ QUESTION_S = 30.0
 """Longest time that the result of a query is computed."""
 RESULT_BYTES = 16 << 20
 DOWNLOADED, DOWNLOADED_BYTES = 100_000, 512 << 20
-"""Most rows and bytes of a downloaded result."""
 LOG_LINES = 500
 COMPARED = 8
 ROUNDING = 1e-6
@@ -149,37 +147,26 @@ def histograms(address: Address) -> dict[str, Any]:
     return {name: listed.histogram(column, where) for name, column in (("reward", "reward_mean"), ("length", "length"))}
 
 
-def figures(address: Address) -> Response:
-    """All figures of `penstock report --json`, as a file."""
-    text = json.dumps(finite(summarise(address.watched.update())), indent=2)
-    return _file(address.run, "report.json", text.encode(), "application/json")
-
-
-def _file(run: str, name: str, data: bytes, kind: str) -> Response:
-    return Response(data, media_type=kind, headers={"Content-Disposition": f'attachment; filename="{run}-{name}"'})
-
-
 def download(address: Address, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Response:
     """The result of a query as a file, or the samples of the groups of a filter."""
     if address.ending not in FORMATS:
         raise ConfigError(f"download.{address.ending}: expected one of {', '.join(FORMATS)}")
     sql_text, (where, payload) = address.query.get("q", ""), _filters(address.query)
     limits = Limits(rows=DOWNLOADED + 1, size=DOWNLOADED_BYTES, seconds=QUESTION_S, disconnected=gone)
-    too_many = f"more than {DOWNLOADED:,} rows: narrow the filter, or export the run: penstock topics export {address.run} DIR"
     if not (own := sql_text.strip()):
         listed = address.watched.groups()
         numbers = listed.numbers("group")[listed.matching(where)]
-        if len(numbers) > DOWNLOADED:
-            raise ConfigError(too_many)
         sql_text = f"select * from samples where group_id in ({', '.join(f'{number:.0f}' for number in numbers) or 'null'})"
     rows = _result(address.runs, address.run, sql_text, questions, limits)
     if len(rows) > DOWNLOADED:
-        raise ConfigError(too_many)
+        raise ConfigError(f"more than {DOWNLOADED:,} rows: narrow the filter, or `penstock topics export {address.run} DIR`")
     if not own and any(payload):
         having = [pc.match_substring(rows[name], payload.text, ignore_case=True) for name in ("prompt", "completion")]
         conditions = [pc.equal(rows[name], value) for name in ("finish", "worker") if (value := getattr(payload, name))]
         rows = rows.filter(functools.reduce(pc.and_, conditions, pc.or_kleene(*having)))
-    return _file(address.run, f"{'query' if own else 'samples'}.{address.ending}", as_file(rows, address.ending), FORMATS[address.ending])
+    name = f"{address.run}-{'query' if own else 'samples'}.{address.ending}"
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(as_file(rows, address.ending), media_type=FORMATS[address.ending], headers=headers)
 
 
 def detail(address: Address) -> dict[str, Any]:

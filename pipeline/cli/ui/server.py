@@ -98,7 +98,6 @@ class Server:
             Route(f"{run}/events", self._events),
             Route(f"{run}/sql", self._until_gone(pages.sql)),
             Route(f"{run}/download.{{ending}}", self._until_gone(pages.download)),
-            Route(f"{run}/report.json", self._page(pages.figures)),
             Route(f"{run}/note", self._note, methods=["POST"]),
             Route(f"{run}/groups/histograms", self._page(pages.histograms)),
             Route(f"{run}/groups", self._page(pages.groups)),
@@ -206,10 +205,7 @@ class AsciiJson(JSONResponse):
 
 
 class Guard:
-    """Serves only requests with the token in the path and this host's name, and adds the headers that keep a page to itself.
-
-    Other methods than GET are refused, but for a form of this server's own pages that changes a note, if the server may.
-    """
+    """Serves requests with the token in the path and this host's name: GET, and forms of own pages; adds headers that keep pages apart."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self._server = app, server

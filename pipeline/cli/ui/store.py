@@ -88,7 +88,6 @@ class WatchedRun:
     _page: tuple[float, run_facts.Facts] | None = None
     _columns: tuple[float, int, bytes] | None = None
     topics_before: tuple[float, Mapping[str, TopicRow]] = (0.0, MappingProxyType({}))
-    """When the page of topics was last computed, and its rows."""
 
     def __post_init__(self) -> None:
         self.view = RunView(run=self.run)

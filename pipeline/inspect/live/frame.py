@@ -10,8 +10,8 @@ from rich.text import Text
 
 from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
-from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out
-from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline, step_sizes
+from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out, step_sizes
+from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
 from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES

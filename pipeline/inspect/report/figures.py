@@ -22,6 +22,13 @@ def _total(workers: Iterable[WorkerView], name: str) -> float:
     return sum(worker.total(f"engine_{name}") for worker in workers)
 
 
+def step_sizes(schedule: Mapping[str, Any]) -> str:
+    """Groups and samples of a step: "8 prompts × 16 samples", with "2 steps a version" if that is not one."""
+    sizes = (("prompts_per_step", "prompts"), ("samples_per_prompt", "samples"))
+    text, steps = " × ".join(f"{schedule[key]} {name}" for key, name in sizes if schedule.get(key)), schedule.get("steps_per_version") or 1
+    return text if steps == 1 else f"{text}, {steps} steps a version"
+
+
 def episodes(view: RunView) -> dict[str, Any] | None:
     """Trajectories, their turns, the environments' seconds, failures by class; None if no worker has run one.
 

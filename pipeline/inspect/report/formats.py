@@ -17,13 +17,6 @@ def figures(values: Mapping[str, Any], *shown: tuple[str, str] | tuple[str, str,
     return [form.format(values[key] * (factor[0] if factor else 1)) for key, form, *factor in shown if values.get(key) is not None]
 
 
-def step_sizes(schedule: Mapping[str, Any]) -> str:
-    """What a step consists of: "8 prompts × 16 samples", with "2 steps a version" if that is not one."""
-    sizes = figures(schedule, ("prompts_per_step", "{} prompts"), ("samples_per_prompt", "{} samples"))
-    steps = schedule.get("steps_per_version") or 1
-    return " × ".join(sizes) + (f", {steps} steps a version" if steps != 1 else "")
-
-
 def joined(parts: Sequence[str], separator: str = " · ") -> list[str]:
     """One line of parts; none without parts."""
     return [separator.join(parts)] if parts else []

@@ -12,18 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.inspect.report.figures import SAME, SHOWN, one_line, shares
-from penstock.pipeline.inspect.report.formats import (
-    change,
-    duration,
-    figures,
-    joined,
-    percent,
-    rebased_line,
-    sparkline,
-    step_sizes,
-    use_text,
-)
+from penstock.pipeline.inspect.report.figures import SAME, SHOWN, one_line, shares, step_sizes
+from penstock.pipeline.inspect.report.formats import change, duration, figures, joined, percent, rebased_line, sparkline, use_text
 from penstock.pipeline.inspect.report.headline import learned, next_steps, warnings
 from penstock.pipeline.inspect.run_status import end_reason
 
@@ -97,7 +87,7 @@ def _reward(report: Report) -> list[Text]:
     text = Text("no sample has a reward" if reward["first"] is None else change(reward["first"], reward["last"]), style="bold")
     curve = Text(sparkline(reward["curve"]), style="green")
     steps = f"{report['steps']:,} steps" if planned in (None, report["steps"]) else f"{report['steps']:,} of {planned:,} steps"
-    sizes = [step_sizes(schedule), *figures(schedule, ("max_lag", "max lag {}"))]
+    sizes = [*filter(None, [step_sizes(schedule)]), *figures(schedule, ("max_lag", "max lag {}"))]
     return [Text("  ").join([text, *([curve] if curve else []), Text(", ".join([steps, str(schedule["mode"]), *sizes]), style="dim")])]
 
 

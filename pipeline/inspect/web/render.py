@@ -8,7 +8,6 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from penstock.pipeline.inspect.records.runs import size
@@ -64,11 +63,6 @@ def bar(value: float | None, kind: str = "") -> Markup:
     ).format(kind, filled)
 
 
-def _series_block(curves: Any) -> Markup:
-    """The curves of a page, for its script."""
-    return Markup('<script type="application/json" id="curves">{}</script>').format(htmlsafe_json_dumps(curves))
-
-
 def _shown(value: Any) -> Any:
     """A value as a template writes it."""
     if isinstance(value, Markup):
@@ -88,7 +82,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"number": number, "share": share, "duration": duration, "size": size}
-    made.globals |= {"spark": spark, "bar": bar, "series_block": _series_block, "styles": STYLES, "scripts": ("htmx.js", *SCRIPTS)}
+    made.globals |= {"spark": spark, "bar": bar, "styles": STYLES, "scripts": ("htmx.js", *SCRIPTS)}
     return made
 
 

@@ -12,7 +12,7 @@ from penstock.pipeline.data.references import reference_text
 from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.live.frame import doing, named, ordered
 from penstock.pipeline.inspect.report.figures import by_role, shares
-from penstock.pipeline.inspect.report.formats import duration, step_sizes, use_text
+from penstock.pipeline.inspect.report.formats import duration, use_text
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.provenance import BISECTED, card_directory, read_statement
 from penstock.pipeline.inspect.run_status import (
@@ -72,22 +72,7 @@ def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest
         "dead_letter_count": len(view.dead_letters),
         "examples": report["examples"],
         "figures": json.dumps(report, indent=2),
-        "about": _about(view, report),
     }
-
-
-def _about(view: RunView, report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    config, schedule = config_of(view), report["schedule"]
-    loss = config.get("algorithm", {})
-    return [
-        ("model", str(config.get("model", {}).get("path", "–"))),
-        ("data", str(config.get("data", {}).get("source", "–"))),
-        ("schedule", f"{schedule.get('mode')}, lag at most {schedule.get('max_lag')}"),
-        ("step", step_sizes(schedule)),
-        ("loss", " ".join(str(loss[key]) for key in ("loss", "correction") if loss.get(key))),
-        ("digest", str(report["weights"]["digest"] or "–")[:19]),
-        ("head of the ledger", str(view.head or "–")[:19]),
-    ]
 
 
 def provenance(view: RunView) -> list[Facts]:

@@ -119,7 +119,6 @@ def test_vendored_files_are_those_of_their_packages() -> None:
         (f"r/{RUN}/config", "schedule.max_lag"),
         (f"r/{RUN}/sql", "worst completions"),
         (f"r/{RUN}/topics", "rollouts"),
-        (f"r/{RUN}/report.json", '"dead_letters"'),
         (f"r/{RUN}/topics/groups", "0@0"),
         (f"r/{RUN}/topics/groups?partition=0&offset=0", "reward_names"),
         (f"compare?run={RUN}&run={OTHER}", "run.seed"),
