@@ -65,15 +65,15 @@ async function growTimeline() {
 function follow() {
   const live = $("live");
   let stream = null, paused = false;
-  const say = (text) => Object.assign($("live-problem"), { textContent: text, hidden: !text });
+  const notice = (text) => Object.assign($("live-problem"), { textContent: text, hidden: !text });
   const open = () => {
     if (stream || paused || document.hidden) return;
     stream = new EventSource(to("events"));
-    stream.addEventListener("facts", (event) => { say(""); patch(live, event.data); });
+    stream.addEventListener("facts", (event) => { notice(""); patch(live, event.data); });
     stream.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
     stream.addEventListener("over", () => { close(); paused = true; live.dataset.live = "false"; });
-    stream.addEventListener("problem", (event) => say(`${event.data}; updates continue by themselves`)); // the browser connects again
-    stream.addEventListener("error", () => $("live-problem").hidden && say("The server of this page does not respond; updates continue by themselves."));
+    stream.addEventListener("problem", (event) => notice(`${event.data}; updates continue by themselves`)); // the browser connects again
+    stream.addEventListener("error", () => $("live-problem").hidden && notice("The server of this page does not respond; updates continue by themselves."));
   };
   const close = () => { stream?.close(); stream = null; };
   document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
