@@ -197,6 +197,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Nothing stays uncollected at the exit: duckdb would list its objects on stderr."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the unit tests, order the tests, and say which stay together when several processes share them (`pytest -n`)."""
