@@ -28,6 +28,7 @@ from tests.support.edited_run import EditedRun
 from tests.support.worker_set import complete, config_of, records_of
 
 pytest.importorskip("torch")
+from safetensors.torch import load_file, save_file
 
 RUN = "verified"
 ROLES = ("trainer", "rollout", "scorer", "feeder", "evaluator", "tracker")
@@ -179,6 +180,23 @@ def test_every_claim_of_a_statement_with_a_card_that_fits_is_compared_with_the_l
     assert verified.named(capsys) == {(2, "changed", "ledger")}
     restate(verified.model, sound | {"run": "another"})
     assert verified.named(capsys, "--steps", "1") == {(2, "changed", str(verified.archive))}
+
+
+def test_a_model_in_other_files_is_the_same_and_a_quantised_one_is_another_even_if_the_statement_names_its_files(
+    verified: Verified, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = verified.model / "model.safetensors"
+    tensors, sound = load_file(file), claims_of(verified.model)
+    for part in range(2):
+        save_file(dict(sorted(tensors.items())[part::2]), verified.model / f"model-{part}.safetensors")
+    file.unlink()
+    restate(verified.model, sound)
+    assert verified.named(capsys) == set()
+    for part in range(2):
+        (verified.model / f"model-{part}.safetensors").unlink()
+    save_file({f"{name}.int8": (100 * tensor).char() for name, tensor in tensors.items()}, file)
+    restate(verified.model, sound)
+    assert verified.named(capsys) == {(2, "changed", "model")}
 
 
 def test_the_card_of_a_running_run_is_still_verified_after_its_end(verified: Verified, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,8 +92,8 @@ def prove(run: str, group: int, chain: Chain, tree: Sequence[Leaf], secret: byte
 def check(proof: Mapping[str, Any]) -> Inclusion:
     """Check a proof from itself alone. Raises `InvalidProof`; root and head are for the caller to compare with a card."""
     try:
-        if proof["_type"] != PROOF_TYPE:
-            raise InvalidProof(f"the proof is of type {proof['_type']!r}, expected {PROOF_TYPE}")
+        if not isinstance(proof, Mapping) or proof.get("_type") != PROOF_TYPE:
+            raise InvalidProof(f"it is no proof of type {PROOF_TYPE}: `penstock card RUN --prove GROUP` prints one")
         leaf, salt = Leaf(**proof["leaf"]), bytes.fromhex(proof["salt"])
         _check_path(leaf.digest(salt), proof["path"], str(proof["root"]))
         head, count = str(proof["ledger"]["head"]), int(proof["ledger"]["entries"])

@@ -232,6 +232,8 @@ def read_statement(directory: Path) -> dict[str, Any]:
     """The statement in a model's directory. Raises `ConfigError` if there is none, `ValueError` if it is damaged."""
     path = directory / STATEMENT
     if not path.is_file():
+        if not directory.is_dir():
+            raise ConfigError(f"there is no folder {directory}")
         raise ConfigError(f"{directory} has no {STATEMENT}: `penstock card RUN` writes it with the model card")
     try:
         statement = json.loads(path.read_bytes())

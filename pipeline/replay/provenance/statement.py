@@ -170,23 +170,23 @@ def check_checkpoints(store: CheckpointStore, recorded: Recorded, entries: Seque
 
 
 def check_model(directory: Path, stated: str, names: Sequence[str], export: Callable[[Path], object]) -> Iterator[Problem]:
-    """A model whose tensors are not the statement's weights, the tensors `names`. Raises `ValueError` for a damaged file.
+    """A model whose tensors are not the statement's weights, the tensors `names`.
 
     `export` writes those weights as a model: some architectures have other tensors in files than in training.
     """
-    if not (tensors := list(_tensors(directory))):
-        return
     expected = stated
-    if sorted(tensor.name for tensor in tensors) != sorted(names):
-        with tempfile.TemporaryDirectory() as temporary:
-            try:
+    try:
+        if not (tensors := list(_tensors(directory))):
+            return
+        if sorted(tensor.name for tensor in tensors) != sorted(names):
+            with tempfile.TemporaryDirectory() as temporary:
                 export(Path(temporary) / "model")
                 expected = digest(_tensors(Path(temporary) / "model"), hash_of(stated))
-            except PenstockError as error:
-                yield changed(name="model", text=f"its tensors have other names than the statement's weights: {error}")
-                return
-    if (actual := digest(tensors, hash_of(stated))) != expected:
-        yield changed(name="model", text=f"the tensors of its safetensors files have digest {actual}, the statement has weights {expected}")
+        if (actual := digest(tensors, hash_of(stated))) != expected:
+            text = f"the tensors of its safetensors files have digest {actual}, the statement has weights {expected}"
+            yield changed(name="model", text=text)
+    except (ValueError, PenstockError) as error:
+        yield changed(name="model", text=f"its tensors cannot be the statement's weights: {error}")
 
 
 Reading = Callable[..., AbstractContextManager[tuple[Log, str]]]
@@ -234,9 +234,9 @@ class Verification:
                     raise ValueError(f"it is the log of {run}, the statement is about {self.predicate['run']}")
             table, violations, digests, later = audit(starts_ends)
             figures |= {"entries": table["records"].get("ledger", 0), "audit": table["summary"], "topics": len(topics)}
-            self.problems += (changed(name=check, text=text) for check, text in violations)
             starts = table["deleted_below"]
             self.problems += check_topics(topics, digests, starts)
+            self.problems += (changed(name=check, text=text) for check, text in violations)
             try:
                 with reading() as (read_log, run), Recording.open(read_log, run) as recording:
                     published = read_published(read_log, run, ends={name: end for name, (_, end) in starts_ends.items()})
