@@ -34,7 +34,7 @@ NEWEST := .penstock/newest
 COVERED_AT_LEAST := 90
 # `make image` builds IMAGES on BASE; IMAGE_ARGS are further arguments of the build.
 ENGINE ?= $(firstword $(foreach name,podman buildah docker,$(shell command -v $(name) 2>/dev/null)))
-BASE ?= docker.io/library/python:3.11-slim-bookworm
+BASE ?= python:3.11-slim-bookworm
 IMAGE ?= localhost/penstock
 IMAGES ?= light tracker kafka
 KAFKA = $(shell sed -n 's/^KAFKA = .*:\([0-9.]*\)"/\1/p' infra/broker/jars.py)
@@ -48,7 +48,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install pictures gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest security slurm-test sbom audit-packages image image-base image-test docs check lint types structure format lock lock-cpu lock-gpu lock-docs lock-images clean help
+.PHONY: demo real install pictures gpu cpu cluster-binaries cluster-test gpu-check gpu-carry model unit test test-all coverage chaos hostile mutated fuzz newest kafka-releases security slurm-test sbom audit-packages image image-base image-test docs check lint types structure format lock lock-cpu lock-gpu lock-docs lock-images clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -65,6 +65,7 @@ help:
 	@echo "make fuzz      200,000 damaged records, requests and archives by coverage; RUNS=… for others; needs pip install atheris"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
+	@echo "make kafka-releases  the same tests with brokers of the last three minor releases of Apache Kafka"
 	@echo "make cluster-test  Penstock's pods on a Kubernetes of two nodes, by root; make cluster-binaries builds it, in half an hour or less"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
 	@echo "make slurm-test runs as Slurm jobs on three nodes of this machine: requeued, at the time limit, cancelled; ten minutes"
@@ -161,6 +162,13 @@ newest: install
 	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import kafka; print("kafka-python", kafka.__version__)'
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED)
+
+# The last three minor releases; that of infra/broker/jars.sha256 is one of them.
+KAFKA_RELEASES ?= 4.2.2 4.3.1 4.4.0
+kafka-releases: install
+	@for release in $(KAFKA_RELEASES); do jars=$(CURDIR)/.penstock/kafka-$$release; \
+	[ -f $$jars/jars.sha256 ] || $(BIN)/python -m tests.support.kafka_release $$release $$jars || exit 1; \
+	echo "Apache Kafka $$release"; PENSTOCK_JARS=$$jars $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED) $(ARGS) || exit 1; done
 
 security: install model
 	.ci/security.sh $(ARGS)

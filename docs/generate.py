@@ -33,7 +33,7 @@ MORE = {
     "schedule": "[Schedules](../explanation/schedules.md) explains the modes.",
     "algorithm": "[Algorithms](../explanation/algorithms.md) explains the formulas, and lists the defaults that depend on other keys.",
     "weights": "[Weights](../explanation/weights.md) explains how the trainer publishes versions.",
-    "kafka": "[Operations](../how-to/operations.md#another-broker) shows how to use another broker.",
+    "kafka": "[Brokers](../how-to/brokers.md) shows how to use another cluster.",
 }
 """Section of the configuration -> sentence that leads to its explanation."""
 CODECS = (

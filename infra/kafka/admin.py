@@ -6,7 +6,7 @@ An existing topic is never changed; an error of one line names the difference to
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from kafka import KafkaAdminClient, TopicPartition, errors
@@ -29,6 +29,12 @@ UNCLEAN = "unclean.leader.election.enable"
 LISTED = 5
 PATIENCE_S = TRANSACTION_S + 5.0
 """An active transaction ends within `TRANSACTION_S`, and the last stable offset moves past it."""
+_LEAST = ("max.message.bytes", "min.insync.replicas")
+"""Settings of which an existing topic may have a larger value."""
+_DISK = ("segment.bytes", "file.delete.delay.ms")
+"""Settings of which an existing topic may have any value: they only determine how soon disk is freed, and some services fix them."""
+_HARMLESS = {("compression.type", "producer")}
+"""Values with which only records of other programs are stored in another way."""
 GROUP_OFFSETS = "__consumer_offsets"
 """Kafka's topic of group offsets: an end lost there hides the start offset from the next owner of a partition."""
 
@@ -209,8 +215,8 @@ class Admin:
             self.request("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
             # The next request may go to another broker, which does not have them in its metadata yet.
             self._counts |= {name: spec.partitions for name, spec in missing.items() if name not in existing}
-        if existing:
-            self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
+        if wrong := self._differences({name: spec for name, spec in specs.items() if name in existing}, existing):
+            raise LogError(f"{wrong[0]}: use another run id, alter the topic or delete it")
         return [
             f"topic {name} has {topic.replicas} cop{'y' if topic.replicas == 1 else 'ies'}, expected {replicas}: "
             "a lost broker could take it along; kafka-reassign-partitions.sh adds copies"
@@ -233,17 +239,33 @@ class Admin:
             raise LogError(str(error)) from None
         return replicas, {} if brokers == 1 else {"min.insync.replicas": str(in_sync)}
 
-    def _compare(self, specs: Mapping[str, TopicSpec], existing: Mapping[str, Described]) -> None:
-        for name, spec in specs.items():
-            if (count := existing[name].partitions) != spec.partitions:
-                raise LogError(f"topic {name} has {count} partitions, expected {spec.partitions}: use another run id or delete it")
+    def problems_of(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
+        """One line for each topic that is missing, or that would lose or refuse records; creates and changes nothing."""
+        replicas, durable = self._replication(copies)
+        expected = {name: replace(spec, configs={**spec.configs, **durable}) for name, spec in specs.items()}
+        existing = self.describe(list(specs))
+        lines = self._differences({name: spec for name, spec in expected.items() if name in existing}, existing)
+        for name, spec in expected.items():
+            if name not in existing:
+                settings_text = " ".join(f"{key}={value}" for key, value in spec.configs.items())
+                lines.append(f"topic {name} is missing: create it with {_counted(spec.partitions)}, {replicas} replicas, {settings_text}")
+        return lines
+
+    def _differences(self, specs: Mapping[str, TopicSpec], existing: Mapping[str, Described]) -> list[str]:
+        """One line for each existing topic whose partitions or settings are not as specified."""
+        if not specs:
+            return []
         resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
         configs = self.request("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))
+        lines = []
         for name, spec in specs.items():
-            for key, value in spec.configs.items():
-                actual = configs["topic"][name].get(key, {}).get("value")
-                if actual != value:
-                    raise LogError(f"topic {name} has {key}={actual}, expected {value}: use another run id or alter the topic")
+            actual = {key: value.get("value") for key, value in configs["topic"][name].items()}
+            wrong = [text for key, value in spec.configs.items() if (text := _difference(key, actual.get(key), value))]
+            if (count := existing[name].partitions) != spec.partitions:
+                wrong.insert(0, f"{_counted(count)}, expected {spec.partitions}")
+            if wrong:
+                lines.append(f"topic {name} has {'; '.join(wrong)}")
+        return lines
 
     def delete_topics(self, names: Iterable[str]) -> None:
         """Delete topics with all their records and wait until they are deleted; missing ones are no error."""
@@ -379,6 +401,19 @@ class Admin:
     def _end(self, client: Any) -> None:
         self.cpu.unwatch(private_api.io_thread(client))
         client.close()
+
+
+def _difference(key: str, actual: str | None, expected: str) -> str | None:
+    """A text about a topic's setting that does not fit; None for one that does."""
+    if key in _LEAST:
+        return None if actual and int(actual) >= int(expected) else f"{key}={actual}, expected at least {expected}"
+    if (key, actual) in _HARMLESS or key in _DISK or set((actual or "").split(",")) == set(expected.split(",")):
+        return None
+    return f"{key}={actual}, expected {expected}"
+
+
+def _counted(partitions: int) -> str:
+    return f"{partitions} partition{'' if partitions == 1 else 's'}"
 
 
 def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:

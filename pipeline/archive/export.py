@@ -12,11 +12,12 @@ from penstock.infra.errors import ConfigError, RunNotFound
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Partition, Tail
+from penstock.pipeline.archive.backup import add_files
 from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.inspect.report.summary import Progress
-from penstock.pipeline.runtime.registration.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.errors import Unusable
@@ -55,14 +56,20 @@ class Exported:
 
 
 def follow(
-    log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, notify: Callable[[str], None] = lambda _: None
+    log: KafkaLog,
+    run: str,
+    directory: Path,
+    *,
+    topics: Collection[str] | None = None,
+    backup: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Exported]:
     """Export repeatedly until the run is closed and nothing is new; yields each round's result. Raises as `export`."""
     start, closed = time.monotonic(), False
     tail = log.tail({(f"{run}.ledger", 0): "earliest"})
     try:
         while True:
-            done = export(log, run, directory, topics=topics, notify=notify)
+            done = export(log, run, directory, topics=topics, backup=backup, notify=notify)
             yield done
             if closed and not done.rows:
                 return
@@ -90,19 +97,31 @@ def _closes(record: Record, run: str) -> bool:
 
 
 def export(
-    log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, notify: Callable[[str], None] = lambda _: None
+    log: KafkaLog,
+    run: str,
+    directory: Path,
+    *,
+    topics: Collection[str] | None = None,
+    backup: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Export new records of all topics, or of `topics`, to DIR/RUN. Raises `ValueError`, `LogError`."""
+    """Export new records of all topics, or of `topics`, to DIR/RUN; with `backup`, also what a resume elsewhere needs.
+
+    Raises `ValueError`, `LogError`.
+    """
     selected = _selected(topics)
     archive = Archive(directory, run)
     start = time.monotonic()
     with archive.locked():
-        record = find(log, run)
+        registered = registration(log, run)
+        record = registered.record
         if record is None:
             raise RunNotFound(run)
         note = archive.note() or _new_note(log, archive, record.created_ns)
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
+        if backup:
+            add_files(archive, registered)
         ends = {topic: _offsets(log.end_offsets, archive, topic, count) for topic, count in note.partitions.items() if topic in selected}
         work = Work(archive, BulkReader(log.connection, log.read_dead_letters), Exported(run=run, directory=str(archive.path)), notify)
         with work:

@@ -97,22 +97,32 @@ def export_topics(
         list[str] | None, typer.Option("--topics", metavar="TOPIC", help="Export only this topic; repeatable, or separated by commas.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Export new records until the run is closed or Ctrl-C.")] = False,
+    backup: Annotated[bool, typer.Option("--backup", help="Also copy the model and the newest checkpoint.")] = False,
+    store: Annotated[str | None, typer.Option(metavar="URI", help="Copy DIR/RUN to URI/RUN, for example s3://BUCKET/FOLDER.")] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
     """Export a run's topics as Parquet, restorable byte for byte; a second export adds the new records."""
     from penstock.pipeline.archive import export
+    from penstock.pipeline.archive.backup import upload
+    from penstock.pipeline.archive.files import Archive
 
     names = [name.strip() for option in topics or () for name in option.split(",") if name.strip()]
     with on_broker(run, bootstrap, security) as (log, run_id):
+        archive = Archive(directory, run_id)
         if not follow:
-            _print_export(export.export(log, run_id, directory, topics=names, notify=notify), json=json)
+            done = export.export(log, run_id, directory, topics=names, backup=backup, notify=notify)
+            if store is not None:
+                upload(archive, store)
+            _print_export(done, json=json)
             return
         total = export.Exported(run=run_id, directory=str(directory / run_id))
         try:
-            for done in export.follow(log, run_id, directory, topics=names, notify=notify):
+            for done in export.follow(log, run_id, directory, topics=names, backup=backup, notify=notify):
                 total.add(done)
+                if store is not None:
+                    upload(archive, store)
                 if done.rows:
                     notify(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
         finally:  # also on Ctrl-C: the part exported so far is readable
@@ -134,6 +144,7 @@ def import_topics(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `topics export`, or a run's folder in it.")],
     *,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="NEW", help="Import under another id.")] = None,
+    store: Annotated[str | None, typer.Option(metavar="URI", help="Copy URI, the folder RUN in a store, to DIR/RUN first.")] = None,
     trust_code: Annotated[
         bool, typer.Option("--trust-code", help="Sign it with a new key of this machine: its workers then run the code that the run names.")
     ] = False,
@@ -142,13 +153,15 @@ def import_topics(
     json: Json = False,
 ) -> None:
     """Import an exported run: the same records at new offsets."""
+    from penstock.pipeline.archive.backup import MODEL, download, restore_checkpoints
     from penstock.pipeline.archive.files import find_archive
     from penstock.pipeline.archive.import_run import import_run
     from penstock.pipeline.runtime.registration.trust import adopt_run
 
-    archive = find_archive(directory)
+    archive = find_archive(directory if store is None else download(store, directory).path)
     with at(bootstrap, security, start=True) as log:
         done = import_run(log, archive, becomes=run_id, notify=notify)
+        restore_checkpoints(archive, done.run)
         if trust_code:
             adopt_run(log, done.run)
     if json:
@@ -156,6 +169,8 @@ def import_topics(
     else:
         rows = ", ".join(f"{count:,} {name}" for name, count in done.records.items() if count)
         print(f"run {done.run}: {rows} in {done.seconds:.1f} s; inspect it: penstock report {done.run}")
+    if (model := archive.path / MODEL).is_dir():
+        notify(f"resume it: penstock topics adopt {done.run}, then penstock run --resume {done.run} --set model.path={model}")
 
 
 @app.command(short_help="Show a run of another origin, and sign it.")

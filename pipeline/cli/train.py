@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -155,6 +155,9 @@ def create(
     if_absent: Annotated[
         bool, typer.Option("--if-absent", help="Succeed if the run exists already with this configuration, data and code.")
     ] = False,
+    topics: Annotated[
+        Literal["create", "existing"], typer.Option(help="`existing`: create none, and print what is wrong with the run's existing topics.")
+    ] = "create",
     wait_broker: Annotated[
         float, typer.Option("--wait-broker", min=0, metavar="SECONDS", help="Wait so long for a broker that does not respond yet.")
     ] = 0.0,
@@ -167,16 +170,18 @@ def create(
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.check.changes import require_same
     from penstock.pipeline.launch.create import create as register
-    from penstock.pipeline.launch.create import usable
+    from penstock.pipeline.launch.create import require_topics, usable
     from penstock.pipeline.runtime.registration.run_registry import find
 
-    if if_absent and not run_id:
-        raise ConfigError("--if-absent needs --run-id RUN: an id that is made up is always new")
+    if (if_absent or topics == "existing") and not run_id:
+        raise ConfigError(f"--{'if-absent' if if_absent else 'topics existing'} needs --run-id RUN: an id that is made up is always new")
     loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
     with connected(loaded.kafka.bootstrap, loaded.kafka.security, wait_s=wait_broker) as log:
         if (record := find(log, usable(run_id)) if if_absent and run_id else None) is not None:
             require_same(record, loaded, notify=notify)
         else:
+            if topics == "existing" and run_id:
+                require_topics(loaded, usable(run_id), log, notify=notify)
             checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, notify=notify)
             record = register(loaded, log=log, run_id=run_id, checked=checked.info, notify=notify)
     if json:

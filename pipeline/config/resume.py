@@ -46,6 +46,8 @@ CHANGEABLE = (
     "kafka.keep_steps",
     "kafka.session_s",
 )
+MOVED = ("model.path", "trainer.checkpoint_dir")
+"""Keys of folders that may be at another path where a run is resumed; workers compare tokenizer and weights with those of the log."""
 OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")
 """Keys with the starting point of a fork; `penstock fork` sets them."""
 OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "trainer.lora_rank", "trainer.lora_alpha")
@@ -53,14 +55,14 @@ OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "train
 
 
 def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
-    """The configuration of a resumed run with `--set` overrides. Raises `ConfigError` for other keys than `CHANGEABLE`."""
+    """The configuration of a resumed run with `--set` overrides. Raises `ConfigError` for other keys than `CHANGEABLE` and `MOVED`."""
     table = config.model_dump()
     for key in (text.partition("=")[0].strip() for text in overrides):
         section, _, name = key.partition(".")
-        if key not in CHANGEABLE and name.partition(".")[0] in table.get(section, ()):
+        if key not in (*CHANGEABLE, *MOVED) and name.partition(".")[0] in table.get(section, ()):
             raise ConfigError(
                 f"--set {key}: {run} keeps the value that it was created with; {_way(overrides, run=run)}; a resumed run may change "
-                f"{', '.join(CHANGEABLE)}"
+                f"{', '.join(CHANGEABLE)}; {' and '.join(MOVED)} if the folder is at another path"
             )
     new = override(config, overrides)
     if new.partitions != config.partitions:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.infra.errors import PenstockError
+from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.agents.environments.sources import check_source
 from penstock.pipeline.config.hub import pinned
@@ -32,7 +33,7 @@ from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, check_run_id, topics_of
 from penstock.topics.runs import RunRecord
 
 LENGTHS = (3, 1, 2)
@@ -63,16 +64,29 @@ def create(
         notify(f"warning: {warning}")
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    specs = topics_of(
-        run, partitions=config.partitions, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
-        sample_segment_bytes=config.sample_segment_bytes, turns=config.turns_by_log,
-    )  # fmt: skip
-    log.create_topics(specs, copies=config.kafka.copies)
+    log.create_topics(specs_of(config, run), copies=config.kafka.copies)
     make_key(run)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)
     return record
+
+
+def specs_of(config: Config, run: str) -> dict[str, TopicSpec]:
+    """The topics of a run with this configuration by Kafka name, without that of all runs."""
+    return topics_of(
+        run, partitions=config.partitions, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
+        sample_segment_bytes=config.sample_segment_bytes, turns=config.turns_by_log,
+    )  # fmt: skip
+
+
+def require_topics(config: Config, run: str, log: KafkaLog, *, notify: Callable[[str], None]) -> None:
+    """Raise `ConfigError` unless all topics exist as the run needs them; `notify` gets a line for each other one."""
+    problems = log.problems_of({RUNS_TOPIC: RUNS_SPEC, **specs_of(config, run)}, copies=config.kafka.copies)
+    for problem in problems:
+        notify(problem)
+    if problems:
+        raise ConfigError(f"--topics existing: {len(problems)} topics of {run} are missing or differ; see the lines above")
 
 
 def new_id(config: Config) -> str:

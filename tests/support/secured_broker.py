@@ -1,4 +1,4 @@
-"""A broker whose second listener asks for SCRAM over TLS and whose third for OAUTHBEARER tokens; the plain one is its administrator's."""
+"""A broker with listeners for SCRAM over TLS, OAUTHBEARER tokens and client certificates; the plain one is its administrator's."""
 
 import base64
 import json
@@ -27,6 +27,8 @@ from penstock.pipeline.runtime.roles import AclRule
 from tests.support.bare_clients import python_client
 
 MECHANISM = "SCRAM-SHA-512"
+REAUTH_MS = 3000
+"""A connection with a token ends after this time unless its client authenticates again."""
 _TYPES = {"topic": ResourceType.TOPIC, "group": ResourceType.GROUP, "transactional-id": ResourceType.TRANSACTIONAL_ID}
 
 
@@ -37,7 +39,7 @@ class SecuredBroker:
         self.home, self.certificate = home, home / "cert.pem"
         self._make_certificate(host)
         stock = settings.server_properties
-        self.secure, self.oauth = (f"{host}:{port}" for port in _free_ports(2))
+        self.secure, self.oauth, self.mutual = (f"{host}:{port}" for port in _free_ports(3))
         settings.server_properties = lambda **given: self._secured(stock(**given))
         try:
             self.plain = embedded.start(home=home).bootstrap
@@ -76,6 +78,16 @@ class SecuredBroker:
             "ssl_cafile": str(self.certificate),
         }
 
+    def certify(self, user: str) -> Mapping[str, Any]:
+        """What a user with a new certificate of the broker's authority connects with."""
+        key, certificate = self.home / f"{user}.key", self.home / f"{user}.crt"
+        made = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={user}", "-keyout", str(key)]
+        request = subprocess.run(made, check=True, capture_output=True).stdout
+        signed = ["openssl", "x509", "-req", "-days", "2", "-CA", str(self.certificate), "-CAkey", str(self.home / "key.pem")]
+        subprocess.run([*signed, "-CAcreateserial", "-out", str(certificate)], input=request, check=True, capture_output=True)
+        files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+        return {"security_protocol": "SSL", "ssl_cafile": str(self.certificate), **files}
+
     def close(self) -> None:
         """Stop it."""
         embedded.stop(self.home)
@@ -90,16 +102,22 @@ class SecuredBroker:
 
     def _secured(self, text: str) -> str:
         lines = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-        more = f"SECURE://{self.secure},OAUTH://{self.oauth}"
+        more = f"SECURE://{self.secure},OAUTH://{self.oauth},MUTUAL://{self.mutual}"
         lines["listeners"] += f",{more}"
         lines["advertised.listeners"] += f",{more}"
-        lines["listener.security.protocol.map"] += ",SECURE:SASL_SSL,OAUTH:SASL_PLAINTEXT"
+        lines["listener.security.protocol.map"] += ",SECURE:SASL_SSL,OAUTH:SASL_PLAINTEXT,MUTUAL:SSL"
         module = "org.apache.kafka.common.security"
         lines |= {
             "listener.name.secure.sasl.enabled.mechanisms": MECHANISM,
             "listener.name.secure.scram-sha-512.sasl.jaas.config": f"{module}.scram.ScramLoginModule required;",
             "listener.name.secure.ssl.keystore.type": "PEM",
             "listener.name.secure.ssl.keystore.location": str(self.home / "both.pem"),
+            "listener.name.mutual.ssl.keystore.type": "PEM",
+            "listener.name.mutual.ssl.keystore.location": str(self.home / "both.pem"),
+            "listener.name.mutual.ssl.truststore.type": "PEM",
+            "listener.name.mutual.ssl.truststore.location": str(self.certificate),
+            "listener.name.mutual.ssl.client.auth": "required",
+            "listener.name.oauth.oauthbearer.connections.max.reauth.ms": str(REAUTH_MS),
             "listener.name.oauth.sasl.enabled.mechanisms": "OAUTHBEARER",
             "listener.name.oauth.oauthbearer.sasl.jaas.config": (
                 f'{module}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'

@@ -15,8 +15,8 @@ from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection, Tokens, expires_s, librdkafka
 from penstock.pipeline.runtime.roles import AclRule
-from tests.support.log_helpers import make_topics, values_in, write
-from tests.support.secured_broker import SecuredBroker, unsecured_token
+from tests.support.log_helpers import make_topics, outgoing, values_in, write
+from tests.support.secured_broker import REAUTH_MS, SecuredBroker, unsecured_token
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,54 @@ def test_who_has_a_password_or_a_token_is_let_in_by_both_clients_and_others_get_
     assert goes_both_ways(secured.oauth, {**oauth, "sasl_oauth_token_file": str(token)}, topic)
     command = shlex.join([sys.executable, str(program)])
     assert goes_both_ways(secured.oauth, {**oauth, "sasl_oauth_token_command": command}, topic)
+
+
+def test_a_worker_whose_token_expires_continues_with_a_new_one_on_every_client(secured: SecuredBroker, tmp_path: Path) -> None:
+    plain = KafkaLog(secured.plain)
+    (topic,) = make_topics(plain, "renewed", "a", partitions=1)
+    plain.close()
+    rights = [("topic", topic, "READ"), ("topic", topic, "WRITE"), ("transactional-id", "renewed", "WRITE")]
+    secured.allow("dora", [AclRule(resource, name, "literal", operation) for resource, name, operation in rights])
+    issued, program = tmp_path / "issued", tmp_path / "token.py"
+    program.write_text(f"print('x', file=open({str(issued)!r}, 'a'))\nprint(open({str(tmp_path / 'token')!r}).read())\n")
+    (tmp_path / "token").write_text(unsecured_token("dora"))
+    command = {"sasl_oauth_token_command": shlex.join([sys.executable, str(program)])}
+    log = KafkaLog(secured.oauth, security={"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER", **command})
+    producer, transactions, tail = log.producer(), log.transactions("renewed"), log.tail({(topic, 0): "earliest"})
+    sent, received = list[bytes](), list[bytes]()
+    end = time.monotonic() + 3 * REAUTH_MS / 1000
+    while time.monotonic() < end:
+        for write_one in (lambda record: producer.send(record).offset(30.0), lambda record: transactions.commit([record])):
+            sent.append(f"{len(sent)}".encode())
+            write_one(outgoing(topic, sent[-1]))
+        received += [bytes(record.value) for record in tail.poll(0.2)]
+    received += [bytes(record.value) for record in tail.read_to_end()]
+    assert received == sent
+    assert log.partitions(topic) == 1
+    for client in (producer, transactions, tail, log):
+        client.close()
+
+
+def test_a_certificate_lets_in_both_clients_and_a_new_one_is_read_by_the_next_connection(secured: SecuredBroker) -> None:
+    plain = KafkaLog(secured.plain)
+    (topic,) = make_topics(plain, "mutual", "a", partitions=1)
+    plain.close()
+    secured.allow("CN=eve", [AclRule("topic", topic, "literal", operation) for operation in ("READ", "WRITE")])
+    secured.allow("CN=eve", [AclRule("group", "penstock-bulk", "literal", "DESCRIBE")])
+    with pytest.raises(LogUnreachable, match=f"cannot reach a Kafka broker at {secured.mutual}"):
+        KafkaLog(secured.mutual, security={"security_protocol": "SSL", "ssl_cafile": str(secured.certificate)}, unreachable_after_s=3.0)
+    eve, mallory = secured.certify("eve"), secured.certify("mallory")
+    assert goes_both_ways(secured.mutual, eve, topic)
+    log = KafkaLog(secured.mutual, security=eve)
+    assert log.describe([topic])[topic].partitions == 1
+    files = [(Path(eve[name]), Path(mallory[name])) for name in ("ssl_certfile", "ssl_keyfile")]
+    for ours, theirs in files:
+        ours.write_bytes(theirs.read_bytes())
+    assert log.describe([topic])[topic].partitions == 1  # its connection is up
+    assert log._client is not None
+    log._client._manager.close()  # the connections, as a broker's restart does; the client opens others
+    assert log.describe([topic]) == {}  # a topic that mallory may not see
+    log.close()
 
 
 def test_a_token_that_cannot_be_had_is_one_line_that_does_not_hold_it(tmp_path: Path) -> None:

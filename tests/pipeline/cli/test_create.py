@@ -1,24 +1,71 @@
-"""`penstock create --if-absent`: what a job that is started again may call again."""
+"""`penstock create` where a run exists already, and where its topics were made by somebody else."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import OK, USAGE
+from penstock.pipeline.config.load import load
+from penstock.pipeline.launch.create import specs_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC
 from tests.support.light_model import light_model
+
+
+def config_file(broker: str, folder: Path) -> Path:
+    """A configuration with eight rows."""
+    rows, file = folder / "rows.jsonl", folder / "run.toml"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8)))
+    file.write_text(
+        f'[run]\nsteps = 2\n[model]\npath = "{light_model(folder / "model", context=2048)}"\n[data]\nsource = "rows.jsonl"\n'
+        f'[reward]\nfunctions = ["exact_match"]\n[rollout]\nengine = "toy"\n[kafka]\nbootstrap = "{broker}"\n'
+    )
+    return file
+
+
+def test_each_topic_that_others_made_wrong_is_one_line_and_none_is_created(
+    broker: str, log: KafkaLog, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["create", str(config_file(broker, tmp_path)), "--run-id", run_id, "--topics", "existing"]
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    assert cli.main(command) == USAGE
+    *lines, last = capsys.readouterr().err.splitlines()
+    specs = specs_of(load(tmp_path / "run.toml"), run_id)
+    assert last == f"penstock: --topics existing: {len(specs)} topics of {run_id} are missing or differ; see the lines above"
+    settings = "cleanup.policy=delete retention.ms=-1 retention.bytes=-1 max.message.bytes=16842752 compression.type=uncompressed"
+    assert lines[1] == f"topic {run_id}.prompts is missing: create it with 8 partitions, 1 replicas, {settings}"
+    assert log.topics(f"{run_id}.") == []
+
+    wrong = {
+        f"{run_id}.groups": {"partitions": 2, "retention.ms": "60000", "max.message.bytes": "1048588"},
+        f"{run_id}.ledger": {"cleanup.policy": "compact"},
+        f"{run_id}.weights": {"segment.bytes": str(1 << 30), "max.message.bytes": str(18 << 20)},
+    }
+    for name, spec in specs.items():
+        settings_of = dict(wrong.get(name, {}))
+        log.create_topics(
+            {name: replace(spec, partitions=int(settings_of.pop("partitions", spec.partitions)), configs={**spec.configs, **settings_of})}
+        )
+    assert cli.main(command) == USAGE
+    assert capsys.readouterr().err.splitlines() == [
+        f"topic {run_id}.groups has 2 partitions, expected 8; retention.ms=60000, expected -1; "
+        "max.message.bytes=1048588, expected at least 16842752",
+        f"topic {run_id}.ledger has cleanup.policy=compact, expected delete",
+        f"penstock: --topics existing: 2 topics of {run_id} are missing or differ; see the lines above",
+    ]
+    log.delete_topics([f"{run_id}.groups", f"{run_id}.ledger"])
+    log.create_topics({name: specs[name] for name in (f"{run_id}.groups", f"{run_id}.ledger")})
+    assert cli.main(command) == OK
 
 
 def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_its_keys(
     broker: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.toml"
-    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8)))
-    file.write_text(
-        f'[run]\nsteps = 2\n[model]\npath = "{light_model(tmp_path / "model", context=2048)}"\n[data]\nsource = "rows.jsonl"\n'
-        f'[reward]\nfunctions = ["exact_match"]\n[rollout]\nengine = "toy"\n[kafka]\nbootstrap = "{broker}"\n'
-    )
+    file = config_file(broker, tmp_path)
+    rows = tmp_path / "rows.jsonl"
 
     def create(*options: str) -> tuple[int, str]:
         status = cli.main(["create", str(file), *options])

@@ -36,8 +36,7 @@ def test_any_other_key_is_refused_in_one_line_that_names_the_command_to_change_i
 @pytest.mark.parametrize(
     ("text", "way"),
     [
-        ("model.path=other", "so does a fork, which sets model.path itself: create another run with `penstock run CONFIG`"),
-        ("data.first_group=4", "so does a fork, which sets data.first_group itself"),
+        ("data.first_group=4", "so does a fork, which sets data.first_group itself: create another run with `penstock run CONFIG`"),
         ("trainer.initial_steps=4", "so does a fork, which sets trainer.initial_steps itself"),
         ("run.epochs=2", "a fork has a number of steps instead: penstock fork demo --set run.steps=N --start"),
         ("trainer.dtype=bfloat16", "penstock fork demo --from-step 0 --set trainer.threads=2 --set trainer.dtype=bfloat16 --start"),

@@ -1,0 +1,120 @@
+"""A backup of a run: its model and newest checkpoint next to its exported records, and a copy of that folder in an object store."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+from pyarrow import fs
+
+from penstock.infra.checkpoints import sync_directory
+from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.paths import new_directory, run_directory
+from penstock.pipeline.archive.files import NOTE, UNFINISHED, Archive, write_atomically
+from penstock.pipeline.config.hub import is_hub_name
+from penstock.pipeline.config.load import from_json
+from penstock.pipeline.runtime.factories import open_store
+from penstock.pipeline.runtime.registration.run_registry import Registration
+
+CHECKPOINTS, MODEL = "checkpoints", "model"
+
+
+def add_files(archive: Archive, registered: Registration) -> None:
+    """Copy the run's newest checkpoint, and its model unless that is on the hub or in the archive.
+
+    Call it before the records are exported: the ledger records a checkpoint before the checkpoint gets its name. Raises `ConfigError`.
+    """
+    if registered.record is None or not registered.signed:
+        raise ConfigError(
+            f"--backup copies folders that the record of {archive.run} names, and no key on this machine has signed it: "
+            f"run it on the machine that made the run, or sign it: penstock topics adopt {archive.run}"
+        )
+    config, directory = from_json(registered.record.config), archive.path / CHECKPOINTS
+    if not is_hub_name(config.model.path):
+        _copy(config.model_directory, archive.path / MODEL)
+    store = open_store(config, archive.run, to_read=True)
+    for source in () if store is None else map(store.path, store.steps()):
+        try:
+            _copy(source, directory / source.name)
+        except OSError:
+            if source.exists():
+                raise
+            continue  # the trainer has deleted it meanwhile
+        for other in directory.iterdir():
+            if other.name != source.name:
+                shutil.rmtree(other)
+        return
+
+
+def restore_checkpoints(archive: Archive, run: str) -> None:
+    """Copy the archived checkpoints to the run's folder on this machine; those of another run id cannot be used."""
+    for source in (archive.path / CHECKPOINTS).glob("step-*") if run == archive.run else ():
+        _copy(source, run_directory(run) / CHECKPOINTS / source.name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder that is complete or absent; one that exists is left."""
+    if not target.exists():
+        with new_directory(target, holds=target.name) as new:
+            shutil.copytree(source, new, dirs_exist_ok=True)
+            sync_directory(new)
+
+
+def upload(archive: Archive, uri: str) -> None:
+    """Copy new files of the archive to URI/RUN, its note last, and delete those that the archive no longer has. Raises `PenstockError`."""
+    with _reported(uri):
+        store, base = _opened(uri, archive.run)
+        stored, files = _sizes(store, base), _sizes(fs.LocalFileSystem(), str(archive.path))
+        for name in sorted(files, key=lambda name: (name == NOTE, name)):
+            if name == NOTE or stored.get(name) != files[name]:
+                _transfer(fs.LocalFileSystem(), f"{archive.path}/{name}", store, f"{base}/{name}")
+        for name in stored.keys() - files.keys():
+            store.delete_file(f"{base}/{name}")
+
+
+def download(uri: str, directory: Path) -> Archive:
+    """Copy an archive from URI, which ends in its run's id, to DIR/RUN, without files that are there. Raises `PenstockError`."""
+    with _reported(uri):
+        store, base = _opened(uri)
+        archive = Archive(directory.absolute(), PurePosixPath(base).name)
+        with store.open_input_stream(f"{base}/{NOTE}") as opened:  # first, and written last: its files were uploaded before it
+            note = opened.read()
+        files, present = _sizes(store, base), _sizes(fs.LocalFileSystem(), str(archive.path))
+        for name, size in files.items():
+            if ".." in PurePosixPath(name).parts:
+                raise PenstockError(f"{uri} has a file {name!r}; an archive has none of that name")
+            if name != NOTE and present.get(name) != size:
+                _transfer(store, f"{base}/{name}", fs.LocalFileSystem(), f"{archive.path}/{name}")
+        archive.path.mkdir(parents=True, exist_ok=True)
+        (archive.path / (NOTE + UNFINISHED)).unlink(missing_ok=True)
+        write_atomically(archive.path / NOTE, note)
+    return archive
+
+
+def _opened(uri: str, *below: str) -> tuple[fs.FileSystem, str]:
+    """The file system of a URI and the path in it; options follow a `?`."""
+    folder, mark, options = uri.partition("?")
+    store, path = fs.FileSystem.from_uri("/".join([folder.rstrip("/"), *below]) + mark + options)
+    return store, path
+
+
+def _sizes(store: fs.FileSystem, base: str) -> dict[str, int]:
+    """Name below `base` -> bytes of each file, without hidden and unfinished ones."""
+    found = store.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
+    names = {info.path.removeprefix(base).lstrip("/"): info.size for info in found if info.is_file}
+    return {name: size for name, size in names.items() if not name.endswith(UNFINISHED) and f"/{name}".find("/.") < 0}
+
+
+def _transfer(source: fs.FileSystem, path: str, target: fs.FileSystem, to: str) -> None:
+    target.create_dir(to.rpartition("/")[0], recursive=True)
+    fs.copy_files(path, to, source_filesystem=source, destination_filesystem=target)
+
+
+@contextmanager
+def _reported(uri: str) -> Iterator[None]:
+    """Turn an error of the store into one line."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise PenstockError(f"--store {uri.rpartition('@')[2]}: {' '.join(str(error).split())[:300]}") from error

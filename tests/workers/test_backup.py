@@ -1,0 +1,224 @@
+"""A run leaves its machine: by a backup, made during an open transaction and restored from a store, or by a shared store alone."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
+from penstock.infra.paths import run_directory
+from penstock.pipeline.archive import backup
+from penstock.pipeline.archive.archived_log import ArchivedLog, ArchivedSource
+from penstock.pipeline.archive.backup import MODEL, download, restore_checkpoints, upload
+from penstock.pipeline.archive.delete import delete, plan_deletion
+from penstock.pipeline.archive.export import export
+from penstock.pipeline.archive.files import Archive, find_archive
+from penstock.pipeline.archive.import_run import import_run
+from penstock.pipeline.config.load import from_json, to_json
+from penstock.pipeline.config.resume import changed
+from penstock.pipeline.inspect.audit.report import as_text, audit
+from penstock.pipeline.inspect.run_view import load
+from penstock.pipeline.runtime.registration.run_registry import registration, write
+from penstock.pipeline.runtime.registration.trust import adopt_run
+from tests.support.bare_clients import python_client
+from tests.support.children import end_in_time
+from tests.support.launched import pids, toml_of
+from tests.support.log_helpers import open_transaction, outgoing
+from tests.support.own_broker import OwnBroker
+from tests.support.worker_set import WorkerSet, audited, complete, config_of, records_of
+
+TOY = {"run": {"steps": 8, "seed": 7}, "rollout": {"workers": 1, "engine": "toy"}, "trainer": {"checkpoint_every": 2}}
+LIMIT_S = 400.0
+SLOW_UNTIL_TOLD = """
+from pathlib import Path
+
+def share(prompts, completions, **columns):
+    if not Path(__file__).with_name("quick").exists():
+        time.sleep(0.3)
+    return [sum(c.isdigit() for c in text) / 8 for text in completions]
+"""
+"""A reward that takes long until a file is there: a backup is made before the run is over."""
+
+
+def test_a_run_restored_from_a_backup_under_load_and_an_open_transaction_ends_in_the_weights_of_an_undisturbed_one(
+    broker: str, log: KafkaLog, run_id: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    model, directory, uri = tmp_path / "model", tmp_path / "archive", (tmp_path / "store").as_uri()
+    shutil.copytree(tiny_model, model)
+    config = config_of(model, tmp_path, **TOY)
+    (tmp_path / "digits.py").write_text(SLOW_UNTIL_TOLD)
+    (tmp_path / "quick").touch()
+    plain = complete(MemoryLog(), f"{run_id}-plain", config)
+    (tmp_path / "quick").unlink()
+    archive = Archive(directory, run_id)
+    with WorkerSet(broker, run_id) as live:
+        live.create(config)
+        live.start_all(config)
+        live.wait(lambda: live.report()["steps"] >= 3, limit_s=60)
+        groups = f"{run_id}.groups"
+        opened = open_transaction(log, [outgoing(groups, b"never committed", partition=1)])
+        export(log, run_id, directory, backup=True)
+        upload(archive, uri)
+        note = archive.note()
+        assert note is not None
+        assert note.ends["groups"][1] == log.end_offsets([(groups, 1)])[groups, 1]
+        assert note.ends["groups"][1] < log.end_offsets([(groups, 1)], committed=False)[groups, 1]
+        opened.abort()
+        live.wait(lambda: live.report()["steps"] >= 5, limit_s=60)
+        export(log, run_id, directory, backup=True)  # adds records, and replaces the checkpoint
+        upload(archive, uri)
+    (tmp_path / "quick").touch()
+    delete(log, plan_deletion(log, run_id))
+    shutil.rmtree(model)
+    shutil.rmtree(directory)
+
+    restored = download(f"{uri}/{run_id}", tmp_path / "elsewhere")
+    assert download(f"{uri}/{run_id}", tmp_path / "elsewhere").note() == restored.note()
+    archived = audit(ArchivedSource(ArchivedLog(find_archive(restored.path))))
+    assert archived.clean, as_text(archived)
+    import_run(log, restored)
+    restore_checkpoints(restored, run_id)
+    adopt_run(log, run_id)
+    record = registration(log, run_id).record
+    assert record is not None
+    moved = changed(from_json(record.config), [f"model.path={restored.path / MODEL}"], run=run_id)
+    write(log, replace(record, config=to_json(moved)))
+    with WorkerSet(broker, run_id) as resumed:
+        resumed.start_all(moved)
+        try:
+            resumed.wait(limit_s=60)
+        except AssertionError:
+            names = [(t, p) for t in log.topics(f"{run_id}.") for p in range(log.partitions(t) or 0)]
+            a, b = log.end_offsets(names), log.end_offsets(names, committed=False)
+            print("OPEN", {n: (a[n], b[n]) for n in names if a[n] != b[n]})
+            print("HANGING", [str(h) for h in log.hanging(log.topics(f"{run_id}."))])
+            print("THREADS", {n: t.is_alive() for n, t in resumed.threads.items()})
+            print("REPORT", {k: v for k, v in resumed.report().items() if k in ("status", "steps", "groups")})
+            print("LEDGER", [(r.offset, r.headers[-3:]) for r in records_of(log, f"{run_id}.ledger")][-4:])
+            raise
+        assert load(log, run_id).workers["trainer"].values["recovered_from_step"] in (4, 6)
+        report = resumed.report()
+    assert (report["weights"]["digest"], report["groups"], report["reward"]) == (
+        plain["weights"]["digest"],
+        plain["groups"],
+        plain["reward"],
+    )
+    judged = audited(broker, run_id)
+    assert judged.clean, as_text(judged)
+
+
+def test_folders_that_only_an_unsigned_record_names_are_not_copied(
+    broker: str, log: KafkaLog, run_id: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    with WorkerSet(broker, run_id) as created:
+        created.create(config_of(tiny_model, tmp_path, **TOY))
+    shutil.rmtree(run_directory(run_id))  # with the key, as on another machine
+    with pytest.raises(ConfigError, match=f"no key on this machine has signed it: .* penstock topics adopt {run_id}$"):
+        export(log, run_id, tmp_path / "archive", backup=True)
+    assert not (tmp_path / "archive" / run_id / MODEL).exists()
+    assert export(log, run_id, tmp_path / "archive").rows["run"] == 1
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"), [("file:///no/such/run", "No such file"), ("nowhere://bucket/run", "nowhere"), ("s3://", "separator")]
+)
+def test_a_store_that_cannot_be_read_is_one_line(tmp_path: Path, uri: str, reason: str) -> None:
+    with pytest.raises(PenstockError, match=f"^--store .*({reason})") as refused:
+        download(uri, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_hidden_and_unfinished_files_of_a_store_are_left_there(tmp_path: Path) -> None:
+    store = tmp_path / "store" / "mine"
+    (store / "a").mkdir(parents=True)
+    (store / "export.json").write_text("{}")
+    (store / "a" / ".hidden").write_text("hidden")
+    (store / "a" / "0.parquet.part").write_text("unfinished")
+    assert download(store.as_uri(), tmp_path / "here").path == tmp_path / "here" / "mine"
+    assert [path.name for path in (tmp_path / "here").rglob("*") if path.is_file()] == ["export.json"]
+
+
+def test_an_archive_goes_to_an_object_store_and_back_with_what_has_changed(run_id: str, tmp_path: Path) -> None:
+    if (s3 := os.environ.get("PENSTOCK_S3")) is None:
+        pytest.skip("PENSTOCK_S3 names no folder, as s3://BUCKET/F?region=us-east-1&endpoint_override=HOST:PORT&scheme=http")
+    archive = Archive(tmp_path / "here", run_id)
+    files = {"export.json": b"{}", "groups/partition=0/00000000000000000000.parquet": b"rows", "checkpoints/step-00000001/state": b"one"}
+    for name, data in files.items():
+        (archive.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (archive.path / name).write_bytes(data)
+    upload(archive, s3)
+    there = s3.replace("?", f"/{run_id}?")
+
+    def fetched(folder: str) -> dict[str, bytes]:
+        copy = download(there, tmp_path / folder).path
+        return {str(path.relative_to(copy)): path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+
+    assert fetched("first") == files
+    (archive.path / "checkpoints/step-00000001").rename(archive.path / "checkpoints/step-00000002")
+    upload(archive, s3)
+    assert fetched("second").keys() == {name.replace("0001", "0002") for name in files}
+
+
+def test_no_name_in_a_store_leads_out_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store" / "mine"
+    store.mkdir(parents=True)
+    (store / "export.json").write_text("{}")
+    (store.parent / "evil").write_text("x")
+    monkeypatch.setattr(backup, "_sizes", lambda *_: {"export.json": 2, "../evil": 1})  # an object store may have such a name
+    with pytest.raises(PenstockError, match=r"has a file '\.\./evil'"):
+        download(store.as_uri(), tmp_path / "here")
+    assert not (tmp_path / "here" / "evil").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_machine_is_lost_is_resumed_on_another_that_shares_only_broker_and_store(
+    new_home: Callable[[], Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    broker, first, second, store = OwnBroker(new_home()), new_home(), new_home(), tmp_path / "store"
+    shutil.copytree(tiny_model, store / "model")
+    bootstrap = broker.start()
+    config = config_of(
+        store / "model", tmp_path, **{**TOY, "run": {"steps": 40, "seed": 7}},
+        data={"source": "tiny:successor", "size": 64, "max_prompt_tokens": 32}, reward={"functions": ["exact_match"]},
+    )  # fmt: skip
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"checkpoint_dir": str(store / "checkpoints")})})
+    plain = complete(MemoryLog(), "plain", config.model_copy(update={"trainer": config.trainer.model_copy(update={"checkpoint_every": 0})}))
+    keys = ("security_protocol", "sasl_mechanism", "sasl_plain_username", "sasl_plain_password")
+    security = {name: value for name, value in python_client(bootstrap).items() if name in keys}
+
+    def command(home: Path, *words: str) -> "subprocess.Popen[str]":
+        environment = {**os.environ, "PENSTOCK_HOME": str(home), "HOME": str(home), "PENSTOCK_SECURITY": json.dumps(security)}
+        line = [sys.executable, "-m", "penstock", "run", *words, "--bootstrap", bootstrap, "--json"]
+        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    with WorkerSet(bootstrap, "moved") as watching:
+        launcher = command(first, str(toml_of(config, tmp_path)), "--run-id", "moved")
+        try:
+            watching.wait(lambda: bool(watching.log.partitions("moved.ledger")) and watching.report()["steps"] >= 5, limit_s=60)
+        finally:
+            machine = [launcher.pid, *pids(first, "moved").values()]
+            for pid in machine:
+                psutil.Process(pid).send_signal(signal.SIGKILL)
+            launcher.communicate()
+    assert end_in_time(*machine)
+    shutil.rmtree(first / "runs")
+    (store / "model").rename(store / "same-model")
+    resumed = command(second, "--resume", "moved", "--set", f"model.path={store / 'same-model'}", "--trust-code")
+    printed, lines = resumed.communicate(timeout=LIMIT_S)
+    assert resumed.returncode == 0, lines
+    assert json.loads(printed)["weights"]["digest"] == plain["weights"]["digest"]
+    log = (second / "runs" / "moved" / "logs" / "trainer.log").read_text()
+    assert re.search(r"checkpoint of step \d+ loaded in", log)
+    judged = audited(bootstrap, "moved")
+    assert judged.clean, as_text(judged)
