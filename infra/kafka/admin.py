@@ -31,10 +31,8 @@ PATIENCE_S = TRANSACTION_S + 5.0
 """An active transaction ends within `TRANSACTION_S`, and the last stable offset moves past it."""
 _LEAST = ("max.message.bytes", "min.insync.replicas")
 """Settings of which an existing topic may have a larger value."""
-_DISK = ("segment.bytes", "file.delete.delay.ms")
+_ANY = ("segment.bytes", "file.delete.delay.ms")
 """Settings of which an existing topic may have any value: they only determine how soon disk is freed, and some services fix them."""
-_HARMLESS = {("compression.type", "producer")}
-"""Values with which only records of other programs are stored in another way."""
 GROUP_OFFSETS = "__consumer_offsets"
 """Kafka's topic of group offsets: an end lost there hides the start offset from the next owner of a partition."""
 
@@ -241,30 +239,28 @@ class Admin:
 
     def problems_of(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
         """One line for each topic that is missing, or that would lose or refuse records; creates and changes nothing."""
-        replicas, durable = self._replication(copies)
+        (replicas, durable), existing = self._replication(copies), self.describe(list(specs))
         expected = {name: replace(spec, configs={**spec.configs, **durable}) for name, spec in specs.items()}
-        existing = self.describe(list(specs))
-        lines = self._differences({name: spec for name, spec in expected.items() if name in existing}, existing)
-        for name, spec in expected.items():
-            if name not in existing:
-                settings_text = " ".join(f"{key}={value}" for key, value in spec.configs.items())
-                lines.append(f"topic {name} is missing: create it with {_counted(spec.partitions)}, {replicas} replicas, {settings_text}")
-        return lines
+        return self._differences({name: spec for name, spec in expected.items() if name in existing}, existing) + [
+            f"topic {name} is missing: create it with {spec.partitions} partitions, {replicas} replicas, "
+            + " ".join(f"{key}={value}" for key, value in spec.configs.items())
+            for name, spec in expected.items()
+            if name not in existing
+        ]
 
     def _differences(self, specs: Mapping[str, TopicSpec], existing: Mapping[str, Described]) -> list[str]:
         """One line for each existing topic whose partitions or settings are not as specified."""
+        resources, lines = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs], list[str]()
         if not specs:
-            return []
-        resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
+            return lines
         configs = self.request("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))
-        lines = []
         for name, spec in specs.items():
-            actual = {key: value.get("value") for key, value in configs["topic"][name].items()}
-            wrong = [text for key, value in spec.configs.items() if (text := _difference(key, actual.get(key), value))]
-            if (count := existing[name].partitions) != spec.partitions:
-                wrong.insert(0, f"{_counted(count)}, expected {spec.partitions}")
-            if wrong:
-                lines.append(f"topic {name} has {'; '.join(wrong)}")
+            actual, count = {key: value.get("value") for key, value in configs["topic"][name].items()}, existing[name].partitions
+            wrong = [f"{count} partitions, expected {spec.partitions}"] * (count != spec.partitions)
+            for key, value in spec.configs.items():
+                if not _fits(key, actual.get(key), value):
+                    wrong.append(f"{key}={actual.get(key)}, expected {'at least ' if key in _LEAST else ''}{value}")
+            lines += [f"topic {name} has {'; '.join(wrong)}"] * bool(wrong)
         return lines
 
     def delete_topics(self, names: Iterable[str]) -> None:
@@ -403,17 +399,11 @@ class Admin:
         client.close()
 
 
-def _difference(key: str, actual: str | None, expected: str) -> str | None:
-    """A text about a topic's setting that does not fit; None for one that does."""
+def _fits(key: str, actual: str | None, expected: str) -> bool:
+    """True if a setting of an existing topic loses and refuses no record of ours."""
     if key in _LEAST:
-        return None if actual and int(actual) >= int(expected) else f"{key}={actual}, expected at least {expected}"
-    if (key, actual) in _HARMLESS or key in _DISK or set((actual or "").split(",")) == set(expected.split(",")):
-        return None
-    return f"{key}={actual}, expected {expected}"
-
-
-def _counted(partitions: int) -> str:
-    return f"{partitions} partition{'' if partitions == 1 else 's'}"
+        return int(actual or 0) >= int(expected)
+    return key in _ANY or (key, actual) == ("compression.type", "producer") or set((actual or "").split(",")) == set(expected.split(","))
 
 
 def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:

@@ -35,14 +35,9 @@ class KafkaLog(Admin):
     """A connection to one Kafka cluster. Raises `LogUnreachable` if no broker responds within `unreachable_after_s`."""
 
     def __init__(
-        self,
-        bootstrap: str,
-        *,
-        client_id: str = "penstock",
-        security: Mapping[str, Any] | None = None,
-        unreachable_after_s: float = 10.0,
-        give_up_s: float = GIVE_UP_S,
-    ) -> None:
+        self, bootstrap: str, *, client_id: str = "penstock", security: Mapping[str, Any] | None = None,
+        unreachable_after_s: float = 10.0, give_up_s: float = GIVE_UP_S,
+    ) -> None:  # fmt: skip
         connection = Connection(
             bootstrap=bootstrap, client_id=client_id, security=dict(security or {}), unreachable_after_s=unreachable_after_s
         )
@@ -85,32 +80,18 @@ class KafkaLog(Admin):
         return KafkaTail(self, starts, group=group, **options)
 
     def member(
-        self,
-        group: str,
-        topics: Sequence[str],
-        *,
-        max_records: int = 1000,
-        max_bytes: int = 64 << 20,
-        gathers: bool = True,
-        session_s: float = SESSION_S,
-        pools: Pools | None = None,
-    ) -> KafkaMember:
+        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, gathers: bool = True,
+        session_s: float = SESSION_S, pools: Pools | None = None,
+    ) -> KafkaMember:  # fmt: skip
         """Return a member of a consumer group; equal partition numbers of topics with equal counts go to one member.
 
         With `gathers` it waits some milliseconds for more after a poll with few records: cheaper, and later. `pools` limits the
         partitions it may own; either all members of a group have pools or none.
         """
         member = KafkaMember(
-            self,
-            group,
-            topics,
-            max_records=max_records,
-            max_bytes=max_bytes,
-            gathers=gathers,
-            session_s=session_s,
-            read_dead_letters=self.read_dead_letters,
-            pools=pools,
-        )
+            self, group, topics, max_records=max_records, max_bytes=max_bytes, gathers=gathers, session_s=session_s,
+            read_dead_letters=self.read_dead_letters, pools=pools,
+        )  # fmt: skip
         self._members.add(member)
         return member
 

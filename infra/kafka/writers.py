@@ -172,16 +172,9 @@ class KafkaTransactions:
     """Transactions of one id, one at a time; the newest instance for an id is its only writer."""
 
     def __init__(
-        self,
-        admin: Admin,
-        visible: Visible,
-        newest: Newest,
-        *,
-        transactional_id: str,
-        claim: Outgoing | None,
-        timeout_s: float,
+        self, admin: Admin, visible: Visible, newest: Newest, *, transactional_id: str, claim: Outgoing | None, timeout_s: float,
         give_up_s: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._admin, self._costs = admin, admin.cpu
         self._visible, self._newest, self._claim = visible, newest, claim
         self._contact, self._wait = admin.contact, Wait(admin.contact)

@@ -56,14 +56,9 @@ class Exported:
 
 
 def follow(
-    log: KafkaLog,
-    run: str,
-    directory: Path,
-    *,
-    topics: Collection[str] | None = None,
-    backup: bool = False,
+    log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, backup: bool = False,
     notify: Callable[[str], None] = lambda _: None,
-) -> Iterator[Exported]:
+) -> Iterator[Exported]:  # fmt: skip
     """Export repeatedly until the run is closed and nothing is new; yields each round's result. Raises as `export`."""
     start, closed = time.monotonic(), False
     tail = log.tail({(f"{run}.ledger", 0): "earliest"})
@@ -97,18 +92,10 @@ def _closes(record: Record, run: str) -> bool:
 
 
 def export(
-    log: KafkaLog,
-    run: str,
-    directory: Path,
-    *,
-    topics: Collection[str] | None = None,
-    backup: bool = False,
+    log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, backup: bool = False,
     notify: Callable[[str], None] = lambda _: None,
-) -> Exported:
-    """Export new records of all topics, or of `topics`, to DIR/RUN; with `backup`, also what a resume elsewhere needs.
-
-    Raises `ValueError`, `LogError`.
-    """
+) -> Exported:  # fmt: skip
+    """Export new records of all topics, or of `topics`, to DIR/RUN; `backup` as in `add_files`. Raises `ValueError`, `LogError`."""
     selected = _selected(topics)
     archive = Archive(directory, run)
     start = time.monotonic()

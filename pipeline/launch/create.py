@@ -82,10 +82,8 @@ def specs_of(config: Config, run: str) -> dict[str, TopicSpec]:
 
 def require_topics(config: Config, run: str, log: KafkaLog, *, notify: Callable[[str], None]) -> None:
     """Raise `ConfigError` unless all topics exist as the run needs them; `notify` gets a line for each other one."""
-    problems = log.problems_of({RUNS_TOPIC: RUNS_SPEC, **specs_of(config, run)}, copies=config.kafka.copies)
-    for problem in problems:
-        notify(problem)
-    if problems:
+    if problems := log.problems_of({RUNS_TOPIC: RUNS_SPEC, **specs_of(config, run)}, copies=config.kafka.copies):
+        notify("\n".join(problems))
         raise ConfigError(f"--topics existing: {len(problems)} topics of {run} are missing or differ; see the lines above")
 
 
