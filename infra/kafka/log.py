@@ -137,14 +137,9 @@ class KafkaLog(Admin):
         claim, and never without a claim. So the claim's value must be unique to this process.
         """
         return KafkaTransactions(
-            self,
-            lambda topic, partition, offset: bool(self._single_records.fetch((topic, partition), [offset], timeout_s=10.0)),
-            self._newest,
-            transactional_id=transactional_id,
-            claim=claim,
-            timeout_s=timeout_s,
-            give_up_s=self._patience_s(give_up_s),
-        )
+            self, lambda topic, partition, offset: bool(self._single_records.fetch((topic, partition), [offset], timeout_s=10.0)),
+            self._newest, transactional_id=transactional_id, claim=claim, timeout_s=timeout_s, give_up_s=self._patience_s(give_up_s),
+        )  # fmt: skip
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
         """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets.

@@ -113,21 +113,10 @@ def start(options: argparse.Namespace) -> int:
 
 
 def work(
-    role: str,
-    *,
-    run: str,
-    bootstrap: str,
-    slot: int | None,
-    model: str | None,
-    pool: str | None = None,
-    trust: Trust = NO_TRUST,
-    security: Mapping[str, Any] | None = None,
-    debug: bool = False,
-    health: str | None = None,
-    log_json: bool = False,
-    wait_broker_s: float = 0.0,
-    linger: bool = False,
-) -> int:
+    role: str, *, run: str, bootstrap: str, slot: int | None, model: str | None, pool: str | None = None, trust: Trust = NO_TRUST,
+    security: Mapping[str, Any] | None = None, debug: bool = False, health: str | None = None, log_json: bool = False,
+    wait_broker_s: float = 0.0, linger: bool = False,
+) -> int:  # fmt: skip
     """Join the run as `role` and do its work; SIGTERM and SIGINT request an orderly stop.
 
     `wait_broker_s` limits the wait for a first response of the broker; with `linger` the process stays when the run is over.
