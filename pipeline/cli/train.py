@@ -156,7 +156,7 @@ def create(
         bool, typer.Option("--if-absent", help="Succeed if the run exists already with this configuration, data and code.")
     ] = False,
     topics: Annotated[
-        Literal["create", "existing"], typer.Option(help="`existing`: create none, and print what is wrong with the run's existing topics.")
+        Literal["create", "existing"], typer.Option(help="`existing`: create none; print what is wrong with them.")
     ] = "create",
     wait_broker: Annotated[
         float, typer.Option("--wait-broker", min=0, metavar="SECONDS", help="Wait so long for a broker that does not respond yet.")
