@@ -161,19 +161,10 @@ class KafkaMember:
     """A member of `group`; events and commits pass between its user's thread and the one that polls."""
 
     def __init__(
-        self,
-        admin: Admin,
-        group: str,
-        topics: Sequence[str],
-        *,
-        max_records: int,
-        max_bytes: int,
-        gathers: bool = True,
-        session_s: float = SESSION_S,
-        pools: Pools | None = None,
-        join_limit_s: float = JOIN_LIMIT_S,
+        self, admin: Admin, group: str, topics: Sequence[str], *, max_records: int, max_bytes: int, gathers: bool = True,
+        session_s: float = SESSION_S, pools: Pools | None = None, join_limit_s: float = JOIN_LIMIT_S,
         read_dead_letters: ReadDeadLetters | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._read_dead_letters, self._session_s = read_dead_letters, session_s
         admin.require((topic, 0) for topic in topics)
         self._admin, self._costs, self._contact = admin, admin.cpu, admin.contact

@@ -158,14 +158,9 @@ class KafkaTail:
     """Reads the partitions its caller names, from the offsets its caller passes; for one thread."""
 
     def __init__(
-        self,
-        admin: Admin,
-        starts: Mapping[Partition, Start],
-        *,
-        group: str | None,
-        read_dead_letters: ReadDeadLetters | None = None,
+        self, admin: Admin, starts: Mapping[Partition, Start], *, group: str | None, read_dead_letters: ReadDeadLetters | None = None,
         fetch_bytes: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._read_dead_letters = read_dead_letters
         self._admin, self._costs, self._group = admin, admin.cpu, group
         self._ids = TopicIds(admin)

@@ -45,14 +45,9 @@ def init(
     if output is not None and output.exists():
         raise ConfigError(f"--output {output}: the file exists already; give another path, or remove it")
     text = propose(
-        model,
-        data,
-        reward,
-        base=(output.parent if output is not None else Path()).resolve(),
-        prompt_field=prompt_field,
-        answer_field=answer_field,
-        notify=notify,
-    )
+        model, data, reward, base=(output.parent if output is not None else Path()).resolve(), prompt_field=prompt_field,
+        answer_field=answer_field, notify=notify,
+    )  # fmt: skip
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if json:
@@ -352,15 +347,9 @@ def _described(
     sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
     work = Workload(
         schedule=preset("pipelined", prompts_per_step=sizes[0], samples_per_prompt=samples_per_prompt, steps_per_version=steps_per_version),
-        steps=1,
-        lengths=distribution,
-        engines=1,
-        concurrency=concurrency or max(samples for samples, _ in points),
-        decode=from_speeds(points),
-        train_token_s=1.0 / train_speed,
-        load_s=load_s,
-        publish_s=publish_s,
-    )
+        steps=1, lengths=distribution, engines=1, concurrency=concurrency or max(samples for samples, _ in points),
+        decode=from_speeds(points), train_token_s=1.0 / train_speed, load_s=load_s, publish_s=publish_s,
+    )  # fmt: skip
     return Cluster(accelerators=accelerators, base=work, max_lag=max_lag, engine_size=engine_size, step_sizes=sizes, settings=settings)
 
 
@@ -409,14 +398,10 @@ def _from_run(
     config, work = record.config, recorded.workload(record)
     in_flight = config.engine.swaps_in_flight
     cluster = Cluster(
-        accelerators=accelerators,
-        base=work,
-        max_lag=max_lag if in_flight else min(max_lag, 1),
-        engine_size=max(1, config.rollout.gpus_per_worker),
-        trainer_size=max(1, config.trainer.gpus, config.trainer.processes),
-        step_sizes=(work.schedule.prompts_per_step,),
-        in_flight=in_flight,
-    )
+        accelerators=accelerators, base=work, max_lag=max_lag if in_flight else min(max_lag, 1),
+        engine_size=max(1, config.rollout.gpus_per_worker), trainer_size=max(1, config.trainer.gpus, config.trainer.processes),
+        step_sizes=(work.schedule.prompts_per_step,), in_flight=in_flight,
+    )  # fmt: skip
     _show(cluster, plot=plot, json=json)
 
 
