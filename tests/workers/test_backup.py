@@ -40,6 +40,7 @@ from tests.support.worker_set import WorkerSet, audited, complete, config_of
 TOY = {"run": {"steps": 8, "seed": 7}, "rollout": {"workers": 1, "engine": "toy"}, "trainer": {"checkpoint_every": 2}}
 LIMIT_S = 400.0
 SLOW_UNTIL_TOLD = """
+import time
 from pathlib import Path
 
 def share(prompts, completions, **columns):
