@@ -52,9 +52,9 @@ def check_file(name: str, file: Path, entry: Mapping[str, object]) -> None:
     """Raise `CheckpointError` unless a file has the size and SHA-256 of its manifest entry."""
     size = file.stat().st_size
     if size != entry["bytes"]:
-        raise CheckpointError(f"{name} has {size} bytes, in its manifest {entry['bytes']}")
+        raise CheckpointError(f"{name} has {size} bytes, but {entry['bytes']} according to the checkpoint's manifest")
     if _sha256(file) != entry["sha256"]:
-        raise CheckpointError(f"{name} is damaged: its SHA-256 is not the one in its manifest")
+        raise CheckpointError(f"{name} is damaged: its SHA-256 differs from that in the checkpoint's manifest")
 
 
 def _sha256(file: Path) -> str:
@@ -103,15 +103,15 @@ class Best:
 def objection(state: State, recorded: Recorded) -> str | None:
     """Reason why a complete checkpoint does not belong to this ledger, or None."""
     if state.run != recorded.run:
-        return f"it is of run {state.run}"
+        return f"it belongs to run {state.run}"
     if state.steps > recorded.steps or state.seq >= recorded.seq:
-        return f"it is beyond the ledger, which ends at step {recorded.steps} (entry {recorded.seq}; the checkpoint has entry {state.seq})"
+        return f"it is newer than the ledger, which ends at step {recorded.steps}, entry {recorded.seq} (checkpoint: entry {state.seq})"
     if state.steps not in recorded.digests:
-        return "the ledger does not record it"
+        return "the ledger has no entry for its step"
     if state.digest not in recorded.digests[state.steps]:
-        return f"its weights have the digest {state.digest[:16]}…, recorded is {min(recorded.digests[state.steps])[:16]}…"
+        return f"its weights digest is {state.digest[:16]}…, the ledger records {min(recorded.digests[state.steps])[:16]}…"
     if state.version not in recorded.versions:
-        return f"version {state.version} was never published"
+        return f"its weight version {state.version} was never published"
     return None
 
 
@@ -248,7 +248,7 @@ class CheckpointStore:
             for name, file in files.items():
                 check_file(name, file, manifest[name])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the manifest is missing, truncated or not JSON
-            raise CheckpointError(f"its manifest or state cannot be read ({type(error).__name__}: {error})") from error
+            raise CheckpointError(f"its manifest or state file cannot be read ({type(error).__name__}: {error})") from error
         self._refused.discard(steps)
         return state
 
@@ -353,10 +353,10 @@ class CheckpointStore:
         except (OSError, BackendError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             free = _free_bytes(self.directory)
-            needs = f" (it takes about {about_bytes / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free)" if about_bytes else ""
+            needs = f" (it needs about {about_bytes / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free)" if about_bytes else ""
             last = [steps for steps in self.steps() if steps not in self._refused][:1] if self.directory.is_dir() else []
-            intact = f"; that of step {last[0]} is intact" if last else ""
-            then = f"make room there, then: penstock run --resume {run}" if run else "make it writable, or set trainer.checkpoint_dir"
+            intact = f"; the checkpoint of step {last[0]} is intact" if last else ""
+            then = f"free some space, then: penstock run --resume {run}" if run else "make it writable, or set trainer.checkpoint_dir"
             raise CheckpointError(f"cannot {doing} in {self.directory}: {reason}{needs}{intact}; {then}") from error
 
 

@@ -78,7 +78,7 @@ def parse(text: str) -> Fault:
     """
     name, _, count = text.partition(":")
     if name not in POINTS:
-        raise ValueError(f"{VARIABLE} names no fault point: {name!r}; there are {', '.join(POINTS)}")
+        raise ValueError(f"{VARIABLE}: unknown fault point {name!r}; choose one of {', '.join(POINTS)}")
     if count and not (count.isdecimal() and int(count)):
-        raise ValueError(f"{VARIABLE} counts passings from 1, not {count!r}")
+        raise ValueError(f"{VARIABLE}: the number after the fault point must be 1 or more, not {count!r}")
     return Fault(name=name, passes=int(count or 1))

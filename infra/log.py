@@ -124,14 +124,16 @@ class Copies:
         replicas = min(3, brokers) if self.replicas is None else self.replicas
         in_sync = min(2, replicas) if self.in_sync is None else self.in_sync
         if replicas > brokers:
-            raise ValueError(f"kafka.replication_factor: {replicas} copies need as many brokers, {brokers} are in service; leave it out")
+            raise ValueError(
+                f"kafka.replication_factor: {replicas} replicas need as many brokers, {brokers} are in service; remove the key"
+            )
         if in_sync > replicas:
-            raise ValueError(f"kafka.min_insync_replicas: {in_sync} of {replicas} copies cannot be in sync; leave it out")
+            raise ValueError(f"kafka.min_insync_replicas: {in_sync} is more than the {replicas} replicas of a topic; remove the key")
         if brokers > 1 and in_sync < 2 and not self.loss_allowed:
             key = "kafka.replication_factor" if replicas < 2 else "kafka.min_insync_replicas"
             raise ValueError(
-                f"{key}: with {replicas} copies, {in_sync} of them in sync, one lost broker of {brokers} takes acknowledged records "
-                "with it; leave it out, or set kafka.allow_loss = true"
+                f"{key}: with {replicas} replicas, {in_sync} of them in sync, the loss of one of {brokers} brokers could lose acknowledged "
+                "records; remove the key, or set kafka.allow_loss = true"
             )
         return replicas, in_sync
 
@@ -145,7 +147,7 @@ def check_commits(offsets: Commits) -> None:
     for (topic, partition), (_, metadata) in offsets.items():
         size = len(metadata.encode())
         if size > MAX_COMMIT_METADATA:
-            raise ValueError(f"commit metadata of {topic}/{partition} has {size} bytes, at most {MAX_COMMIT_METADATA} fit")
+            raise ValueError(f"the commit metadata of {topic}/{partition} has {size} bytes, limit {MAX_COMMIT_METADATA}")
 
 
 class Written:
@@ -162,7 +164,7 @@ class Written:
                 raise Unrecoverable(
                     f"{record.topic}/{record.partition} has lost records: offset {newest} was acknowledged, the next record was written at "
                     f"{offset}. A broker without the newest records became the leader (unclean.leader.election.enable, "
-                    "min.insync.replicas): nothing more is written; see docs/explanation/failures.md"
+                    "min.insync.replicas), so this process writes no more; see docs/explanation/failures.md"
                 )
             self._newest[partition] = offset
 

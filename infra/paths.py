@@ -79,7 +79,7 @@ def new_directory(path: Path, *, holds: str) -> Iterator[Path]:
     Raises `ValueError` unless `path` is absent or an empty directory; `holds` names the content.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not empty: choose another directory for {holds}, or remove it first")
+        raise ValueError(f"{path} is not empty: choose another directory for {holds}, or empty this one first")
     unfinished = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

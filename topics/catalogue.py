@@ -72,7 +72,7 @@ def check_run_id(run: str) -> str:
         check_run_id("demo-1")  # -> "demo-1"
     """
     if not is_run_id(run):
-        raise ValueError(f"run id {run!r} must be 1 to 64 of the characters a-z, 0-9 and -, the first no -, and not 'latest'")
+        raise ValueError(f"run id {run!r} is not allowed: use 1 to 64 characters of a-z, 0-9 and -, not starting with -, and not 'latest'")
     return run
 
 
@@ -129,9 +129,9 @@ def topics_of(
     """
     check_run_id(run)
     if partitions < 1:
-        raise ValueError(f"partitions is {partitions}, at least 1 is needed")
+        raise ValueError(f"a topic needs at least 1 partition, not {partitions}")
     if weight_partitions < 2:
-        raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
+        raise ValueError(f"the weights topic needs at least 2 partitions, one for manifests and one for chunks, not {weight_partitions}")
     counts = {**dict.fromkeys(BY_GROUP, partitions), "weights": weight_partitions}
     specs = {}
     for topic in (*TOPICS, *(TURNS if turns else ()), *CONTROL, STATE):

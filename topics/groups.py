@@ -266,7 +266,7 @@ def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     checked = one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
     if checked.part is None or checked.parts is None or not checked.part < checked.parts:
-        raise Unusable(f"part {checked.part} of {checked.parts} cannot be", kind="bad-header")
+        raise Unusable(f"part number {checked.part} of {checked.parts} is out of range", kind="bad-header")
     return checked
 
 
@@ -294,7 +294,7 @@ class GroupAssembler:
         outcome = headers.group, headers.sha256
         parts = self._parts.get(outcome, [])
         if headers.part != len(parts):
-            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(parts)} was expected", kind="mismatch")
+            raise Unusable(f"part {headers.part} of group {headers.group} arrived, expected part {len(parts)}", kind="mismatch")
         self._parts[outcome] = [*parts, record]
         return self._parts.pop(outcome) if len(parts) + 1 == headers.parts else None
 

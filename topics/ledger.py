@@ -154,5 +154,5 @@ def continues(entry: Entry, *, after: int) -> bool:
     Raises `Unusable(kind="mismatch")` for an entry after a gap: accepted, it would make the missing entries look like repeats.
     """
     if entry.seq > after + 1:
-        raise Unusable(f"entry {entry.seq} follows entry {after}: it is not of this ledger", kind="mismatch")
+        raise Unusable(f"ledger entry {entry.seq} follows entry {after}, expected {after + 1}: entries are missing", kind="mismatch")
     return entry.seq == after + 1

@@ -123,7 +123,10 @@ EVAL: Mapping[str, str] = {
     "SOURCE/NAME": "the same for one source of several",
 }
 """Of an evaluation: in `metrics`, and as `eval/NAME`."""
-REWARD: Mapping[str, str] = {"reward": "mean reward of all scored samples of a version, trained or not", "reward_samples": "their number"}
+REWARD: Mapping[str, str] = {
+    "reward": "mean reward of all scored samples of a version, trained or not",
+    "reward_samples": "number of scored samples of a version, trained or not",
+}
 """By version: of the tracker alone, without a prefix."""
 WORKER: Mapping[str, str] = {
     "uptime_s": "seconds since the worker started",

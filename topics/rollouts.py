@@ -120,7 +120,7 @@ def check(record: Record, *, run: str) -> Headers:
     schema, which = (SEVERAL_SCHEMA, "sample-tokens") if several else (SCHEMA, "sample")
     claims = one_of(read_headers(record.headers, record.value, run=run, schema=schema, required=(*_REQUIRED, which)), outcomes=FINISHES)
     if several and (claims.sample is not None or not _ascend(list(tokens_of(claims)), count=len(claims.sample_tokens or ()))):
-        raise Unusable("header 'sample-tokens' does not name the samples of a record by ascending number", kind="bad-header")
+        raise Unusable("header 'sample-tokens' must list the samples of a record in ascending order", kind="bad-header")
     return claims
 
 
@@ -142,12 +142,12 @@ def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tup
 def _unlike(samples: Sequence[Rollout]) -> str | None:
     """The reason why samples cannot be one record, or `None`."""
     if not 1 <= len(samples) <= MAX_SAMPLES:
-        return f"{len(samples)} samples, a record has 1 to {MAX_SAMPLES}"
+        return f"a record must contain 1 to {MAX_SAMPLES} samples, not {len(samples)}"
     first = samples[0]
     if any((sample.group, sample.worker) != (first.group, first.worker) for sample in samples):
-        return f"samples of group {first.group} are with those of another group or worker"
+        return f"samples of group {first.group} are mixed with samples of another group or worker"
     numbers = [sample.sample for sample in samples]
-    return None if _ascend(numbers, count=len(samples)) else f"samples {numbers[:8]} are not in the order of their numbers"
+    return None if _ascend(numbers, count=len(samples)) else f"sample numbers {numbers[:8]} are not in ascending order"
 
 
 def _ascend(numbers: Sequence[int], *, count: int) -> bool:

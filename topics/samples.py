@@ -183,12 +183,12 @@ def flaw(rollout: Rollout) -> str | None:
     """The first inconsistency of a sample's arrays, or `None`."""
     tokens = len(rollout.token_ids)
     if not tokens == len(rollout.behaviour_logprobs) == len(rollout.loss_mask):
-        return f"{tokens} tokens, {len(rollout.behaviour_logprobs)} logprobs, {len(rollout.loss_mask)} loss mask elements"
+        return f"{tokens} tokens, but {len(rollout.behaviour_logprobs)} logprobs and {len(rollout.loss_mask)} loss mask elements"
     starts = rollout.span_starts.tolist()
     if not starts or len(starts) != len(rollout.span_versions):
-        return f"{len(starts)} span starts, {len(rollout.span_versions)} span versions"
+        return f"{len(starts)} span starts, but {len(rollout.span_versions)} span versions"
     if starts[0] != 0 or starts[-1] > tokens or starts != sorted(starts):
-        return f"span starts {starts[:8]} do not divide {tokens} tokens"
+        return f"span starts {starts[:8]} do not ascend from 0 to at most {tokens} tokens"
     if (rollout.loss_mask & ~np.isfinite(rollout.behaviour_logprobs)).any():
         return "a token in the loss mask has no finite logprob"
     if (rollout.token_ids < 0).any() or (rollout.span_versions < 0).any():
@@ -204,10 +204,10 @@ def _support_flaw(rollout: Rollout, tokens: int) -> str | None:
     if rollout.support is None:
         return None
     if not tokens or len(rollout.support) % tokens:
-        return f"{len(rollout.support)} ids in the support of {tokens} tokens" if len(rollout.support) else None
+        return f"the sampling support lists {len(rollout.support)} token ids for {tokens} tokens" if len(rollout.support) else None
     among = (rollout.support.reshape(tokens, -1) == rollout.token_ids[:, None]).any(1)
     if (rollout.loss_mask & ~among).any():
-        return "a token in the loss mask is not in its own support"
+        return "a token in the loss mask is not in the support it was sampled from"
     return None
 
 
@@ -219,11 +219,11 @@ def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
             or ends[-1] != tokens
             or any(low > high for low, high in pairwise(ends))
         ):
-            return f"segments {rollout.segments[:4]} do not divide {tokens} tokens"
+            return f"segments {rollout.segments[:4]} are not a partition of {tokens} tokens"
         if not all(0 <= prompt <= end - start for start, end, prompt in rollout.segments):
-            return f"a segment of {rollout.segments[:4]} has a longer prompt than tokens"
+            return f"one of the segments {rollout.segments[:4]} has a prompt longer than the segment"
     if any(not 0 <= turn.start <= turn.end <= tokens for turn in rollout.turns or ()):
-        return f"a turn lies outside its {tokens} tokens"
+        return f"a turn lies outside the sample's {tokens} tokens"
     return None
 
 

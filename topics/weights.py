@@ -99,7 +99,7 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """The payload of a manifest. Raises `ValueError` if its lists do not match."""
     if problem := _flaw(manifest):
-        raise ValueError(f"version {manifest.version}: {problem}")
+        raise ValueError(f"manifest of weight version {manifest.version} is invalid: {problem}")
     return CODEC.encode(as_row(manifest))
 
 
@@ -163,11 +163,11 @@ def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
     number: int | None = version
     while number is not None:
         if number not in manifests:
-            raise ValueError(f"version {version} cannot be put together: the manifest of version {number} is missing")
+            raise ValueError(f"weight version {version} cannot be assembled: the manifest of its base version {number} is missing")
         links.append(manifests[number])
         number = links[-1].base_version if links[-1].encoding != "full" else None
         if number is not None and number >= links[-1].version:
-            raise ValueError(f"version {links[-1].version} changes version {number}, which does not come before it")
+            raise ValueError(f"weight version {links[-1].version} is based on version {number}, which is not older")
     return links[::-1]
 
 
@@ -189,16 +189,16 @@ def _flaw(manifest: Manifest) -> str | None:
     tensors = {len(manifest.names), len(manifest.dtypes), len(manifest.shapes)}
     chunks = {len(manifest.chunk_partitions), len(manifest.chunk_offsets), len(manifest.chunk_sizes), len(manifest.chunk_sha256)}
     if len(tensors) != 1 or len(chunks) != 1:
-        return f"lists of tensors have lengths {sorted(tensors)}, lists of chunks {sorted(chunks)}; each must be of one length"
+        return f"its lists of tensors have lengths {sorted(tensors)}, its lists of chunks {sorted(chunks)}; each kind must have one length"
     if manifest.encoding not in SCHEMAS:
         return f"encoding is {manifest.encoding[:60]!r}, expected one of {', '.join(SCHEMAS)}"
     if manifest.encoding != "full" and (manifest.names or manifest.base_version is None):
-        return f"encoding {manifest.encoding} on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
+        return f"encoding {manifest.encoding} with base version {manifest.base_version} and {len(manifest.names)} tensors is contradictory"
     if manifest.encoding == "adapter" and manifest.base_version != 0:
-        return f"adapters on version {manifest.base_version}, which is not the first"
+        return f"LoRA adapters must be based on version 0, not {manifest.base_version}"
     positions = (*manifest.chunk_partitions, *manifest.chunk_offsets)
     if min(positions, default=0) < NOWHERE or min(itertools.chain(*manifest.shapes), default=0) < 0:
-        return "a partition, an offset or a dimension is below 0"
+        return "a partition, an offset or a tensor dimension is negative"
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
-        return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
+        return f"its chunks have {sum(manifest.chunk_sizes)} bytes in all, expected {manifest.nbytes}"
     return None

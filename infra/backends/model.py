@@ -56,7 +56,7 @@ def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], direct
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         copy_into(model, weights)
     except (OSError, ValueError) as error:
-        raise BackendError(f"the recorded weights do not fit the architecture in {architecture}: {str(error).splitlines()[0]}") from error
+        raise BackendError(f"the recorded weights do not match the model in {architecture}:  {str(error).splitlines()[0]}") from error
     save_model(model, dict(model.named_parameters()), directory, tokenizer=architecture)
 
 
@@ -149,7 +149,7 @@ class Adapters:
         try:
             inject_adapter_in_model(self.config, model, adapter_name=NAME)
         except ValueError as error:
-            raise BackendError(f"trainer.lora_rank: this model cannot take adapters ({str(error).splitlines()[0]})") from error
+            raise BackendError(f"trainer.lora_rank: this model does not support LoRA ({str(error).splitlines()[0]})") from error
         self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         for layer in self.layers.values():
             for part in (layer.lora_A[NAME], layer.lora_B[NAME]):

@@ -26,18 +26,20 @@ def _torch_fits(trainer: Mapping[str, Any]) -> str | None:
     if trainer.get("offload", "none") != "none":
         return f"trainer.offload: {trainer['offload']!r} needs trainer.backend = 'deepspeed'; with 'torch' all state stays on the device"
     if trainer.get("deepspeed_config"):
-        return "trainer.deepspeed_config: is for trainer.backend = 'deepspeed'; leave it out with 'torch'"
+        return "trainer.deepspeed_config: only trainer.backend = 'deepspeed' reads it; remove it, or set that backend"
     return None
 
 
 def _deepspeed_fits(trainer: Mapping[str, Any]) -> str | None:
     stage, offload = trainer.get("zero_stage", 2), trainer.get("offload", "none")
     if trainer.get("dtype") == "bfloat16" and stage < 2:
-        return f"trainer.zero_stage: {stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2 or 3"
+        return f"trainer.zero_stage: {stage} with dtype 'bfloat16' would sum gradients in bfloat16; use stage 2 or 3"
     if trainer.get("lora_rank") and stage == 3:
-        return "trainer.lora_rank: adapters are not sharded; take zero_stage 2 or less, or backend 'torch'"
+        return "trainer.lora_rank: LoRA adapters cannot be sharded; set trainer.zero_stage to 2 or less, or trainer.backend = 'torch'"
     if trainer.get("compile") and stage == 3:
-        return "trainer.compile: torch.compile cannot trace the hooks by which zero_stage 3 gathers weights; take zero_stage 2 or less"
+        return (
+            "trainer.compile: torch.compile cannot trace the hooks that gather weights in ZeRO stage 3; set trainer.zero_stage to at most 2"
+        )
     if offload != "none" and stage == 0:
         return f"trainer.offload: {offload!r} needs trainer.zero_stage 1 to 3; stage 0 keeps all state on the device"
     if offload == "parameters" and stage < 3:

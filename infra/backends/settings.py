@@ -27,7 +27,7 @@ def learning_rate(step: int, *, lr: float, schedule: str = "constant", warmup_st
     if schedule == "constant":
         return lr
     if total_steps <= warmup_steps:
-        raise ValueError(f"a {schedule} learning-rate schedule needs total_steps above warmup_steps = {warmup_steps}, not {total_steps}")
+        raise ValueError(f"the {schedule} learning-rate schedule needs total_steps above warmup_steps = {warmup_steps}, not {total_steps}")
     done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
     return lr * (1.0 - done) if schedule == "linear" else lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -103,7 +103,7 @@ class BackendSettings:
             raise ValueError(f"max_grad_norm must not be negative: {self.max_grad_norm}")
         for path in (self.model_path, self.reference_path):
             if path is not None and not (Path(path) / "config.json").is_file():
-                raise ValueError(f"no model in {path!r}: it needs a directory with config.json, tokenizer and weights")
+                raise ValueError(f"no model in {path!r}: expected a directory with config.json, a tokenizer and weights")
         self.learning_rate(0)
 
     @property

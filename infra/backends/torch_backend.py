@@ -241,14 +241,14 @@ def update_norm(optimizer: torch.optim.Optimizer) -> float:
 def checked_denominator(denominator: float) -> float:
     """The step's denominator. Raises `ValueError` unless it is finite and above 0."""
     if not denominator > 0 or denominator == float("inf"):
-        raise ValueError(f"a step's loss cannot be divided by {denominator}")
+        raise ValueError(f"the loss denominator of a step must be a positive number, not {denominator}")
     return float(denominator)
 
 
 def checked_norm(norm: float, *, step: int) -> float:
     """The gradient norm. Raises `Diverged` unless it is finite, because such a gradient would destroy the weights."""
     if not np.isfinite(norm):
-        raise Diverged(f"the gradient of optimizer step {step} has the norm {norm}")
+        raise Diverged(f"training diverged: the gradient norm of optimizer step {step} is {norm}")
     return norm
 
 
@@ -305,7 +305,7 @@ class TorchBackend(LocalModel):
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:
         if not self.has_gradient:
-            raise BackendError("an optimizer step needs at least one backward pass before it")
+            raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         self._add_up_ranks()
         masters = [master for master in self.masters if master.grad is not None]
         gradients = [master.grad for master in masters]
@@ -357,7 +357,7 @@ class TorchBackend(LocalModel):
         except (OSError, RuntimeError, EOFError) as error:
             raise BackendError(f"cannot read the trainer's state in {file}: {str(error).splitlines()[0]}") from error
         if [master.shape for master in self.masters] != [saved.shape for saved in state["masters"]]:
-            raise BackendError(f"{file} is the state of another model")
+            raise BackendError(f"{file} was saved for a model with other parameters: set model.path to that model, or start a new run")
         self.copies.wait()
         torch._foreach_copy_(self.masters, state["masters"])
         settings_by_group = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]

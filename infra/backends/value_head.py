@@ -31,7 +31,9 @@ class ValueHead:
         if settings.value_lr is None:
             return None
         if not in_pieces:
-            raise BackendError("algorithm.value_lr: the hidden states of this model cannot be read apart from its logits; leave it out")
+            raise BackendError(
+                "algorithm.value_lr: a value head needs hidden states, which this model does not expose; remove algorithm.value_lr"
+            )
         return cls(model.get_output_embeddings().weight.shape[1], lr=settings.value_lr, betas=settings.betas, device=device)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def choose_ports(directory: Path, port: int | None, listener: Listener | None = 
 def is_free(port: int) -> bool:
     """True if a server could listen on this loopback port now. Raises `BrokerError` for an invalid port."""
     if not 1 <= port <= 65535:
-        raise BrokerError(f"{port} is not a port: choose one between 1024 and 65535")
+        raise BrokerError(f"port {port} cannot be used: choose one between 1024 and 65535")
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Kafka does: closed connections in TIME_WAIT do not count
         try:
@@ -93,7 +93,7 @@ def _free_port(*, avoid: int) -> int:
     for port in random.SystemRandom().sample(_RANGE, _TRIES):
         if port != avoid and is_free(port):
             return port
-    raise BrokerError(f"no free port between {_RANGE.start} and {_RANGE.stop}: choose one (`penstock broker start --port N`)")
+    raise BrokerError(f"no port between {_RANGE.start} and {_RANGE.stop} is free: choose another one with `penstock broker start --port N`")
 
 
 LOGIN_FILE, USER, MECHANISM, PROTOCOL = "client.properties", "penstock", "SCRAM-SHA-256", "SASL_PLAINTEXT"
@@ -139,7 +139,7 @@ def read_login(directory: Path) -> Login | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BrokerError(f"the broker's password in {file} cannot be read ({error.strerror}): the broker is another user's") from None
+        raise BrokerError(f"cannot read the broker's password from {file} ({error.strerror}): another user started this broker") from None
     except (KeyError, ValueError):
         raise BrokerError(f"{file} has no user and password: remove it, then `penstock broker stop` and `penstock broker start`") from None
 
@@ -189,10 +189,10 @@ class Session:
         self._socket.sendall(struct.pack(">i", len(message)) + message)
         (size,) = struct.unpack(">i", self._read(4))
         if not 4 <= size <= _LARGEST_RESPONSE:
-            raise ConnectionError("the response is not Kafka's")
+            raise ConnectionError("the response does not follow the Kafka protocol")
         response = self._read(size)
         if struct.unpack_from(">i", response)[0] != _CORRELATION:
-            raise ConnectionError("the response belongs to another request")
+            raise ConnectionError("the response has the correlation id of another request")
         return response[4 + len(tags) :]
 
     def log_in(self, login: Login) -> None:

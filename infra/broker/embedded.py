@@ -105,10 +105,10 @@ def _start(files: _Files, port: int | None, listener: Listener | None, progress:
     with process.locked(files.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
         if (pid := process.running(files.pid_file)) is not None:
             if listener is not None:
-                raise BrokerError(f"the broker of {files.home} runs already, as process {pid}: stop it with `penstock broker stop` first")
+                raise BrokerError(f"a broker for {files.home} already runs as process {pid}: stop it first with `penstock broker stop`")
             last_ports = access.remembered_ports(files.directory)
             if last_ports is None or port not in (None, last_ports.client):
-                raise BrokerError(f"the broker of {files.home} already runs at another port: stop it with `penstock broker stop` first")
+                raise BrokerError(f"a broker for {files.home} already runs at another port: stop it first with `penstock broker stop`")
             if _await_ready(files, last_ports.client):
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
@@ -130,7 +130,7 @@ def stop(home: Path | None = None) -> bool:
             return False
         _end(files, timeout_s=STOP_TIMEOUT_S)
         if process.running(files.pid_file) is not None:
-            raise BrokerError(f"the broker (process {process.running(files.pid_file)}) does not end: kill -9 it")
+            raise BrokerError(f"the broker (process {process.running(files.pid_file)}) did not exit: end this process with kill -9")
     return True
 
 
@@ -157,7 +157,7 @@ def _why_it_ended(files: _Files) -> str | None:
     if _is_full(files, since):
         return _no_space(files)
     output = _errors(files, since) or _text(files.console).strip()
-    return f"the broker ended: {_last_lines(output)}; see {files.log}" if output else "the broker was killed: it left no error in its log"
+    return f"the broker exited: {_last_lines(output)}; see {files.log}" if output else "the broker was killed: its log contains no error"
 
 
 def _is_full(files: _Files, since: int) -> bool:
@@ -168,7 +168,7 @@ def _is_full(files: _Files, since: int) -> bool:
 
 
 def _no_space(files: _Files) -> str:
-    return f"the broker needs disk space: no space left in {files.directory}: make room, then start again; nothing acknowledged is lost"
+    return f"the broker's disk is full ({files.directory}): free some space, then start again. No acknowledged record is lost"
 
 
 def _end(files: _Files, *, timeout_s: float) -> None:
@@ -193,8 +193,8 @@ def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, prog
     killed, risk = not fresh and not files.orderly.exists(), None
     if killed and not any(_fence_predecessor(files, chosen, run) for _ in range(2)):
         risk = (
-            "the killed broker could not be fenced first: a transaction it had acknowledged may have lost its end; "
-            "`penstock topics unblock RUN` looks for it"
+            "the previous broker was killed before its open transactions could be closed: an acknowledged one may lack its commit marker; "
+            "`penstock topics unblock RUN` finds and repairs it"
         )
         progress(risk)
     since = _size(files.log)
@@ -202,7 +202,7 @@ def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, prog
         return risk
     if _is_full(files, since):
         raise BrokerError(_no_space(files))
-    raise BrokerError(f"the broker stopped while starting: {_errors(files, since) or _last_lines(_text(files.console))}; see {files.log}")
+    raise BrokerError(f"the broker exited during startup: {_errors(files, since) or _last_lines(_text(files.console))}; see {files.log}")
 
 
 def _run(files: _Files, chosen: access.Ports, java: list[str], since: int) -> bool:
@@ -279,7 +279,7 @@ def _format(files: _Files, chosen: access.Ports, java: list[str]) -> None:
     """Create the storage under another name and rename it, so that an interrupted start leaves no incomplete one."""
     data, unfinished = files.directory / "data", files.directory / "data.unfinished"
     if data.exists():
-        raise BrokerError(f"{data} has no meta.properties, so it is not a broker's storage: move it away, or set PENSTOCK_HOME elsewhere")
+        raise BrokerError(f"{data} is not a broker's storage (no meta.properties): move it away, or set PENSTOCK_HOME to another directory")
     shutil.rmtree(unfinished, ignore_errors=True)
     _write_properties(files, chosen, data=unfinished.name)
     tool = ["kafka.tools.StorageTool", "format", "--standalone", "--config", "server.properties", "--cluster-id", access.new_cluster_id()]
@@ -289,7 +289,7 @@ def _format(files: _Files, chosen: access.Ports, java: list[str]) -> None:
         env=environment(),
     )  # fmt: skip
     if done.returncode:
-        raise BrokerError(f"cannot prepare the broker's storage in {data}: {_last_lines(done.stdout + done.stderr)}")
+        raise BrokerError(f"cannot format the broker's storage in {data}: {_last_lines(done.stdout + done.stderr)}")
     unfinished.rename(data)
 
 
@@ -314,7 +314,7 @@ def _cluster_id(files: _Files, port: int) -> str | None:
         return access.cluster_id(settings.HOST, port, timeout_s=2.0, login=user)
     except access.Refused:
         if own is None:
-            raise BrokerError("the running broker asks for no password: `penstock broker stop`, then start it again") from None
+            raise BrokerError("the running broker requires no password: stop it with `penstock broker stop`, then start it again") from None
         # Another program at the port must not get this password: the log proves that the port is the running broker's.
         if user is not None and _listens(files, port):
             access.set_password(settings.HOST, port, user, by=Login(settings.OWN_USER, own), timeout_s=2.0)
@@ -334,8 +334,8 @@ def _listens(files: _Files, port: int) -> bool:
         since = 0
     if rotated:
         raise BrokerError(
-            f"the broker does not know the password in {files.directory / access.LOGIN_FILE}, and its log has been rotated, without which "
-            "it gets none: `penstock broker stop`, then start it again"
+            f"the broker rejects the password in {files.directory / access.LOGIN_FILE}, and cannot be given it while it runs, because its "
+            "log has been rotated: stop the broker with `penstock broker stop`, then start it again"
         )
     return False
 

@@ -36,13 +36,13 @@ def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Pat
     pinned = read_pins(pins)
     missing = [path for path in pinned if not (cache / path).exists()]
     if missing and other:
-        raise BrokerError(f"{cache} lacks {missing[0]}, which its {pins.name} names: unset {OTHER_JARS}, or complete the folder")
+        raise BrokerError(f"{cache} lacks {missing[0]}, which is listed in its {pins.name}: unset {OTHER_JARS}, or add the jar")
     if missing:
         progress(f"downloading Apache Kafka ({len(missing)} of {len(pinned)} jars)")
         _download({path: pinned[path] for path in missing}, cache)
     for path, sha256 in pinned.items():
         if _sha256(cache / path) != sha256:
-            raise BrokerError(f"{cache / path} is not the jar pinned in {pins.name}: delete that file and start again")
+            raise BrokerError(f"{cache / path} does not have the SHA-256 pinned in {pins.name}: delete that file and start again")
     return os.pathsep.join(str(cache / path) for path in pinned)
 
 
@@ -80,7 +80,9 @@ def _download(digests: dict[str, str], cache: Path) -> None:
                 *group, artifact, version, _ = path.split("/")
                 jar = _resolved(lambda: maven.project(".".join(group), artifact).at_version(version).artifact().resolve())
                 if _sha256(jar) != digests[path]:
-                    raise BrokerError(f"the downloaded {jar.name} is not the one pinned in {PINS.name}: check jgo's repositories")
+                    raise BrokerError(
+                        f"the downloaded {jar.name} does not have the SHA-256 pinned in {PINS.name}: check jgo's repositories"
+                    )
                 (cache / path).parent.mkdir(parents=True, exist_ok=True)
                 jar.replace(cache / path)
 
@@ -89,7 +91,7 @@ def _download(digests: dict[str, str], cache: Path) -> None:
     except (OSError, RuntimeError) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an unknown artifact
         raise BrokerError(
             f"cannot download Kafka's jars ({type(error).__name__}): connect to the network once, "
-            "or set M2_REPO to a Maven cache that has them, or set kafka.bootstrap to a broker of yours"
+            "or set M2_REPO to a Maven cache that contains them, or set kafka.bootstrap to your own broker"
         ) from error
 
 
@@ -133,7 +135,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     if parser.parse_args(None if arguments is None else list(arguments)).pin:
         print(f"pinned {pin()} jars in {PINS}")
     else:
-        print(f"{len(class_path(progress=print).split(os.pathsep))} jars are as pinned")
+        print(f"{len(class_path(progress=print).split(os.pathsep))} jars match their pinned SHA-256")
 
 
 if __name__ == "__main__":

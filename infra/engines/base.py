@@ -44,7 +44,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.greedy and not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, not {self.temperature}; for the most likely token use greedy")
+            raise ValueError(f"temperature must be above 0, not {self.temperature}; for greedy decoding set greedy")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
@@ -75,7 +75,7 @@ class GroupRequest:
         if not len(self.prompt_ids):
             raise ValueError(f"group {self.group}: the prompt is empty")
         if not self.samples or len(set(self.samples)) != len(self.samples) or not all(0 <= s < self.rows for s in self.samples):
-            raise ValueError(f"group {self.group}: samples {self.samples} must be distinct, at least one, from 0 to {self.rows - 1}")
+            raise ValueError(f"group {self.group}: samples {self.samples} must be one or more distinct numbers from 0 to {self.rows - 1}")
 
 
 class Span(NamedTuple):
@@ -223,17 +223,17 @@ def check_tensors(tensors: Iterable[TensorBytes], shapes: Mapping[str, tuple[int
     weights = list(tensors)
     names = {tensor.name for tensor in weights}
     if len(names) != len(weights):
-        raise EngineError(f"weights version {version}: a parameter comes twice")
+        raise EngineError(f"weights version {version}: a parameter occurs twice")
     if missing := sorted(shapes.keys() - names):
         raise EngineError(
-            f"weights version {version}: {len(missing)} parameters are missing, first {missing[0]}: is model.path the run's model?"
+            f"weights version {version} lacks {len(missing)} parameters, the first is {missing[0]}: set model.path to the run's model"
         )
     if unknown := sorted(names - shapes.keys()):
-        raise EngineError(f"weights version {version}: the model has no parameter {unknown[0]}: is model.path the run's model?")
+        raise EngineError(f"weights version {version} has {unknown[0]}, which the model lacks: set model.path to the run's model")
     for tensor in weights:
         if tuple(tensor.shape) != tuple(shapes[tensor.name]):
             raise EngineError(
-                f"weights version {version}: {tensor.name} is {list(tensor.shape)}, the model's is {list(shapes[tensor.name])}"
+                f"weights version {version}: {tensor.name} has shape {list(tensor.shape)}, expected {list(shapes[tensor.name])}"
             )
         if memoryview(tensor.data).nbytes != tensor.nbytes:
             raise EngineError(f"weights version {version}: {tensor.name} has {memoryview(tensor.data).nbytes} bytes, not {tensor.nbytes}")

@@ -95,7 +95,7 @@ class Hanging:
     def __str__(self) -> str:
         decided = {True: "was committed", False: "was aborted", None: "ended with an unknown outcome"}[self.committed]
         owner = self.transactional_id or f"producer {self.producer_id}"
-        return f"{self.topic}/{self.partition}: the transaction of {owner} at offset {self.offset} {decided}, but its end is missing there"
+        return f"{self.topic}/{self.partition}: the transaction of {owner} at offset {self.offset} {decided}, but its end marker is missing"
 
 
 class Admin:
@@ -170,9 +170,9 @@ class Admin:
         for topic, partition in partitions:
             count = self.partitions(topic)
             if count is None:
-                raise LogError(f"topic {topic} does not exist (or this user may not see it)")
+                raise LogError(f"topic {topic} does not exist, or this user has no permission to see it")
             if not 0 <= partition < count:
-                raise LogError(f"topic {topic} has {count} partitions, there is no partition {partition}")
+                raise LogError(f"topic {topic} has no partition {partition}; its partitions are 0 to {count - 1}")
 
     def describe(self, topics: Sequence[str]) -> dict[str, Described]:
         """Topic -> its description, for the existing ones."""
@@ -216,8 +216,8 @@ class Admin:
         if wrong := self._differences({name: spec for name, spec in specs.items() if name in existing}, existing):
             raise LogError(f"{wrong[0]}: use another run id, alter the topic or delete it")
         return [
-            f"topic {name} has {topic.replicas} cop{'y' if topic.replicas == 1 else 'ies'}, expected {replicas}: "
-            "a lost broker could take it along; kafka-reassign-partitions.sh adds copies"
+            f"topic {name} has {topic.replicas} replica{'' if topic.replicas == 1 else 's'}, expected {replicas}: "
+            "the topic could be lost with one broker; add replicas with kafka-reassign-partitions.sh"
             for name, topic in existing.items()
             if topic.replicas < replicas
         ]
@@ -275,7 +275,7 @@ class Admin:
         end = time.monotonic() + 20
         while set(existing) & set(self.topics()):
             if time.monotonic() > end:
-                raise LogError(f"topics {', '.join(existing)} still exist 20 s after they were deleted")
+                raise LogError(f"topics {', '.join(existing)} still exist 20 s after the request to delete them: try again")
             time.sleep(0.05)
 
     def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool, time_ms: int | None = None) -> dict[Partition, int]:
@@ -343,7 +343,7 @@ class Admin:
             why = "an election could lose their acknowledged records: set it to false with kafka-configs.sh"
             problems.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
         if single := sorted(name for name, topic in described.items() if topic.replicas < 2):
-            why = "one lost broker could take it along: kafka-reassign-partitions.sh adds copies"
+            why = "the topic could be lost with one broker: add replicas with kafka-reassign-partitions.sh"
             problems.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
         return problems
 

@@ -76,7 +76,7 @@ class BulkReader(_Client):
             room = (BLOCK_BYTES - size) // largest if largest else 1
             messages = self._consumer.consume(min(end - position, BLOCK_RECORDS - len(records), max(room, 1)), POLL_S)
             if not messages and time.monotonic() - last_response > SILENT_S:
-                raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
+                raise LogError(f"no record of {topic}/{partition} arrived for {SILENT_S:g} s: {self._problem or 'no response'}")
             if messages:
                 last_response = time.monotonic()
             for message in messages:
@@ -158,7 +158,7 @@ class BulkWriter(_Client):
     def flush(self) -> None:
         """Wait until all records are acknowledged. Raises `LogError`."""
         if self._producer.flush(ACK_TIMEOUT_S):
-            raise LogError(f"records were not acknowledged within {ACK_TIMEOUT_S:g} s: {self._problem or 'the broker is silent'}")
+            raise LogError(f"records were not acknowledged within {ACK_TIMEOUT_S:g} s: {self._problem or 'no response'}")
         self._check()
 
     def _produce(self, topic: str, **record: Any) -> None:
@@ -172,7 +172,7 @@ class BulkWriter(_Client):
                     self._producer.poll(0.1)
                     if time.monotonic() > until:
                         raise LogError(
-                            f"{topic}: nothing was acknowledged for {ACK_TIMEOUT_S:g} s: {self._problem or 'silence'}"
+                            f"no record written to {topic} was acknowledged for {ACK_TIMEOUT_S:g} s: {self._problem or 'no response'}"
                         ) from error
         self._producer.poll(0)
         self._check()

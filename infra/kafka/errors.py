@@ -54,11 +54,11 @@ REFUSED = (*_FORBIDDEN, errors.SaslAuthenticationFailedError)
 def one_line(error: BaseException) -> str:
     """Format an error as one line of at most 300 characters, with the fix for a missing right."""
     if isinstance(error, errors.InvalidTimestampError):
-        return "the broker finds the record's time too far from its own: set this machine's clock"
+        return "the broker rejects the record's timestamp as too far from its own clock: correct this machine's clock"
     text = " ".join(str(error).split()) or type(error).__name__
     text = text if len(text) <= 300 else text[:297] + "..."
     if isinstance(error, _FORBIDDEN):  # also in a run of an earlier release, whose rules name fewer topics
-        text += "; apply what `penstock topics acls RUN` prints to the cluster"
+        text += "; create the ACLs that `penstock topics acls RUN` prints"
     return text
 
 
@@ -68,7 +68,7 @@ def translate(error: BaseException, what: str) -> LogError:
         return error
     text = f"{what}: {one_line(error)}"
     if isinstance(error, _FENCED):
-        return Fenced(f"{what}: another process writes under this transactional id now")
+        return Fenced(f"{what}: another process now writes with this transactional id")
     if isinstance(error, GENERATION_OVER):
         return LostPartition(f"{what}: the consumer group has moved on to another generation")
     if isinstance(error, NEVER_WRITTEN):
@@ -116,11 +116,11 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
         if reasons.refused:
             reason = one_line(RuntimeError(reasons.refused))
             raise LogUnreachable(
-                f"the broker at {connection.bootstrap} and this client do not trust each other ({reason}): "
-                "check --security, PENSTOCK_SECURITY and kafka.security"
+                f"the TLS handshake with the broker at {connection.bootstrap} failed ({reason}): "
+                "check the certificates in --security, PENSTOCK_SECURITY or kafka.security"
             ) from None
         raise _unreachable(
-            connection, reasons.last or one_line(error), "; if it asks for a password, give it in PENSTOCK_SECURITY"
+            connection, reasons.last or one_line(error), "; if the broker requires a password, put it into PENSTOCK_SECURITY"
         ) from None
     finally:
         net_log.removeHandler(reasons)

@@ -107,10 +107,8 @@ class TopicIds:
         ids = self._admin.ids(list(self._first))
         for topic, first in self._first.items():
             if topic not in ids:
-                raise LogError(
-                    f"topic {topic} was deleted (or this user may not see it any more): nothing is left to be read; stop this process"
-                )
+                raise LogError(f"topic {topic} was deleted, or this user has no more permission to see it: stop this process")
             if first is not None and ids[topic] != first:
                 raise LogError(
-                    f"topic {topic} was deleted and made again while it was read: start this process again, it would mix the two"
+                    f"topic {topic} was deleted and created again while it was read: restart this process, which would mix the two"
                 )

@@ -179,7 +179,7 @@ def await_broker(
             if not wait_s or stop.is_set():
                 raise
             if waited_s >= wait_s:
-                raise LogUnreachable(f"no broker within {wait_s:g} s (--wait-broker): {error}") from None
+                raise LogUnreachable(f"no broker was reachable within {wait_s:g} s (--wait-broker): {error}") from None
             if waited_s >= next_s:
                 notify(f"waiting for a broker, {wait_s - waited_s:.0f} s at most: {error}")
                 next_s = waited_s + WAIT_NOTE_S

@@ -233,12 +233,12 @@ class KafkaMember:
                 try:
                     self._turn()
                 except errors.KafkaError as error:
-                    log.warning("group %s: %s; joining again", self._group, edge.one_line(error))
+                    log.warning("consumer group %s: %s; joining again", self._group, edge.one_line(error))
                     self._rejoin()
         except LogError as error:
             self._buffer.end(error)
         except Exception as error:  # the edge of a thread: its user must receive every error
-            log.exception("group %s: the member's thread failed", self._group)
+            log.exception("consumer group %s: the thread of this member failed", self._group)
             self._buffer.end(LogError(f"member of group {self._group} failed: {edge.one_line(error)}"))
         finally:
             self._costs.unwatch(self._thread)
@@ -289,7 +289,7 @@ class KafkaMember:
             offset, first = commit.offset, starts[TopicPartition(*partition)]
             if offset is not None and offset < first:
                 where = f"{partition[0]}/{partition[1]}"
-                self._contact.notify(f"{where}: offsets {offset} to {first - 1} were deleted unread; reading on at {first}")
+                self._contact.notify(f"{where}: offsets {offset} to {first - 1} were deleted before they were read; continuing at {first}")
             self._consumer.seek(TopicPartition(*partition), max(first, offset or 0))
         if self._incoming is incoming:
             self._incoming = None
@@ -312,7 +312,7 @@ class KafkaMember:
         if outage_s > 0 or joined:
             self._joined_at = now
         elif now - self._joined_at > self._join_limit_s:
-            log.warning("group %s: no join completed for %.0f s; joining again", self._group, now - self._joined_at)
+            log.warning("consumer group %s: joining has taken %.0f s without success; joining again", self._group, now - self._joined_at)
             self._rejoin()
 
     def _rejoin(self) -> None:

@@ -57,8 +57,8 @@ class Contact:
     def unreachable(self, after_s: float | None = None) -> LogUnreachable:
         """The error to raise when the timeout is over."""
         return LogUnreachable(
-            f"the broker at {self.bootstrap} has not responded for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): giving up; "
-            "what was not acknowledged is done again after a restart"
+            f"the broker at {self.bootstrap} has not responded for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): stopping; "
+            "after a restart it repeats the work that was not acknowledged"
         )
 
     def reach(self, attempt: Callable[[], T], *, ended: Callable[[], bool] = lambda: False) -> T:

@@ -62,7 +62,7 @@ class Connection:
             raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; supported are {', '.join(sorted(SECURITY_KEYS))}")
         for host, port in self.servers():
             if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-                raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+                raise ValueError(f"kafka.bootstrap is {self.bootstrap!r}, expected HOST:PORT[,HOST:PORT...]")
         mechanism = self.security.get("sasl_mechanism", "PLAIN")
         if str(mechanism).upper() not in MECHANISMS:
             raise ValueError(f"kafka security setting sasl_mechanism={mechanism!r} is not supported; choose {', '.join(MECHANISMS)}")
@@ -211,22 +211,24 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         try:
             return Path(str(self._file)).read_text(encoding="ascii")
         except (OSError, UnicodeDecodeError) as error:
-            raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}") from None
+            raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it is empty'}") from None
 
     def _run(self) -> str:
         try:
             command = shlex.split(str(self._command))
             done = subprocess.run(command, capture_output=True, text=True, timeout=TOKEN_COMMAND_S, check=False, stdin=subprocess.DEVNULL)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise LogError(f"{TOKEN_COMMAND} {self._command!r} cannot be run: {type(error).__name__}") from None
+            raise LogError(f"{TOKEN_COMMAND} {self._command!r} cannot be started: {type(error).__name__}") from None
         if done.returncode:
-            raise LogError(f"{TOKEN_COMMAND} {self._command!r} ended with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}")
+            raise LogError(
+                f"{TOKEN_COMMAND} {self._command!r} failed with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}"
+            )
         return done.stdout
 
     @staticmethod
     def _checked(text: str, source: object) -> str:
         if not (token := text.strip()) or any(character.isspace() for character in token):
-            raise LogError(f"{source} gives no token")
+            raise LogError(f"{source} returned no OAuth token")
         return token
 
 

@@ -75,14 +75,14 @@ def poll(
     try:
         records = private_api.poll_once(consumer, timeout_s, max_records)
     except edge.REFUSED as error:
-        raise edge.translate(error, "the broker refuses to be read") from error
+        raise edge.translate(error, "the broker refuses to let this user read") from error
     except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
         if ids is not None:
             ids.verify()
         raise RecordMissing(_missing(consumer)) from error
     except errors.InvalidSessionTimeoutError as error:
         limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
-        raise LogError(f"the broker refuses a session of this length: kafka.session_s has to lie between {limits}") from error
+        raise LogError(f"the broker refuses this session timeout: set kafka.session_s between {limits}") from error
     except (errors.CorruptRecordError, errors.UnsupportedCodecError) as error:
         if read_dead_letters is None or not skip_damaged(consumer, read_dead_letters):
             raise Damaged(_damage(consumer, error)) from error
@@ -105,15 +105,15 @@ _CODECS = {"zstd": "zstandard", "lz4": "lz4", "snappy": "python-snappy"}
 
 
 def _damage(consumer: Any, error: Exception) -> str:
-    advice = "`penstock topics skip RUN TOPIC PARTITION OFFSET` makes readers skip it, if that is possible"
+    advice = "readers can be told to skip it with `penstock topics skip RUN TOPIC PARTITION OFFSET`"
     if not isinstance(error, errors.UnsupportedCodecError):
         return f"a record is damaged: {edge.one_line(error)}; {advice}"
     codec = next((codec for codec in _CODECS if codec in str(error)), None)
-    what = f"with {codec}: install {_CODECS[codec]} where workers run" if codec else "in a way that the client does not know"
+    what = f"with {codec}: install {_CODECS[codec]} where workers run" if codec else "with a codec that this client does not support"
     positions = ", ".join(
         f"{tp.topic}/{tp.partition} at offset {private_api.position(consumer, tp)}" for tp in sorted(consumer.assignment())
     )
-    return f"another program has written records compressed {what}; or {advice} (position of this reader: {positions})"
+    return f"another program has written a record compressed {what}; {advice} (position of this reader: {positions})"
 
 
 def _missing(consumer: Any) -> str:
@@ -125,13 +125,13 @@ def _missing(consumer: Any) -> str:
         ends = consumer.end_offsets(partitions, timeout_ms=timeout_ms)
     except (errors.KafkaError, KeyError) as error:  # KeyError: the client omits a partition without a leader
         text = ", ".join(f"{tp.topic}/{tp.partition} at offset {at}" for tp, at in sorted(positions.items()))
-        return f"a record is missing, and which ones exist is unknown ({edge.one_line(error)}): position of this reader: {text}"
+        return f"a record is missing, and the existing offsets cannot be read ({edge.one_line(error)}); position of this reader: {text}"
     lost = [
-        f"{tp.topic}/{tp.partition}: offset {at} is missing, it has {starts[tp]} to {ends[tp] - 1}"
+        f"{tp.topic}/{tp.partition}: offset {at} is missing, it holds {starts[tp]} to {ends[tp] - 1}"
         for tp, at in positions.items()
         if not starts[tp] <= at <= ends[tp]
     ]
-    return f"{'; '.join(lost) or 'an offset was lost'}: records were deleted, or lost with a broker"
+    return f"{'; '.join(lost) or 'an offset is missing'}: records were deleted, or a broker lost them"
 
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:
@@ -252,7 +252,7 @@ class KafkaTail:
         """The offset of the next record this tail delivers."""
         offset = private_api.position(self._consumer, TopicPartition(*partition))
         if offset is None:
-            raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
+            raise LogError(f"{partition[0]}/{partition[1]} is not among the partitions of this reader")
         return offset
 
     def seek(self, partition: Partition, offset: int) -> None:
@@ -348,7 +348,7 @@ class OffsetReader:
             remaining_s = min(deadline, patient_until) - now
             if now >= deadline:
                 where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
-                raise LogError(f"reading {where} took too long; is the broker running, or a transaction open?")
+                raise LogError(f"reading {where} took too long: either the broker does not respond, or a transaction is still open")
             records = poll(self._reader, min(1.0, remaining_s), 500)
             into.update((record.offset, record) for record in records if record.offset in offsets)
             if records:

@@ -102,7 +102,7 @@ class KafkaProducerOfRecords:
                 self._waiting -= 1
                 if not free:
                     raise SendFailed(
-                        f"the broker took nothing for {self._give_up_s:.0f} s with {self._in_flight} bytes waiting; is it running?"
+                        f"the broker accepted no record for {self._give_up_s:.0f} s, {self._in_flight} bytes are waiting; is it running?"
                     )
             self._in_flight += size
             self._wait.start()
@@ -116,7 +116,7 @@ class KafkaProducerOfRecords:
                 return send(self._kafka, outgoing)
             except errors.KafkaTimeoutError as error:
                 if time.monotonic() > deadline:
-                    raise SendFailed(f"no broker sent metadata of {outgoing.topic} within {self._give_up_s:.0f} s") from error
+                    raise SendFailed(f"no broker returned metadata of topic {outgoing.topic} within {self._give_up_s:.0f} s") from error
             except (errors.KafkaError, ValueError) as error:
                 raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
 
@@ -196,7 +196,7 @@ class KafkaTransactions:
         unknown.
         """
         if offsets and member is None:
-            raise ValueError("offsets in a transaction need the membership they are committed for")
+            raise ValueError("offsets can be committed in a transaction only together with the consumer group's generation")
         deadline = time.monotonic() + self._give_up_s
         self._wait.start()
         try:
@@ -353,7 +353,7 @@ class KafkaTransactions:
 
     def _refusal(self) -> Fenced:
         self._contact.counts["fenced"] += 1
-        return Fenced(f"another process writes as {self._id} now: this one must stop")
+        return Fenced(f"another process now writes with the transactional id {self._id}: this process must stop")
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop, within `timeout_s`."""

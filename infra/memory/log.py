@@ -82,11 +82,11 @@ class MemoryTransactions:
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
         if offsets and member is None:
-            raise ValueError("offsets in a transaction need the membership they are committed for")
+            raise ValueError("offsets can be committed in a transaction only together with the consumer group's generation")
         check_commits(offsets or {})
         with self._state.change:
             if self._state.writers.get(self._id) is not self._token:
-                raise Fenced(f"another process writes as {self._id} now: this one must stop")
+                raise Fenced(f"another process now writes with the transactional id {self._id}: this process must stop")
             self._settle()
             group = self._state.group(member.group) if offsets and member is not None else None
             if (
@@ -198,7 +198,7 @@ class MemoryLog:
             if not self._state.change.wait_for(
                 lambda: max(offsets, default=-1) < part.stable_end or part.stable_end == part.end, timeout_s
             ):
-                raise LogError(f"reading {where} took too long; is a transaction open?")
+                raise LogError(f"reading {where} took too long: a transaction is still open")
             records = {record.offset: record for record in part.records}
         missing = [offset for offset in offsets if offset not in records]
         if missing:

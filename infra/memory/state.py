@@ -126,10 +126,10 @@ class State:
         """Return a partition. Raises `LogError` if it does not exist."""
         topic, number = partition
         if topic not in self.topics:
-            raise LogError(f"topic {topic} does not exist (or this user may not see it)")
+            raise LogError(f"topic {topic} does not exist, or this user has no permission to see it")
         parts = self.topics[topic][1]
         if not 0 <= number < len(parts):
-            raise LogError(f"topic {topic} has {len(parts)} partitions, there is no partition {number}")
+            raise LogError(f"topic {topic} has no partition {number}; its partitions are 0 to {len(parts) - 1}")
         return parts[number]
 
     def group(self, name: str) -> Group:
@@ -177,7 +177,7 @@ class _Reader:
         if not exists and not self._jumps:
             where = f"{partition[0]}/{partition[1]}"
             raise RecordMissing(
-                f"{where}: offset {position} is missing, it has {part.start} to {part.end - 1}: records were deleted, or lost with a broker"
+                f"{where}: offset {position} is missing, it holds {part.start} to {part.end - 1}: records were deleted, or a broker lost them"
             )
         return position if exists else part.start
 
@@ -221,7 +221,7 @@ class MemoryTail:
 
     def position(self, partition: Partition) -> int:
         if partition not in self._reader.positions:
-            raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
+            raise LogError(f"{partition[0]}/{partition[1]} is not among the partitions of this reader")
         return self._reader.positions[partition]
 
     def seek(self, partition: Partition, offset: int) -> None:

@@ -122,7 +122,7 @@ class Uploader:
 
     def _failed(self, cause: str) -> None:
         if not self.failing:
-            self._notify(f"{cause}; the run goes on, and its points wait in metrics.jsonl")
+            self._notify(f"{cause}; the run continues, and its metrics stay in metrics.jsonl until MLflow responds")
         self.failing = True
         self._mlflow_run = None  # how much arrived is unknown: read it from the server when it responds again
 

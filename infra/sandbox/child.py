@@ -132,7 +132,7 @@ def text_of(error: BaseException, *, characters: int) -> str:
     try:
         return " ".join(str(error).split())[:characters]
     except Exception:
-        return "its text cannot be read"
+        return "an error whose text cannot be read"
 
 
 def _reply(replies: Any, reply: Mapping[str, Any]) -> None:
@@ -143,9 +143,9 @@ def _reply(replies: Any, reply: Mapping[str, Any]) -> None:
             text = json.dumps({**reply, "replaced": replaced})
         line = text.encode() + b"\n"
         if len(line) > LINE_BYTES:
-            raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are allowed")
+            raise ValueError(f"the result has {len(line)} bytes as JSON, limit {LINE_BYTES}; return less data")
     except (TypeError, ValueError, RecursionError) as error:
-        line = json.dumps({"call": reply.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
+        line = json.dumps({"call": reply.get("call"), "error": f"the result cannot be returned as JSON: {error}"}).encode() + b"\n"
     sent = 0
     while sent < len(line):
         sent += replies.write(line[sent:])

@@ -65,10 +65,10 @@ class _Decoder:
                 assert self._process is not None
                 self._process.kill()
                 self.end()
-                raise Refused(f"it cannot be decoded in {limit_s:.0f} s") from None
+                raise Refused(f"decoding took longer than {limit_s:.0f} s") from None
             except OSError:
                 status = self.end()
-                raise Refused(f"the process that decodes it has ended with {_ended(status)}") from None
+                raise Refused(f"the process that decodes it exited with {_ended(status)}") from None
             except BaseException:  # Ctrl-C: the response is still to come
                 self.end()
                 raise
@@ -172,7 +172,7 @@ def regular(path: Path) -> IO[bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Refused(f"{path} is no regular file")
+        raise Refused(f"{path} is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 

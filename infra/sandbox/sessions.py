@@ -77,13 +77,13 @@ class Sessions:
                 continue
             if "broken" in first:
                 child.end(first["broken"], guilty=None)
-                raise ChildError(f"cannot serve {self._target}: {first['broken']}")
+                raise ChildError(f"cannot load {self._target}: {first['broken']}")
             if "ready" in first:
                 self._failed_starts = 0
                 return child
             reason = child.ended or "ended"
             self._failed_starts += 1
-        raise ChildError(f"cannot serve {self._target}: {START_ATTEMPTS} children were lost at their start; the last one {reason}")
+        raise ChildError(f"cannot start {self._target}: {START_ATTEMPTS} processes failed during startup; the last one {reason}")
 
 
 class Session:
@@ -103,7 +103,7 @@ class Session:
         self.last_s, self.last_replaced = 0.0, 0
         async with child.room:
             if child.ended is not None:
-                raise SessionLost(f"another environment in its process {child.ended}", guilty=False)
+                raise SessionLost(f"another environment in the same process {child.ended}", guilty=False)
             start = time.monotonic()
             try:
                 reply = await asyncio.wait_for(child.request({"session": self.number, **payload}), timeout_s)
@@ -172,7 +172,7 @@ class _Child(PipedChild):
         for session, reply in self._calls.values():
             if not reply.done():
                 innocent = guilty is not None and session != guilty
-                text = f"another environment in its process {reason}" if innocent else reason
+                text = f"another environment in the same process {reason}" if innocent else reason
                 reply.set_exception(SessionLost(text, guilty=not innocent))
         if not self._first.done():
             self._first.set_result({})

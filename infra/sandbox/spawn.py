@@ -25,7 +25,7 @@ _START = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.i
 KEEPER = (sys.executable, "-I", "-S", "-c", _START.format("keeper"))
 SERVER = (sys.executable, "-P", "-c", _START.format("child"))
 START_ATTEMPTS = 3
-STRAY = "wrote to the pipe of its results and was killed"
+STRAY = "wrote to the pipe that carries results and was killed"
 KILLED_S = 30.0
 """Longest wait for the end of killed processes: longer than a keeper waits for one that SIGKILL does not end."""
 CONTINUED_S = 1.0
@@ -109,7 +109,7 @@ def end_child(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly
     try:
         status = process.wait(CONTINUED_S)
     except subprocess.TimeoutExpired:
-        return f"does not end: something it has started is still there {KILLED_S:g} s after SIGKILL"
+        return f"does not end: a process that it started still runs {KILLED_S:g} s after SIGKILL"
     if reason := lifeline.close():
         return reason
     return f"ended with signal {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"

@@ -211,7 +211,7 @@ class ChildPool(Generic[Key]):
         rules: ChildRules = REWARD,
     ) -> None:
         if size < 1 or timeout_s <= 0 or retries < 0:
-            raise ValueError(f"size {size}, timeout_s {timeout_s}, retries {retries}: expected at least 1, more than 0, at least 0")
+            raise ValueError(f"expected size >= 1, timeout_s > 0 and retries >= 0, got {size}, {timeout_s} and {retries}")
         self._target, self._timeout_s, self._retries, self._start_timeout_s = target, timeout_s, retries, start_timeout_s
         self._init, self._rules = json.dumps(init), rules
         self._numbers = itertools.count()
@@ -343,7 +343,7 @@ class ChildPool(Generic[Key]):
 
     def _take(self, child: _Child[Key], reply: dict[str, Any]) -> None:
         if "broken" in reply:
-            raise ChildError(f"cannot serve {self._target}: {reply['broken']}")
+            raise ChildError(f"cannot load {self._target}: {reply['broken']}")
         if "doing" in reply:
             child.doing = reply["doing"]
             return
@@ -383,7 +383,7 @@ class ChildPool(Generic[Key]):
         if not ready:
             self._failed_starts += 1
             if self._failed_starts >= START_ATTEMPTS:
-                raise ChildError(f"cannot serve {self._target}: {START_ATTEMPTS} children were lost at their start; the last one {reason}")
+                raise ChildError(f"cannot start {self._target}: {START_ATTEMPTS} processes failed during startup; the last one {reason}")
         for call in reversed(calls):
             if shared:
                 call.alone, call.attempts_left = True, call.attempts_left + 1

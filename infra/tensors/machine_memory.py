@@ -94,7 +94,7 @@ class MachineMemory:
             try:
                 connection.connect(self._address)
                 if not _is_own(connection):
-                    raise PermissionError("the writer is a process of another user")
+                    raise PermissionError("the process that offers the weights belongs to another user")
                 _, files, _, _ = socket.recv_fds(connection, 1, 1)
             except (ConnectionRefusedError, ConnectionResetError):
                 self.no_writer = True  # the writer has exited, so that the next `claim` succeeds
@@ -145,7 +145,7 @@ class MachineMemory:
         while memory is not None and not locked(memory.file, fcntl.LOCK_EX):
             if time.monotonic() > until:
                 self._leave()
-                raise LogError(f"a process of this machine has been loading weights for {READERS_S:g} s: they are read into other memory")
+                raise LogError(f"others have been copying the shared weights for {READERS_S:g} s: this version goes to separate memory")
             time.sleep(_POLL_S)
         try:
             yield

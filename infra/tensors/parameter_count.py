@@ -25,7 +25,7 @@ def vocabulary(folder: Path) -> int | None:
 
 
 def _elements(file: Path) -> int:
-    damaged = PenstockError(f"{file} is no safetensors file, or is cut off: copy it again")
+    damaged = PenstockError(f"{file} is not a safetensors file, or is truncated: copy it again")
     with file.open("rb") as opened:
         try:
             (length,) = struct.unpack("<Q", opened.read(8))

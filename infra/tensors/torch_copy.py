@@ -167,8 +167,8 @@ def fitting(tensors: Iterable[TensorBytes], *, shapes: Mapping[str, tuple[int, .
     weights = {tensor.name: tensor for tensor in tensors}
     if weights.keys() != shapes.keys():
         odd = sorted(weights.keys() ^ shapes.keys())
-        raise ValueError(f"these weights are of another model: {len(odd)} names differ, the first is {odd[0]!r}")
+        raise ValueError(f"the weights do not match the model: {len(odd)} parameter names differ, the first is {odd[0]!r}")
     for name, shape in shapes.items():
         if weights[name].shape != shape:
-            raise ValueError(f"these weights are of another model: {name} is {weights[name].shape}, not {shape}")
+            raise ValueError(f"the weights do not match the model: {name} has shape {weights[name].shape}, expected {shape}")
     return weights

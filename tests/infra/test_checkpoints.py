@@ -187,11 +187,11 @@ def _manifest(directory: Path) -> object:
 
 
 @pytest.mark.parametrize(("recorded", "said"), [
-    (replace(recorded_for(10, 20), run="r2"), "it is of run r1"),
-    (recorded_for(10, 20, ledger_steps=15), "it is beyond the ledger, which ends at step 15"),
-    (recorded_for(10), "the ledger does not record it"),
+    (replace(recorded_for(10, 20), run="r2"), "it belongs to run r1"),
+    (recorded_for(10, 20, ledger_steps=15), "it is newer than the ledger, which ends at step 15"),
+    (recorded_for(10), "the ledger has no entry for its step"),
     (replace(recorded_for(10, 20), versions=range(6)), "version 10 was never published"),
-    (replace(recorded_for(10), digests={10: [state_of(10).digest], 20: ["f" * 64]}), "its weights have the digest 0000000000000000…"),
+    (replace(recorded_for(10), digests={10: [state_of(10).digest], 20: ["f" * 64]}), "its weights digest is 0000000000000000…"),
 ])  # fmt: skip
 def test_what_does_not_belong_to_the_ledger_is_named(store: CheckpointStore, recorded: Recorded, said: str) -> None:
     for steps in (10, 20):
@@ -231,8 +231,8 @@ def test_a_disk_that_refuses_in_the_middle_leaves_the_one_before_and_says_what_t
     with small_files(), pytest.raises(CheckpointError) as refused:
         store.write(state_of(20), save=lambda to: (to / "big").write_bytes(bytes(200_000)) and None, record=ignore, about_bytes=200_000)
     messages = str(refused.value)
-    assert messages.startswith(f"cannot write the checkpoint of step 20 in {store.directory}: File too large (it takes about 0.2 MiB, ")
-    assert messages.endswith("that of step 10 is intact; make room there, then: penstock run --resume r1")
+    assert messages.startswith(f"cannot write the checkpoint of step 20 in {store.directory}: File too large (it needs about 0.2 MiB, ")
+    assert messages.endswith("the checkpoint of step 10 is intact; free some space, then: penstock run --resume r1")
     assert [path.name for path in store.directory.iterdir()] == ["step-00000010"]
     assert usable(store, recorded_for(10))[0] == 10
 
@@ -273,8 +273,8 @@ def test_on_a_full_disk_the_checkpoint_before_stays_and_the_next_one_that_fits_i
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "written"
-    assert "No space left on device (it takes about 0.1 MiB" in lines[2]  # begun, and cleared away
-    assert "No space left on device (it takes about 0.4 MiB" in lines[4]  # not begun
+    assert "No space left on device (it needs about 0.1 MiB" in lines[2]  # begun, and cleared away
+    assert "No space left on device (it needs about 0.4 MiB" in lines[4]  # not begun
     assert [lines[index] for index in (1, 3, 5)] == ["[10] 1"] * 3
     assert lines[6:] == ["written", "[40, 10] 2"]
 

@@ -19,8 +19,8 @@ def test_copies_follow_the_cluster_and_one_lost_broker_loses_nothing(brokers: in
     [
         (Copies(replicas=1), 3, "kafka.replication_factor: with 1 copies"),
         (Copies(in_sync=1), 3, "kafka.min_insync_replicas: with 3 copies, 1 of them in sync"),
-        (Copies(replicas=3), 2, "3 copies need as many brokers, 2 are in service"),
-        (Copies(replicas=2, in_sync=3), 3, "3 of 2 copies cannot be in sync"),
+        (Copies(replicas=3), 2, "3 replicas need as many brokers, 2 are in service"),
+        (Copies(replicas=2, in_sync=3), 3, "3 is more than the 2 replicas of a topic"),
     ],
 )
 def test_copies_that_cannot_be_or_lose_records_are_refused(copies: Copies, brokers: int, message: str) -> None:

@@ -39,7 +39,7 @@ def test_what_names_no_point_is_an_error_and_not_a_run_without_faults() -> None:
     for wrong in ("ledger.step.befor", "", "chunk.sent:0", "chunk.sent:x", "chunk.sent:-1"):
         with pytest.raises(ValueError, match=VARIABLE):
             parse(wrong)
-    assert "names no fault point: 'nothing'" in passings("nothing").stderr
+    assert "unknown fault point 'nothing'" in passings("nothing").stderr
 
 
 def test_every_point_that_the_code_names_is_listed() -> None:

@@ -62,7 +62,7 @@ def apply(stream: Buffer, below: memoryview, target: memoryview) -> None:
     Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not match or lie outside of `target`.
     """
     if len(below) != len(target):
-        raise ValueError(f"adapters for a version of {len(below)} bytes do not fit one of {len(target)}")
+        raise ValueError(f"LoRA adapters of a version of {len(target)} bytes cannot be applied to a base version of {len(below)} bytes")
     blocks, end = list(read(stream, size=len(target))), 0
     for block, a, b in blocks:
         piece = slice(block.start, block.start + block.nbytes)
@@ -77,14 +77,14 @@ def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Matrix, Matrix]]
     view, at, end = memoryview(stream).cast("B"), 0, 0
     while at < len(view):
         if len(view) - at < _HEADER.size:
-            raise ValueError(f"adapters of {len(view)} bytes end within the header of a block at {at}")
+            raise ValueError(f"the LoRA adapters ({len(view)} bytes) are truncated within the block header at byte {at}")
         block = Block(*_HEADER.unpack_from(view, at))
         at += _HEADER.size
         if problem := _flaw(block, left=len(view) - at, after=end, size=size):
-            raise ValueError(f"block of adapters at {at - _HEADER.size}: {problem}")
+            raise ValueError(f"LoRA adapter block at byte {at - _HEADER.size}: {problem}")
         factors = np.frombuffer(view[at : at + block.body], "<f4")
         if not np.isfinite(factors).all():
-            raise ValueError(f"block of adapters at {at - _HEADER.size}: not all of its numbers are finite")
+            raise ValueError(f"LoRA adapter block at byte {at - _HEADER.size} contains NaN or infinity")
         a, b = np.split(factors, [block.rank * block.columns])
         yield block, a.reshape(block.rank, block.columns), b.reshape(block.rows, block.rank)
         at, end = at + block.body, block.start + block.nbytes
@@ -155,9 +155,9 @@ def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
     if block.dtype >= len(DTYPES) or not np.isfinite(block.scale):
         return f"element type {block.dtype} or scale {block.scale} is not supported"
     if 0 in (block.rows, block.columns, block.rank):
-        return f"{block.rows} x {block.columns} elements of rank {block.rank}"
+        return f"a matrix of {block.rows} x {block.columns} cannot have rank {block.rank}"
     if block.start < after or block.start + block.nbytes > size:
-        return f"bytes {block.start} to {block.start + block.nbytes} of a version of {size} bytes, of which {after} are passed"
+        return f"bytes {block.start} to {block.start + block.nbytes} are outside the remaining bytes {after} to {size} of the version"
     if block.body > left:
-        return f"{block.body} bytes where {left} are left"
+        return f"the block needs {block.body} bytes, but only {left} remain"
     return None

@@ -94,11 +94,11 @@ def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray
     view, at, end = memoryview(stream).cast("B"), 0, 0
     while at < len(view):
         if len(view) - at < _HEADER.size:
-            raise ValueError(f"a delta of {len(view)} bytes ends within the header of a block at {at}")
+            raise ValueError(f"the weight delta ({len(view)} bytes) is truncated within the block header at byte {at}")
         block = Block(*_HEADER.unpack_from(view, at))
         at += _HEADER.size
         if problem := _flaw(block, left=len(view) - at, after=end, size=size):
-            raise ValueError(f"block of a delta at {at - _HEADER.size}: {problem}")
+            raise ValueError(f"weight delta block at byte {at - _HEADER.size}: {problem}")
         coded, values = view[at : at + block.positions], view[at + block.positions : at + block.body]
         decode = None if not block.width else _Positions(coded, block)
         if decode is not None:
@@ -117,9 +117,7 @@ class _Positions:
         block = self._block
         positions = positions_of(self._coded, block.width)
         if len(positions) != block.changes or (len(positions) and positions[-1] >= block.nbytes // block.item):
-            raise ValueError(
-                f"block of a delta from byte {block.start} on: {len(positions)} positions, expected {block.changes} in the piece"
-            )
+            raise ValueError(f"weight delta block from byte {block.start} on: {len(positions)} positions, expected {block.changes}")
         return positions
 
 
@@ -156,13 +154,13 @@ def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
     if block.item not in (1, 2, 4, 8) or block.width not in (0, *WIDTHS):
         return f"elements of {block.item} bytes and gaps of {block.width} are not supported"
     if block.start < after or block.start + block.nbytes > size or block.nbytes % block.item:
-        return f"bytes {block.start} to {block.start + block.nbytes} of a version of {size} bytes, of which {after} are passed"
+        return f"bytes {block.start} to {block.start + block.nbytes} are outside the remaining bytes {after} to {size} of the version"
     if block.body > left:
         return f"it has {block.body} bytes, {left} are left"
     if block.width and block.positions % block.width:
-        return f"{block.positions} bytes of positions are not gaps of {block.width}"
+        return f"{block.positions} bytes of positions are not a multiple of the gap width {block.width}"
     if not block.width and (block.positions or block.changes * block.item != block.nbytes):
-        return f"{block.changes} values for a piece of {block.nbytes} bytes"
+        return f"{block.changes} changed values do not fit into {block.nbytes} bytes"
     return None
 
 

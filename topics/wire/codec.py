@@ -62,7 +62,7 @@ class Codec:
             raise ValueError(f"expected a schema and one record batch, got {kinds or 'nothing'}")
         ours = value[: len(self._head)] == self._head
         if is_compressed(messages[1].metadata):
-            raise ValueError("the body is compressed")
+            raise ValueError("the Arrow record batch is compressed, which is not allowed")
         batch = pa.ipc.read_record_batch(messages[1], self.schema if ours else pa.ipc.read_schema(messages[0]))
         batch.validate(full=True)
         if not 1 <= len(batch) <= self.max_rows:

@@ -238,7 +238,7 @@ def read_rows(columns: Sequence[Column], fields: Sequence[pa.Field], arrays: Seq
     """The rows of `arrays`, whose fields are `fields`, with the values of `columns`. Raises `ValueError`, as `Column.from_arrow` does."""
     present = {field.name: array for field, array in zip(fields, arrays, strict=True)}
     if len(present) != len(fields):
-        raise ValueError("two columns have one name")
+        raise ValueError("two columns have the same name")
     names = {column.name for column in columns}
     for field in fields:
         if field.name not in names and not field.nullable:

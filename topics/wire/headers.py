@@ -111,7 +111,7 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
     _identify(values, "run", expected=run, kind="foreign-run")
     if newer := _is_newer(values.get("schema") or b"", than=schema):
         _verify(checksum, lines, value)  # a damaged header may name any version
-        raise NewerSchema(f"a record has schema {newer}, and this release reads up to {schema}: install the newer release here, too")
+        raise NewerSchema(f"a record has schema {newer}, and this release reads up to {schema}: install the newer release here too")
     _identify(values, "schema", expected=schema, kind="schema-version")
     _verify(checksum, lines, value)
     for name in required:
@@ -163,7 +163,7 @@ def _verify(checksum: bytes | None, lines: list[bytes], value: Payload) -> None:
     except TypeError as error:
         raise Unusable("a header has no value", kind="bad-header") from error
     if checksum != computed:
-        raise Unusable(f"header {CHECKSUM!r} is {checksum[:_SHOWN]!r}, headers and payload make {computed!r}", kind="checksum")
+        raise Unusable(f"header {CHECKSUM!r} is {checksum[:_SHOWN]!r}, headers and payload have checksum {computed!r}", kind="checksum")
 
 
 def _checksum(lines: list[bytes], value: Payload) -> bytes:
@@ -193,7 +193,7 @@ def _float(name: str, value: bytes) -> float:
 def _name(name: str, value: bytes) -> str:
     text = _text(name, value)
     if not is_name(text):
-        raise Unusable(f"header {name!r} is not a name: {text[:_SHOWN]!r}", kind="bad-header")
+        raise Unusable(f"header {name!r} is not a valid name: {text[:_SHOWN]!r}", kind="bad-header")
     return text
 
 
@@ -208,7 +208,7 @@ def _text(name: str, value: bytes) -> str:
     if not isinstance(value, bytes):
         raise Unusable(f"header {name!r} has no value", kind="bad-header")
     if len(value) > MAX_HEADER_BYTES:
-        raise Unusable(f"header {name!r} has {len(value)} bytes, at most {MAX_HEADER_BYTES} are allowed", kind="bad-header")
+        raise Unusable(f"header {name!r} has {len(value)} bytes, limit {MAX_HEADER_BYTES}", kind="bad-header")
     if not value.isascii():
         raise Unusable(f"header {name!r} is not ASCII: {value[:_SHOWN]!r}", kind="bad-header")
     return value.decode("ascii")

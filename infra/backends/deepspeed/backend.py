@@ -42,7 +42,7 @@ def read_stored(file: Path) -> Any:
     stored = (LossScaler, ZeroStageEnum, fragment_address)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in stored}
     if foreign := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - names):
-        raise BackendError(f"{file} is not loaded: it names {foreign[0]}, which DeepSpeed does not store")
+        raise BackendError(f"{file} was not loaded: it refers to {foreign[0]}, which DeepSpeed does not store and which could run code")
     with torch.serialization.safe_globals(list(stored)):
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
@@ -56,9 +56,9 @@ def check_stored(directory: Path) -> None:
 def _check_owner(path: Path) -> None:
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
-        raise BackendError(f"{path} belongs to another user: copy the checkpoint to a folder of your own")
+        raise BackendError(f"{path} belongs to another user, who could change it: copy the checkpoint to a folder that you own")
     if status.st_mode & OTHERS_WRITE:
-        raise BackendError(f"{path} can be written by other users: chmod -R go-w {path.parent}")
+        raise BackendError(f"other users can write to {path}: run chmod -R go-w {path.parent}")
 
 
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
@@ -126,7 +126,7 @@ def load_shards(engine: Any, directory: Path) -> Mapping[str, Any]:
     shards, optimizer = Shards(directory), engine.optimizer
     names = {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in _trained_of(engine)}
     if any(shards.size(name) != count for name, count in names.items()):
-        raise BackendError(f"{directory} is the state of another model")
+        raise BackendError(f"{directory} was saved for a model with other parameters: set model.path to that model, or start a new run")
     partitioned = engine.zero_optimization_partition_weights()
     for master, pieces in _partitioned(optimizer) if partitioned else _whole(optimizer):
         fresh = {kind: torch.zeros_like(master) for kind in (MASTER, *(MOMENTS if shards.step is not None else ()))}
@@ -233,7 +233,7 @@ class DeepSpeedBackend(LocalModel):
 
     def step(self, *, denominator: float) -> StepResult:
         if not self.has_gradient:
-            raise BackendError("an optimizer step needs at least one backward pass before it")
+            raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         # DeepSpeed averages over the processes. Scaling the loss instead would change the rounding of the backward pass.
         self.denominator = checked_denominator(denominator) / self.world_size
         rate = self.settings.learning_rate(self.steps)
@@ -357,7 +357,7 @@ class DeepSpeedBackend(LocalModel):
             if isinstance(error, pydantic.ValidationError):
                 first = error.errors(include_url=False)[0]
                 reason = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
-            raise BackendError(f"trainer.deepspeed_config: DeepSpeed rejects it: {reason}") from error
+            raise BackendError(f"DeepSpeed rejects trainer.deepspeed_config: {reason}") from error
 
     def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
         """Load the state of stage 0, which every process holds in full; the optimizer keeps the settings of the current run."""

@@ -10,10 +10,10 @@ AUTO = "auto"
 OVERLAPPING_BUCKET = 250_000_000
 """`reduce_bucket_size` with `overlap_comm`, which has two buckets."""
 
-_BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens set the sizes of a step and of a pass"
-_PRECISION = "set trainer.dtype; masters, moments and gradient sums are float32"
-_CHECKPOINTS = "checkpoints have one format, in trainer.checkpoint_dir, which any number of processes can read"
-_DIVISION = "a trainer's processes divide samples and, by trainer.zero_stage, the model's state only"
+_BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens set the batch sizes"
+_PRECISION = "trainer.dtype sets the precision; master weights, Adam moments and gradient sums are always float32"
+_CHECKPOINTS = "Penstock writes its own checkpoints to trainer.checkpoint_dir, which any number of processes can load"
+_DIVISION = "the trainer supports data parallelism and ZeRO (trainer.zero_stage) only"
 OURS: Mapping[str, str] = {
     "train_batch_size": _BATCHES,
     "train_micro_batch_size_per_gpu": _BATCHES,
@@ -59,7 +59,7 @@ def mistake(options: Mapping[str, Any]) -> str | None:
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != AGREED.get(name):
-            return f"trainer.deepspeed_config: {name} cannot be set here: {why}. Leave it out"
+            return f"trainer.deepspeed_config: {name} cannot be set here: {why}. Remove {name}"
     return None
 
 

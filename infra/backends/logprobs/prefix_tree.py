@@ -213,7 +213,7 @@ def tree_attention(
         return line_attention(query, key, value, attention_mask, scaling=kwargs.get("scaling")), None
     if prefix_tree is None or prefix_tree.rows is None:
         if _EXPECTED.get() is not None:
-            raise RuntimeError(f"{type(module).__name__} did not get the prefix tree: this model drops keyword arguments")
+            raise RuntimeError(f"{type(module).__name__} did not receive the prefix tree: the model drops keyword arguments")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     rows = prefix_tree.rows
     queries, keys, values = (_rows(x, rows.whole) for x in (query, key, value))

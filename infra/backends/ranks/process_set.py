@@ -109,7 +109,9 @@ class ProcessSet:
             leave_process_group_at_exit()
             gloo = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_LIMIT) if on_gpu else None
         except (RuntimeError, ValueError, KeyError) as error:
-            raise BackendError(f"rank {rank} cannot join the trainer's {size} processes: {str(error).splitlines()[0]}") from error
+            raise BackendError(
+                f"rank {rank} of {size} cannot connect to the trainer's other ranks: {str(error).splitlines()[0]}"
+            ) from error
         return cls(rank, size, torch.distributed.PrefixStore("messages", store), gloo)
 
     def send(self, rank: int, **message: Any) -> None:
@@ -161,5 +163,5 @@ class ProcessSet:
             text = self.store.get(key)
             self.store.delete_key(key)
         except RuntimeError as error:
-            raise BackendError(f"rank {self.rank}: the trainer's other processes have ended ({str(error).splitlines()[0]})") from error
+            raise BackendError(f"rank {self.rank} lost the trainer's other ranks; see their logs ({str(error).splitlines()[0]})") from error
         return json.loads(text)

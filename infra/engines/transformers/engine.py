@@ -73,10 +73,10 @@ class TransformersEngine:
         if self._positions is not None and longest > self._positions:
             raise EngineError(
                 f"group {request.group}: {len(ids)} prompt tokens and {request.sampling.max_new_tokens} new ones exceed the model's "
-                f"{self._positions} positions: lower sampling.max_new_tokens or leave out longer prompts"
+                f"{self._positions} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
-            raise EngineError(f"group {request.group}: the prompt has ids outside the model's {self._vocabulary} tokens")
+            raise EngineError(f"group {request.group}: the prompt contains token ids outside the model's vocabulary of {self._vocabulary}")
         self._submitted += 1
         heapq.heappush(self._waiting, (request.group, self._submitted, request))
 
@@ -123,7 +123,7 @@ class TransformersEngine:
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         if not self.idle:
-            raise EngineError(f"version {version} came while {self.pending} groups are in flight: load weights between groups")
+            raise EngineError(f"cannot load weights version {version}: {self.pending} groups are in flight; load weights between groups")
         started = time.perf_counter()
         copy_all((self._parameters[tensor.name], tensor) for tensor in check_tensors(tensors, self._shapes, version=version))
         self.version = version
@@ -202,7 +202,7 @@ class _Group:
     def append(self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], *, version: int) -> list[Completion]:
         """Append a token to each row and return the requested samples that end with it."""
         if not np.isfinite(logprobs).all():
-            raise EngineError(f"group {self.request.group}: weights version {version} gives logits that are not numbers")
+            raise EngineError(f"group {self.request.group}: weights version {version} produces NaN logits")
         self.ids[:, self.steps], self.logprobs[:, self.steps] = ids, logprobs
         self.steps += 1
         stopped = (ids[:, None] == self.stops).any(1)
@@ -265,7 +265,7 @@ def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "c
     path = Path(directory)
     advice = "set model.path to a Hugging Face causal LM directory, or make one with `penstock model tiny DIR`"
     if not (path / "config.json").is_file():
-        raise EngineError(f"there is no model in {path} ({'no config.json in it' if path.is_dir() else 'no such directory'}): {advice}")
+        raise EngineError(f"there is no model in {path} ({'it has no config.json' if path.is_dir() else 'no such directory'}): {advice}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -275,5 +275,5 @@ def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "c
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
         raise EngineError(f"cannot load the model in {path} ({one_line(error)}): {advice}") from error
     if missing := info["missing_keys"]:
-        raise EngineError(f"the weights in {path} lack {len(missing)} parameters, first {min(missing)}: {advice}")
+        raise EngineError(f"the weights in {path} lack {len(missing)} parameters, the first is {min(missing)}: {advice}")
     return model.to(device).eval().requires_grad_(False)

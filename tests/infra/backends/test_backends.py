@@ -163,7 +163,7 @@ def test_a_backend_that_sleeps_between_two_steps_gives_the_same_bits_and_can_be_
 
 
 def test_hooks_that_gather_weights_are_not_compiled(opened):
-    with pytest.raises(ValueError, match=r"trainer.compile: .* take zero_stage 2 or less"):
+    with pytest.raises(ValueError, match=r"trainer.compile: .* set trainer.zero_stage to at most 2"):
         opened("deepspeed", zero_stage=3, compile=True)
 
 
@@ -220,7 +220,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_leaves_the_weights(ope
     train(backend, 1)
     before = digest(backend.weights())
     backend.backward(batch, lambda logprobs: (logprobs.sum() * float("nan"), {}))
-    with pytest.raises(Diverged, match=r"gradient of optimizer step 1 has the norm (nan|inf)"):
+    with pytest.raises(Diverged, match=r"gradient norm of optimizer step 1 is (nan|inf)"):
         backend.step(denominator=4.0)
     assert digest(backend.weights()) == before
 

@@ -120,5 +120,5 @@ def test_adapters_apart_are_the_weights_of_their_moment_and_a_reader_makes_the_s
 
 
 def test_adapters_are_not_sharded(model_path: str) -> None:
-    with pytest.raises(ValueError, match=r"trainer.lora_rank: adapters are not sharded; take zero_stage 2"):
+    with pytest.raises(ValueError, match=r"trainer.lora_rank: LoRA adapters cannot be sharded; set trainer.zero_stage to 2"):
         opened(model_path, "deepspeed", zero_stage=3)

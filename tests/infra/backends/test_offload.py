@@ -97,5 +97,5 @@ def test_options_reach_deepspeed_and_stand_in_the_fingerprint(opened: Open) -> N
     ({"reduce_bucket_size": "many"}, r"reduce_bucket_size = 'many': Input should be a valid integer[^\n]*$"),
 ])  # fmt: skip
 def test_what_deepspeed_refuses_is_one_line(opened: Open, options: dict[str, Any], line: str) -> None:
-    with pytest.raises(BackendError, match=rf"^trainer\.deepspeed_config: DeepSpeed rejects it: {line}"):
+    with pytest.raises(BackendError, match=rf"^DeepSpeed rejects trainer\.deepspeed_config: {line}"):
         opened("deepspeed", zero_stage=2, deepspeed_config={"zero_optimization": options})

@@ -53,6 +53,6 @@ def test_a_killed_broker_is_told_from_a_stopped_one(new_home: Callable[[], Path]
     os.kill(pid, signal.SIGKILL)
     while embedded.status(home).running:
         pass
-    assert embedded.status(home).ended == "the broker was killed: it left no error in its log"
+    assert embedded.status(home).ended == "the broker was killed: its log contains no error"
     assert not embedded.stop(home)
     assert embedded.status(home).ended is None

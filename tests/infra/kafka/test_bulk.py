@@ -86,7 +86,7 @@ def test_records_are_appended_with_their_timestamps_and_a_refused_one_is_an_erro
 def test_a_broker_that_does_not_answer_is_named_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "SILENT_S", 1.0)
     reader = BulkReader(Connection(bootstrap="127.0.0.1:9", client_id="test"))
-    with pytest.raises(LogError, match=r"t/0: nothing came for 1 s: .*127\.0\.0\.1:9"):
+    with pytest.raises(LogError, match=r"no record of t/0 arrived for 1 s: .*127\.0\.0\.1:9"):
         list(reader.read("t", 0, first=0, end=5))
     reader.close()
 

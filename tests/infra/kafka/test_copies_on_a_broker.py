@@ -45,10 +45,10 @@ def test_copies_that_the_cluster_cannot_have_or_that_one_lost_broker_takes_along
     log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = {f"{run_id}.groups": topics_of(run_id, partitions=1)[f"{run_id}.groups"]}
-    with pytest.raises(LogError, match=r"kafka.replication_factor: 2 copies need as many brokers, 1 are in service"):
+    with pytest.raises(LogError, match=r"kafka.replication_factor: 2 replicas need as many brokers, 1 are in service"):
         log.create_topics(groups, copies=Copies(replicas=2))
     monkeypatch.setattr(Admin, "brokers", lambda _: [1, 1, 1])
-    with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 copies.* one lost broker of 3 .*kafka.allow_loss = true"):
+    with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 replicas.* loss of one of 3 brokers .*kafka.allow_loss = true"):
         log.create_topics(groups, copies=Copies(replicas=1))
     assert log.partitions(f"{run_id}.groups") is None
 
@@ -64,7 +64,7 @@ def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_i
     monkeypatch.setattr(Admin, "topics", lambda *_: [topic])
     allowed = Copies(replicas=3, in_sync=1, loss_allowed=True)
     (warning,) = log.create_topics(groups, copies=allowed)
-    assert warning.startswith(f"topic {topic} has 1 copy, expected 3: a lost broker could take it along")
+    assert warning.startswith(f"topic {topic} has 1 replica, expected 3: the topic could be lost with one broker")
     alone = ("warn", f"one copy of {topic}, on 3 brokers")
     assert found_by_the_doctor(broker) == [alone]
     set_unclean(admin, TOPIC, topic, "true")

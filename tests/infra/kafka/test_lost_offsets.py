@@ -19,7 +19,7 @@ def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, l
     admin = KafkaAdminClient(**python_client(broker))
     admin.delete_records({TopicPartition(topic, 0): 4})
     admin.close()
-    lost = rf"{topic}/0: offset 1 is missing, it has 4 to 5: records were deleted"
+    lost = rf"{topic}/0: offset 1 is missing, it holds 4 to 5: records were deleted"
     for start in (log.tail({(topic, 0): "latest"}), log.tail({(topic, 0): "earliest"})):
         start.seek((topic, 0), 1)
         with pytest.raises(LogError, match=lost):
@@ -50,7 +50,7 @@ def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_ti
     monkeypatch.setattr(tail.private_api, "poll_once", out_of_range)
     monkeypatch.setattr(tail.private_api, "position", lambda *_: 7)
     with pytest.raises(
-        LogError, match=r"missing, and which ones exist is unknown \(.*timed out.*\): position of this reader: t/3 at offset 7$"
+        LogError, match=r"missing, and the existing offsets cannot be read \(.*timed out.*\): position of this reader: t/3 at offset 7$"
     ):
         tail.poll(Lost(), 1.0, 10)
     assert Lost.limits_ms == [1000 * tail.OFFSETS_TIMEOUT_S]
@@ -90,7 +90,7 @@ def test_a_member_whose_next_records_were_deleted_says_which_and_reads_on(broker
     heard = Heard(log.member(f"{run_id}.group", [topic]))
     listen(heard, until=lambda: len(heard.records) == 2)
     assert [record.offset for record in heard.records] == [4, 5]
-    assert said == [f"{topic}/0: offsets 1 to 3 were deleted unread; reading on at 4"]
+    assert said == [f"{topic}/0: offsets 1 to 3 were deleted before they were read; continuing at 4"]
     heard.member.close()
     log.close()
 
@@ -105,16 +105,16 @@ def test_a_member_behind_the_end_of_a_truncated_partition_stops_with_both_number
     write(log, topic, [b"%d" % number for number in range(6)])
     committed(log, f"{run_id}.group", topic, 9)
     member = log.member(f"{run_id}.group", [topic])
-    with pytest.raises(LogError, match=rf"{topic}/0: offset 9 is missing, it has 0 to 5"):
+    with pytest.raises(LogError, match=rf"{topic}/0: offset 9 is missing, it holds 0 to 5"):
         taken(member)
     member.close()
 
 
-GONE = r"topic {} was deleted \(or this user may not see it any more\): nothing is left to be read; stop this process"
-ANOTHER = r"topic {} was deleted and made again while it was read: start this process again"
+GONE = r"topic {} was deleted, or this user has no more permission to see it: stop this process"
+ANOTHER = r"topic {} was deleted and created again while it was read: restart this process"
 
 
-@pytest.mark.parametrize(("again", "line"), [(False, GONE), (True, ANOTHER)], ids=["deleted", "made again"])
+@pytest.mark.parametrize(("again", "line"), [(False, GONE), (True, ANOTHER)], ids=["deleted", "created again"])
 def test_readers_of_a_topic_that_somebody_deletes_say_so_also_when_it_is_made_again(
     broker: str, log: KafkaLog, run_id: str, again: bool, line: str
 ) -> None:

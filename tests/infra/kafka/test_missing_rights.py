@@ -20,7 +20,7 @@ from penstock.infra.kafka.errors import translate
 def test_a_missing_right_is_one_line_with_the_command_that_prints_the_rules(error: errors.KafkaError) -> None:
     text = str(translate(error, "cannot take over r.feeder"))
     assert text.startswith("cannot take over r.feeder: ")
-    assert text.endswith("; apply what `penstock topics acls RUN` prints to the cluster")
+    assert text.endswith("; create the ACLs that `penstock topics acls RUN` prints")
     assert "\n" not in text
     assert len(text) < 420
 

@@ -91,7 +91,7 @@ def test_a_member_whose_partition_changes_its_leader_before_it_is_begun_finds_th
 
 @pytest.mark.slow
 def test_topics_that_one_lost_broker_would_take_along_are_refused_unless_asked_for(log: KafkaLog) -> None:
-    with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 copies.* one lost broker of 3 .*kafka.allow_loss = true"):
+    with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 replicas.* loss of one of 3 brokers .*kafka.allow_loss = true"):
         made(log, "refused", Copies(replicas=1))
 
 
@@ -138,7 +138,7 @@ def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_a
     assert log.create_topics(groups) == []
     assert log.create_topics(runs, copies=Copies(replicas=1, loss_allowed=True)) == []
     (warning,) = log.create_topics({**runs, **groups})
-    assert warning.startswith("topic penstock.runs has 1 copy, expected 3: a lost broker could take it along")
+    assert warning.startswith("topic penstock.runs has 1 replica, expected 3: the topic could be lost with one broker")
     alone = ("warn", "one copy of penstock.runs, on 3 brokers")
     assert found_by_the_doctor(cluster) == [alone]
     set_unclean(cluster, ConfigResourceType.TOPIC, "durable.groups", "true")

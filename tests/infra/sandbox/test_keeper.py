@@ -213,7 +213,7 @@ def test_what_exceeds_a_limit_fails_with_the_key_and_the_next_call_is_answered(
 )
 def test_what_a_function_writes_to_the_pipe_of_answers_costs_its_call(pool: Pool, written: str) -> None:
     ours = pool()
-    assert result(ours, do="garbage", bytes=written.replace("\udcff", "ÿ")) == "wrote to the pipe of its results and was killed"
+    assert result(ours, do="garbage", bytes=written.replace("\udcff", "ÿ")) == "wrote to the pipe that carries results and was killed"
     assert isinstance(result(ours, do="nothing"), int)
 
 

@@ -148,7 +148,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, kind: str) -
         case "no permission":
             path.symlink_to("/proc/1/mem")
     for read in (parquet.rows, parquet.footer):
-        with pytest.raises(parquet.Refused, match=r"^\S+: (cannot read it|is no regular file)|is no regular file|not a readable"):
+        with pytest.raises(parquet.Refused, match=r"^\S+: (cannot read it|is not a regular file)|is not a regular file|not a readable"):
             read(path)
 
 
@@ -157,7 +157,7 @@ def test_a_file_that_takes_longer_than_its_limit_is_refused(tmp_path: Path, monk
     path.write_bytes(GOOD)
     monkeypatch.setattr(parquet, "LEAST_S", 1e-6)
     monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
-    assert "cannot be decoded in" in refusal(path)
+    assert "decoding took longer than" in refusal(path)
     monkeypatch.setattr(parquet, "LEAST_S", 120.0)
     assert parquet.rows(path).equals(TABLE)
     decoder.end()

@@ -147,8 +147,8 @@ def test_a_crash_fails_its_own_call_only(pool: Pool, what: str, words: str) -> N
     [
         ("raise", "KeyError: 'missing' (served_by_test.py line"),
         ("leave", "SystemExit: bye"),
-        ("odd", "the result is no JSON value"),
-        ("nested", "the result is no JSON value"),
+        ("odd", "the result cannot be returned as JSON"),
+        ("nested", "the result cannot be returned as JSON"),
     ],
 )
 def test_an_exception_is_a_failure_with_its_reason_and_the_child_lives_on(pool: Pool, what: str, words: str) -> None:
@@ -189,7 +189,7 @@ def test_an_answer_that_waits_while_the_caller_is_busy_is_not_late(pool: Pool) -
 
 
 def test_a_target_that_does_not_load_stops_the_pool_with_its_reason(pool: Pool) -> None:
-    for init, words in (("breaks", "nothing here"), ("dies", "3 children were lost at their start; the last one ended with exit status 7")):
+    for init, words in (("breaks", "nothing here"), ("dies", "3 processes failed during startup; the last one ended with exit status 7")):
         ours = pool(init=init)
         ours.submit("call", {})
         with pytest.raises(ChildError, match="cannot serve served_by_test:serve: ") as caught:

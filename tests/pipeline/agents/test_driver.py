@@ -58,7 +58,7 @@ def test_a_neighbour_in_the_process_that_was_killed_loses_nothing(tmp_path: Path
     (first, hung, last), said = play(counting(tmp_path), rows, draw=policy)
     assert (first.finish, hung.finish, last.finish) == ("stop", "abort", "stop")
     assert np.array_equal(first.token_ids, last.token_ids)
-    assert any("another environment in its process took longer than 1 s" in line for line in said)
+    assert any("another environment in the same process took longer than 1 s" in line for line in said)
     assert len(policy.asked) == 6 + 6 + 1  # the draws of the neighbours, each once, and the first turn of the hung one
 
 

@@ -28,7 +28,7 @@ def everything(root: Path) -> set[str]:
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../runs", "mine/../other", "/", "/etc", "mine/model", "MINE", "mine\n", "-/.."])
 def test_what_is_no_run_id_has_no_folder(run: str) -> None:
-    with pytest.raises(ValueError, match="must be 1 to 64"):
+    with pytest.raises(ValueError, match="use 1 to 64"):
         run_directory(run)
 
 

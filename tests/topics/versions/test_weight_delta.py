@@ -92,5 +92,5 @@ def test_pieces_end_where_tensors_do() -> None:
 @pytest.mark.parametrize("size", [0, 7])
 def test_a_block_outside_of_the_version_is_refused(size: int) -> None:
     stream = joined(encode(bytes(8), bytes([1] * 8), start=0, item=1))
-    with pytest.raises(ValueError, match="bytes 0 to 8 of a version of"):
+    with pytest.raises(ValueError, match="bytes 0 to 8 are outside the remaining bytes 0 to"):
         apply(stream, memoryview(bytearray(size)))

@@ -89,7 +89,7 @@ def test_a_header_with_a_worker_that_is_no_name_is_refused_before_the_payload_is
     value = rollouts.encode(EXAMPLES["rollouts"])
     headers = replace(rollouts.headers(EXAMPLES["rollouts"], run="r"), worker=name)
     record = Record(topic="t", partition=0, offset=0, timestamp_ms=0, key=None, headers=headers.encode(value), value=value)
-    with pytest.raises(Unusable, match="not a name"):
+    with pytest.raises(Unusable, match="not a valid name"):
         rollouts.check(record, run="r")
 
 
@@ -125,7 +125,7 @@ def test_a_group_with_values_that_cannot_be_is_refused(changes: dict[str, Any]) 
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../x", "a/b", "/", "A", "a.b", "a\n", "\x1b", "x" * 65, "é"])
 def test_a_run_whose_id_is_no_run_id_does_not_exist_for_a_reader(run: str) -> None:
-    with pytest.raises(ValueError, match="must be 1 to 64"):
+    with pytest.raises(ValueError, match="use 1 to 64"):
         check_run_id(run)
     record = replace(EXAMPLES["runs"], run=run)
     value = runs.encode(record)

@@ -243,7 +243,7 @@ def test_a_sample_whose_arrays_do_not_fit_together_is_neither_written_nor_read(r
 
 def test_a_manifest_whose_chunks_do_not_make_its_bytes_is_refused():
     fields = {name: getattr(EXAMPLES["weights"], name) for name in weights.Manifest.__dataclass_fields__}
-    with pytest.raises(ValueError, match="do not make 31"):
+    with pytest.raises(ValueError, match="in all, expected 31"):
         weights.encode(weights.Manifest(**{**fields, "nbytes": 31}))
 
 

@@ -135,7 +135,7 @@ def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_ver
         bring(copy, trainer.log, trainer.manifests, 2, run=RUN, below=below)
     assert copy.holds(1, trainer.manifests[1].digest)
     listed = trainer.manifests | {2: replace(sound, chunk_sha256=(hashlib.sha256(wrong.data).hexdigest(),))}
-    with pytest.raises(LogError, match=r"weights of version 2: (block of adapters|adapters|digest)"):
+    with pytest.raises(LogError, match=r"weights of version 2: (LoRA adapter block|LoRA adapters|the LoRA adapters|digest)"):
         bring(copy, trainer.log, listed, 2, run=RUN, below=below)
     assert copy.version in (1, NONE)
     bring(copy, trainer.log, trainer.manifests, 3, run=RUN, below=below)
