@@ -131,7 +131,7 @@ def _missing(consumer: Any) -> str:
         for tp, at in positions.items()
         if not starts[tp] <= at <= ends[tp]
     ]
-    return f"{'; '.join(lost) or 'an offset is missing'}: records were deleted, or a broker lost them"
+    return f"{'; '.join(lost) or 'an offset is missing'}: records were deleted, or lost by a broker"
 
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:

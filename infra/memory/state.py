@@ -177,7 +177,7 @@ class _Reader:
         if not exists and not self._jumps:
             where = f"{partition[0]}/{partition[1]}"
             raise RecordMissing(
-                f"{where}: offset {position} is missing, it holds {part.start} to {part.end - 1}: records were deleted, or a broker lost them"
+                f"{where}: offset {position} is missing, it holds {part.start} to {part.end - 1}: records were deleted, or lost by a broker"
             )
         return position if exists else part.start
 

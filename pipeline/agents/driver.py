@@ -142,7 +142,7 @@ class Episode:
         try:
             tools = await self._reset()
         except TemplateRefused as error:
-            raise EnvironmentBroken("reset", f"the chat template cannot render its texts: {error}") from error
+            raise EnvironmentBroken("reset", f"the chat template cannot render the environment's texts: {error}") from error
         prompt_tools = tools or self._tools_of_row()
         self._conversation = Conversation(self.template, prompt_tools or None, history=limits.history, reads_calls=bool(tools))
         malformed = 0
@@ -150,7 +150,7 @@ class Episode:
             try:
                 context = self._conversation.context(episode_state.messages)
             except TemplateRefused as error:
-                raise EnvironmentBroken("step", f"the chat template refuses its messages: {error}") from error
+                raise EnvironmentBroken("step", f"the chat template rejects the environment's messages: {error}") from error
             room = min(limits.turn_tokens, limits.trajectory_tokens - len(context.token_ids))
             if room < 1:
                 break
@@ -232,7 +232,7 @@ class Episode:
         assert session is not None
         remaining_s = self.limits.trajectory_timeout_s - self.episode_state.environment_s
         if remaining_s <= 0:
-            raise EnvironmentBroken("timeout", f"it took longer than {self.limits.trajectory_timeout_s:g} s in all")
+            raise EnvironmentBroken("timeout", f"the trajectory took longer than {self.limits.trajectory_timeout_s:g} s")
         try:
             return await session.call({"do": do, **payload}, timeout_s=min(timeout_s, remaining_s))
         except SessionLost as lost:

@@ -86,7 +86,7 @@ async def open_episodes(
         try:
             from penstock.pipeline.agents.gateway.episode import AgentEpisodes
         except ImportError as error:
-            raise PenstockError(f"{source!r} needs the endpoint for agents: pip install '.[agents]' in the checkout ({error})") from error
+            raise PenstockError(f"{source!r} needs the agents' endpoint: pip install '.[agents]' in the checkout ({error})") from error
         return AgentEpisodes.open(source, template=template, limits=limits, processes=processes, rules=rules, on_loss=on_loss)
     sessions = Sessions(CHILD, size=processes, init={"source": source}, rules=rules)
     return EnvironmentEpisodes(sessions=sessions, template=template, limits=limits, on_loss=on_loss)

@@ -83,7 +83,7 @@ def pass_at_k_advantages(rewards: Rewards, *, k: int = 4) -> Advantages:
     if count == 1:
         return np.zeros(1, np.float32)
     if not 1 <= k < count:
-        raise ValueError(f"pass_at_k: k = {k} has to lie between 1 and {count - 1}, as a group has {count} samples")
+        raise ValueError(f"pass_at_k: k = {k} must be between 1 and {count - 1}, because a group has {count} samples")
     failed = comb(failures, k) / comb(count, k)
     std = (failed * (1.0 - failed)) ** 0.5
     if not std:
@@ -122,7 +122,7 @@ def zero_variance(rewards: Rewards) -> bool:
 def _checked(rewards: Rewards) -> npt.NDArray[np.float64]:
     values: npt.NDArray[Any] = np.asarray(rewards, np.float64)
     if values.ndim != 1 or not len(values):
-        raise ValueError(f"a group's rewards are one list of numbers, not of shape {values.shape}")
+        raise ValueError(f"a group's rewards must be a one-dimensional array, not of shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"a group's rewards must be finite numbers, not {values.tolist()}")
     return values
@@ -174,10 +174,10 @@ class RewardScale:
         """Advice on prompts, if the samples of each have equal rewards, this one on average."""
         position = self.position(reward)
         if position is None or LOW <= position < HIGH:
-            return "take prompts of another difficulty, more samples a group or a denser reward"
+            return "use easier or harder prompts, more samples per group, or a denser reward"
         if position >= HIGH:
-            return "take harder prompts"
-        return "the task is too hard: take easier prompts, more samples a group or a denser reward"
+            return "use harder prompts"
+        return "the task is too hard: use easier prompts, more samples per group, or a denser reward"
 
 
 def is_trained(sample: Rollout, *, truncated: str) -> bool:

@@ -95,7 +95,7 @@ def correction_weights(
         raise ValueError(f"unknown correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
     lowest, highest = spec.low if low is None else low, spec.high if high is None else high
     if not 0.0 <= lowest <= 1.0 <= highest:
-        raise ValueError(f"correction bounds must enclose the weight 1 and not be negative: {lowest} and {highest}")
+        raise ValueError(f"correction bounds must be at least 0 and enclose the importance weight 1, got {lowest} and {highest}")
     ratio = RATIOS[spec.unit](proximal_logprobs, behaviour_logprobs, mask).expand(mask.shape)
     weights = masked(ratio, low=lowest, high=highest) if spec.masks else truncated(ratio, high=highest)
     return weights, {
@@ -215,7 +215,7 @@ def entropy_bonus(entropies: torch.Tensor | None, mask: torch.Tensor, *, floor: 
     Without a floor it is the bonus of A3C (arXiv 1602.01783), which always pulls every token towards the uniform distribution.
     """
     if entropies is None:
-        raise ValueError("an entropy bonus needs the entropies: open the backend with entropy_bonus=True")
+        raise ValueError("an entropy bonus needs token entropies: open the backend with entropy_bonus=True")
     return torch.where(mask, entropies if floor is None else entropies.clamp(max=floor), 0.0)
 
 
@@ -234,7 +234,7 @@ def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int, sample
         return trained / per_sequence.clamp(min=1.0)
     if aggregate == "constant":
         if max_tokens < 1:
-            raise ValueError(f"constant aggregation divides by max_tokens, which cannot be {max_tokens}")
+            raise ValueError(f"constant aggregation divides by max_tokens, which must be above 0, not {max_tokens}")
         return trained / max_tokens
     raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
 
@@ -296,7 +296,7 @@ def batch_loss(
     weights = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens, sample_tokens=parts)
     if kl_coef:
         if reference is None:
-            raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs")
+            raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs: open the backend with reference=True")
         to_reference = kl_k3(logprobs, tensor(reference), mask)
         kl_weight = log_ratio(logprobs, behaviour, mask).exp().clamp(max=KL_WEIGHT_CAP) if kl_weighted else 1.0
         loss = loss + kl_coef * to_reference * kl_weight

@@ -128,13 +128,13 @@ def make_task(recipe: str) -> Any:
     settings = [field.name for field in dataclass_fields(DATASETS[task][1])]
     for name in options:
         if name not in settings:
-            raise DataError(f"reasoning-gym:{task}: no option {name!r}{nearest(name, settings)} (it has: {', '.join(settings)})")
+            raise DataError(f"reasoning-gym:{task}: no option {name!r}{nearest(name, settings)} (its options: {', '.join(settings)})")
     try:
         return reasoning_gym.create_dataset(task, seed=arguments["seed"], size=arguments["size"], **options)
     # The boundary to a library: each task raises its own errors for invalid options.
     except Exception as error:
-        reason = " ".join(str(error).split()) or "its own check failed"
-        raise DataError(f"reasoning-gym:{task} with {options or 'its defaults'}: {reason}") from error
+        reason = " ".join(str(error).split()) or "the data set's validation failed"
+        raise DataError(f"reasoning-gym:{task} does not accept {options or 'its defaults'}: {reason}") from error
 
 
 def _version() -> str:

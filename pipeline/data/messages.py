@@ -22,14 +22,14 @@ def messages_of(value: list[Any]) -> list[dict[str, Any]]:
     messages = [_without_nulls(message) for message in value]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-            raise ValueError(f"message {number} has no text in 'role': {_shown(message)}")
+            raise ValueError(f"message {number}: 'role' is not a string: {_shown(message)}")
         content = message.setdefault("content", None)
         if isinstance(content, list):
             _check_parts(content, number)
         elif not isinstance(content, str) and not (content is None and message["role"] in WORDLESS):
-            raise ValueError(f"message {number} has no text in 'content': {_shown(message)}")
+            raise ValueError(f"message {number}: 'content' is neither a string nor a list of text parts: {_shown(message)}")
     if not any(_has_text(message["content"]) or message.get("tool_calls") for message in messages):
-        raise ValueError("no message has text")
+        raise ValueError("all messages are empty")
     return messages
 
 

@@ -70,7 +70,9 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
             return Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"data.chat_template: cannot read {chat_template}: {reason}; give auto, on, off or a Jinja file") from error
+            raise ConfigError(
+                f"data.chat_template: cannot read {chat_template}: {reason}; expected auto, on, off or a Jinja file"
+            ) from error
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     names = ("chat_template.json", "tokenizer_config.json")
@@ -81,13 +83,13 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
         if "default" not in template:
             named = ", ".join(map(str, template))
             raise ConfigError(
-                f"data.chat_template: {folder} has the templates {named} and none called default; give the path of a Jinja file"
+                f"data.chat_template: {folder} has the templates {named}, but none named default; set it to the path of a Jinja file"
             )
         template = template["default"]
     if isinstance(template, str):
         return template
     if chat_template == "on":
-        raise ConfigError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
+        raise ConfigError(f"data.chat_template: on, but {folder} has no chat template; set it to the path of a Jinja file, or to off")
     return None
 
 
@@ -127,9 +129,9 @@ def model_folder(model_directory: str | Path) -> Path:
     folder = local_model(str(model_directory))
     if not folder.is_dir():
         # If the parent folder exists, the path is meant as a directory and not as a name on the hub.
-        hub = "" if folder.parent.is_dir() else f"a model of the hub is hf:{'/'.join(folder.parts[-2:])}; "
+        hub = "" if folder.parent.is_dir() else f"for a model of the hub write hf:{'/'.join(folder.parts[-2:])}; "
         own = f"`penstock model {folder.name} {folder}` makes it" if folder.name in MADE_HERE else ""
-        made = own or "`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
+        made = own or "`penstock model tiny DIR` and `penstock model smollm2 DIR` create a model without the hub"
         raise ConfigError(f"model.path: there is no directory {folder}: {'' if own else hub}{made}")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
@@ -223,7 +225,9 @@ def _ids(value: Any, vocabulary: Mapping[str, int], key: str, size: Any, *, text
         elif isinstance(number, int) and not isinstance(number, bool) and 0 <= number < (size if isinstance(size, int) else 2**31):
             yield number
         else:
-            raise ConfigError(f"model.path: {key} is {item!r}, which is no token of the model; expected a token, an id, or a list of them")
+            raise ConfigError(
+                f"model.path: {key} is {item!r}, which is not a token of the model; expected a token, an id, or a list of them"
+            )
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:

@@ -69,11 +69,11 @@ def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any])
     # The boundary to a library that reads the network, caches and files: its errors have no common type.
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"hf:{name}: cannot load it: {type(error).__name__}: {reason[:300]}") from error
+        raise DataError(f"cannot load the data set hf:{name}: {type(error).__name__}: {reason[:300]}") from error
     if not isinstance(loaded, dict):
         return loaded
     if split not in loaded:
-        raise DataError(f"hf:{name}: no split {split!r}{nearest(split, loaded)} (it has: {', '.join(loaded)})")
+        raise DataError(f"hf:{name}: no split {split!r}{nearest(split, loaded)} (its splits: {', '.join(loaded)})")
     return loaded[split]
 
 
@@ -123,7 +123,7 @@ def open_dataset(
     elif ".py:" in plain or re.fullmatch(r"[\w.]+:[\w.]+", plain):
         opened = open_function(plain, base_dir=spec.base, seed=seed, size=size, split=split, options=options)
     elif options:
-        raise DataError(f"{source}: files take no options after '?'")
+        raise DataError(f"{source}: options after '?' are not supported for files")
     else:
         opened = open_files(plain, base_dir=spec.base)
     return Dataset(opened, fields=Fields(prompt=prompt_field, answer=answer_field), start=start, limit=limit, name=source)

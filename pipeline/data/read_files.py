@@ -56,7 +56,7 @@ class Row:
     """JSON values for the reward functions: the reference answer as "answer", and all other columns except the prompt."""
     origin: str
     """Position of the row for error messages: `train.jsonl:17`."""
-    without_json: dict[str, str] = field(default_factory=dict)
+    not_json: dict[str, str] = field(default_factory=dict)
     """Column -> type ("bytes") of values that JSON cannot represent; reward functions do not receive them."""
     replaced: int = 0
     """Lone surrogates in its texts, replaced by U+FFFD."""
@@ -95,7 +95,7 @@ class Dataset:
         stop = rows if limit is None else min(rows, start + limit)
         if start >= stop:
             raise DataError(
-                f"{name}: no rows from {start} on (it has {rows})" if rows else f"{name} is empty: expected a row for each prompt"
+                f"{name}: there is no row {start}, only {rows} rows" if rows else f"{name} is empty: expected one row per prompt"
             )
         self._source, self._fields, self._window = source, fields, range(start, stop)
 
@@ -126,29 +126,29 @@ class Dataset:
 
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
-    """Validate raw columns. Raises `DataError` with the origin."""
+    """Make a `Row` of raw columns; values that JSON cannot hold go to `not_json`. Raises `DataError`, naming `origin`."""
     raw, replaced = _well_formed(raw)
     for name, none in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
         if name not in raw and name not in ("", ANSWER if none else ""):
             raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){none}")
     prompt, messages = _prompt(raw[fields.prompt], origin=origin, name=fields.prompt)
     columns: dict[str, Any] = {}
-    without_json: dict[str, str] = {}
+    not_json: dict[str, str] = {}
     for name, value in raw.items():
         if name == fields.prompt != fields.answer:
             continue
         try:
             columns[str(name)] = jsonable(value)
         except TypeError as error:
-            without_json[str(name)] = str(error)
+            not_json[str(name)] = str(error)
         except RecursionError:
-            without_json[str(name)] = "values nested too deeply"
+            not_json[str(name)] = "values nested too deeply"
     if fields.answer not in ("", ANSWER) and fields.answer in columns:
         columns = with_facts(columns, {ANSWER: columns[fields.answer]})
-    elif fields.answer and fields.answer in without_json:
+    elif fields.answer and fields.answer in not_json:
         columns.pop(ANSWER, None)
-        without_json[ANSWER] = without_json[fields.answer]
-    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin, without_json=without_json, replaced=replaced)
+        not_json[ANSWER] = not_json[fields.answer]
+    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin, not_json=not_json, replaced=replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def open_files(source: str, *, base_dir: Path) -> Source:
     files = _find(source, base_dir)
     kinds = {file.suffix for file in files}
     if len(kinds) > 1:
-        raise DataError(f"{source}: holds both .jsonl and .parquet files; name one kind, as in {source.rstrip('/')}/*.jsonl")
+        raise DataError(f"{source}: the folder contains both .jsonl and .parquet files; choose one kind, as {source.rstrip('/')}/*.jsonl")
     return JsonLines(files) if kinds == {".jsonl"} else Parquet(files)
 
 
@@ -298,7 +298,7 @@ class JsonLines:
         except RecursionError as error:
             raise DataError(f"{self.origin(index)}: not valid JSON: nested too deeply") from error
         except KeyError as error:
-            raise DataError(f"{self.origin(index)}: the key {error} occurs twice; remove one") from error
+            raise DataError(f"{self.origin(index)}: the key {error} occurs twice in the row; remove one") from error
         except ValueError as error:
             raise DataError(f"{self.origin(index)}: a number of more than 4,300 digits; write it as text") from error
         if not isinstance(row, dict):
@@ -389,7 +389,7 @@ def _value(scalar: pa.Scalar) -> Any:
     try:
         return scalar.as_py(maps_as_pydicts="strict")
     except KeyError:
-        return Unreadable("a map that has a key twice")
+        return Unreadable("a map that contains a key twice")
     except UnicodeDecodeError:
         return Unreadable("text that is not UTF-8")
     except (pa.ArrowException, ValueError, OverflowError):
@@ -402,8 +402,8 @@ def _find(source: str, base_dir: Path) -> list[Path]:
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
             written = [*path.glob("*.arrow"), *path.glob("dataset_*.json")]
-            hint = f"; for a folder written by `datasets` give hf:{source}" if written else ""
-            raise MissingData(f"{path}: a folder without .jsonl or .parquet files{hint}")
+            hint = f"; for a folder written by `datasets`, write hf:{source}" if written else ""
+            raise MissingData(f"{path}: the folder contains no .jsonl or .parquet files{hint}")
         return files
     files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not files:

@@ -56,7 +56,7 @@ class PromptOrder:
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.weights) or not all(weight > 0 for weight in self.weights):
-            raise ValueError(f"{len(self.sizes)} sources need as many weights above 0, not {list(self.weights)}")
+            raise ValueError(f"{len(self.sizes)} data sources need {len(self.sizes)} weights above 0, not {list(self.weights)}")
         self._taken = [0] * len(self.sizes)
 
     def at(self, index: int) -> RowId:
@@ -107,7 +107,7 @@ def ascending(dataset: Dataset, column: str) -> NDArray[np.int64]:
     for row in dataset:
         value = row.columns.get(column)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{row.origin}: data.sort_by = {column!r} needs a number there, not {value!r}")
+            raise DataError(f"{row.origin}: the column {column!r}, by which data.sort_by sorts, must be a number, not {value!r}")
         values.append(value)
     ranked: NDArray[np.int64] = np.argsort(np.array(values, np.float64), kind="stable")
     return ranked
@@ -264,7 +264,7 @@ def open_data(config: Config) -> Data:
     """Open the training prompts. Raises `DataError` with the configuration key."""
     data = Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
     if len({row for row in config.data.skip_rows if row < len(data)}) == len(data):
-        raise DataError(f"data.skip_rows: all {len(data)} rows are skipped; leave some in")
+        raise DataError(f"data.skip_rows: all {len(data)} rows are skipped; shorten the list")
     return data
 
 
@@ -293,13 +293,13 @@ def pool_of(row: Row, config: Config) -> str | None:
     if not pools or field is None:
         return None
     if field not in row.columns:
-        raise DataError(f"{row.origin}: no field {field!r}, which data.tag_field requires to select a pool")
+        raise DataError(f"{row.origin}: no field {field!r}; data.tag_field requires it to select a pool of rollout workers")
     tag = row.columns[field]
     others = next((name for name, pool in pools.items() if not pool.tags), None)
     selected = next((name for name, pool in pools.items() if tag in pool.tags), others)
     if selected is None:
         raise DataError(
-            f"{row.origin}: {field} = {tag!r} is not a tag of any of rollout.pools ({', '.join(pools)}); one without tags has all others"
+            f"{row.origin}: no pool in rollout.pools ({', '.join(pools)}) accepts {field} = {tag!r}; a pool without tags accepts all others"
         )
     return selected
 
@@ -319,7 +319,7 @@ def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapp
         before = recorded.get(row["source"], row)
         if before["digest"] != row["digest"]:
             raise ConfigError(
-                f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run's start: "
-                f"{before['rows']:,} rows with digest {before['digest'][:12]} then, {row['rows']:,} with {row['digest'][:12]} here; "
-                f"restore the old rows, or continue with these: penstock run --resume {run} --set data.on_change=accept"
+                f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run started: "
+                f"then {before['rows']:,} rows with digest {before['digest'][:12]}, now {row['rows']:,} with {row['digest'][:12]}; "
+                f"restore the old rows, or continue with the new ones: penstock run --resume {run} --set data.on_change=accept"
             )

@@ -58,7 +58,7 @@ class Renderer:
         if self._template is None and (
             unused := "system_prompt" if system_prompt else "template_arguments" if template_arguments else None
         ):
-            raise ConfigError(f"data.{unused}: there is no chat template to use it; set data.chat_template to a Jinja file")
+            raise ConfigError(f"data.{unused}: only a chat template uses it, and there is none; set data.chat_template to a Jinja file")
         self._encode = encode_prompt(folder, light_tokenizer(folder))
 
     @classmethod
@@ -101,15 +101,15 @@ class Renderer:
     def _rendered(self, row: Row) -> tuple[str, list[int]]:
         if self._template is None:
             if row.prompt is None:
-                why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; give a Jinja file"
+                why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; set it to a Jinja file"
                 raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
             return row.prompt, self._encode(row.prompt)
-        if TOOLS in row.without_json:
-            raise DataError(f"{row.origin}: field {TOOLS!r} holds {row.without_json[TOOLS]}; give a list of tools, or rename the column")
+        if TOOLS in row.not_json:
+            raise DataError(f"{row.origin}: field {TOOLS!r} contains {row.not_json[TOOLS]}; expected a list of tools, or rename the column")
         try:
             tools = tools_of(row.columns.get(TOOLS))
         except ValueError as error:
-            raise DataError(f"{row.origin}: field {TOOLS!r}: {error}; give a list of tools, or rename the column") from error
+            raise DataError(f"{row.origin}: field {TOOLS!r}: {error}; expected a list of tools, or rename the column") from error
         try:
             return self._template.rendered(self.messages(row) or (), tools)
         except TemplateRefused as error:

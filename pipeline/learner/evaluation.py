@@ -204,7 +204,7 @@ class Evaluator:
         """Submit the completions of one prompt to the rewards; if an environment broke, the prompt has no reward."""
         row, (text, _) = self.rows[index]
         if cause := next((cause for completion in completions if (cause := cause_of(getattr(completion, "turns", None)))), None):
-            self.notify(f"the environment of held-out prompt {index} is broken: {cause}")
+            self.notify(f"the environment of held-out prompt {index} failed: {cause}")
             return
         token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.config.schedule.steps_per_version
@@ -263,7 +263,7 @@ class Evaluator:
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
-                    self.notify(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
+                    self.notify(f"the reward function failed for held-out prompt {result.key}: {result.reason}")
                     self.faults.failed(result.reason)
                 else:
                     scores[result.key] = score = Score.of(result.result)

@@ -35,7 +35,7 @@ class LedgerHistory:
         """Raise `Unrecoverable` if a step is missing or committed twice."""
         for expected, entry in enumerate(self.steps, start=self.first_step):
             if entry.step != expected:
-                raise Unrecoverable(f"entry {entry.seq} of the ledger commits step {entry.step}, expected step {expected}")
+                raise Unrecoverable(f"the ledger is damaged: entry {entry.seq} commits step {entry.step}, expected step {expected}")
 
     @property
     def steps(self) -> list[Entry]:
@@ -103,10 +103,10 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
         try:
             headers, group = groups.read(with_later_parts(log, run, firsts[planned.partition, planned.offset]), run=run)
         except Unusable as error:
-            raise Unrecoverable(f"group {planned.group}, which a step was trained on, cannot be read at {source}: {error}") from error
+            raise Unrecoverable(f"cannot read group {planned.group} of a committed step from {source}: {error}") from error
         if (group.group, headers.sha256) != (planned.group, planned.sha256):
             actual = f"group {group.group} ({(headers.sha256 or '')[:16]}…)"
-            raise Unrecoverable(f"{source} holds {actual}, the ledger records group {planned.group} ({planned.sha256[:16]}…)")
+            raise Unrecoverable(f"{source} contains {actual}, but the ledger records group {planned.group} ({planned.sha256[:16]}…) there")
         members.append(group)
     return members
 

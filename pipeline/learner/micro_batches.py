@@ -48,7 +48,7 @@ class TokenSequence:
         if not tokens == len(self.behaviour_logprobs) == len(self.loss_mask) or not len(self.prompt_ids):
             raise ValueError(
                 f"group {self.group} sample {self.sample}: {len(self.prompt_ids)} prompt tokens, {tokens} completion tokens, "
-                f"{len(self.behaviour_logprobs)} logprobs, {len(self.loss_mask)} mask entries do not fit together"
+                f"{len(self.behaviour_logprobs)} logprobs, {len(self.loss_mask)} mask entries are inconsistent"
             )
         if not self.temperature > 0:
             raise ValueError(f"group {self.group} sample {self.sample}: temperature {self.temperature} must be above 0")
@@ -69,7 +69,7 @@ class TokenSequence:
 def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
     """Reason why a group with a valid record cannot be trained, or None; its payload would stop the trainer."""
     if not len(group.prompt_ids):
-        return "its prompt has no token"
+        return "the prompt is empty"
     rollouts = [sample.rollout for sample in group.samples]
     for rollout in rollouts:
         if not 0 < rollout.temperature < float("inf"):
@@ -78,7 +78,7 @@ def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
         return None
     supports = [rollout.support for rollout in rollouts if rollout.support is not None]
     largest = max(int(ids.max(initial=0)) for ids in (group.prompt_ids, *supports, *(rollout.token_ids for rollout in rollouts)))
-    return f"token id {largest} is beyond the model's {vocabulary} tokens" if largest >= vocabulary else None
+    return f"token id {largest} is outside the model's vocabulary of {vocabulary}" if largest >= vocabulary else None
 
 
 def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
     """
     base_name, options = split_options(name)
     if base_name not in ADVANTAGES and not trust_code:
-        raise ValueError(f"{name} is the run's own function: --trust-code loads it")
+        raise ValueError(f"{name} is code that came with the run: pass --trust-code to load it")
     function = ADVANTAGES[base_name] if base_name in ADVANTAGES else load(base_name)
     return partial(function, **options) if options else function
 
@@ -140,8 +140,8 @@ def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float
     segments = rollout.segments or ((0, len(rollout.token_ids), 0),)
     if rollout.support is None and (rollout.top_k or rollout.top_p < 1.0):
         raise ValueError(
-            f"group {rollout.group} sample {rollout.sample}: sampled with top_p {rollout.top_p:g} and top_k {rollout.top_k}, but the ids "
-            "that each token was sampled from are not recorded: its logprobs cannot be computed again"
+            f"group {rollout.group} sample {rollout.sample}: sampled with top_p {rollout.top_p:g} and top_k {rollout.top_k}, but the token "
+            "ids that each token was sampled from were not recorded, so logprobs cannot be recomputed"
         )
     support = None if rollout.support is None else rollout.support.reshape(len(rollout.token_ids), -1)
     sample_tokens = int(rollout.loss_mask.sum()) if len(segments) > 1 else None

@@ -167,7 +167,7 @@ class PolicyTrainer:
                 self.load(store.path(steps) / "backend", state)
             except (CheckpointError, BackendError) as error:
                 store.refuse(steps)
-                notify(f"checkpoint of step {steps} is not used: {error}")
+                notify(f"the checkpoint of step {steps} cannot be used: {error}")
                 continue
             return state
         if touched:
@@ -183,7 +183,7 @@ class PolicyTrainer:
         loaded = self.weights().digest
         if loaded != state.digest or self.backend.steps != first + state.steps:
             steps = self.backend.steps - first
-            raise CheckpointError(f"its weights are {loaded[:16]}… after {steps} steps, expected {state.digest[:16]}…")
+            raise CheckpointError(f"its weights digest is {loaded[:16]}… after {steps} steps, expected {state.digest[:16]}…")
         self.steps_done = state.steps
 
     def _reopen(self) -> None:
@@ -215,5 +215,5 @@ def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | Non
         backend.load(config.trainer.initial_state)
         if backend.steps != config.trainer.initial_steps:
             expected = config.trainer.initial_steps
-            raise BackendError(f"trainer.initial_state: {config.trainer.initial_state} is of step {backend.steps}, expected {expected}")
+            raise BackendError(f"trainer.initial_state: {config.trainer.initial_state} is at step {backend.steps}, expected {expected}")
     return backend

@@ -83,7 +83,7 @@ def compare(outcome: StepOutcome, entry: Entry) -> list[Difference]:
             differences.append(Difference(name=name, found=number, recorded=recorded[name], text=text))
     if outcome.boundaries != entry.boundaries:
         ends, expected = list(outcome.boundaries), list(entry.boundaries)
-        text = f"micro-batches that end at {ends}, recorded {expected}"
+        text = f"micro-batch boundaries {ends} instead of the recorded {expected}"
         differences.append(Difference(name="boundaries", found=ends, recorded=expected, text=text))
     return differences
 

@@ -131,10 +131,10 @@ class Rewards:
         score = partial(self._score, logged=logged, count=count)
         return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
 
-    def check(self, columns: Mapping[str, Any], *, without_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
+    def check(self, columns: Mapping[str, Any], *, not_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
         """Check that a row has the columns that the functions require, and a reference answer that the built-in ones accept.
 
-        `without_json`: column -> type of values that JSON cannot represent; `answer_field`: name of the answer column in the data.
+        `not_json`: column -> type of values that JSON cannot represent; `answer_field`: name of the answer column in the data.
         Raises `RewardError` with the column.
         """
         offered = with_facts(columns, self._facts(0, (), 0))
@@ -142,7 +142,7 @@ class Rewards:
             try:
                 _arguments(name, function, offered)
             except _MissingColumn as error:
-                raise RewardError(f"{error}{_remedy(error.column, without_json or {})}") from error
+                raise RewardError(f"{error}{_remedy(error.column, not_json or {})}") from error
             if split_options(name)[0] in NEED_REFERENCE:
                 try:
                     accepted(columns["answer"])
@@ -256,9 +256,9 @@ def resolve(
         ValueError: there is not one finite weight for each.
     """
     if not names:
-        raise ValueError("no reward function: give at least one")
+        raise ValueError("reward.functions is empty: name at least one reward function")
     if weights is not None and (len(weights) != len(names) or not all(isfinite(weight) for weight in weights)):
-        raise ValueError(f"reward weights {list(weights)}: expected {len(names)} finite numbers, one for each of {', '.join(names)}")
+        raise ValueError(f"reward.weights is {list(weights)}, expected {len(names)} finite numbers, one for each of {', '.join(names)}")
     functions = tuple(
         RewardService(name, timeout_s=timeout_s, connections=concurrency).score if is_address(name) else _find(name, base_dir)
         for name in names
@@ -327,7 +327,7 @@ def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     if plain not in BUILTINS and ":" not in plain:
         builtins = ", ".join(BUILTINS)
         raise PluginError(
-            f"{name!r} is not a reward: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
+            f"{name!r} is not a reward function: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
             f"{nearest(plain, BUILTINS)}"
         )
     function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
@@ -353,7 +353,7 @@ def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, An
         if required and parameter.name not in offered:
             hint = nearest(parameter.name, offered)
             raise _MissingColumn(
-                f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(offered)}{hint}", column=parameter.name
+                f"reward {name} needs the column {parameter.name!r}, but the data has {', '.join(offered)}{hint}", column=parameter.name
             )
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
         return offered
@@ -375,11 +375,11 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return None
 
 
-def _remedy(column: str, without_json: Mapping[str, str]) -> str:
-    if column in without_json:
-        return f": that column holds {without_json[column]}, which JSON cannot hold; store it as text"
+def _remedy(column: str, not_json: Mapping[str, str]) -> str:
+    if column in not_json:
+        return f": that column contains {not_json[column]}, which JSON cannot represent; store it as text"
     if column == "answer":
-        return '; set data.answer_field to the column of answers, or use rewards that need none with data.answer_field = ""'
+        return '; set data.answer_field to the column of answers, or to "" if no reward function needs answers'
     return ""
 
 

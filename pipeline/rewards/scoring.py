@@ -68,7 +68,7 @@ class FaultCount:
         self.faults[fault] += share
         count = round(self.faults[fault], 9)
         if self.on_error == "stop" and count > SHARE * max(self.groups, FEWEST):
-            self._broken = f"{reason}; it failed for {count:g} of {self.groups} groups: fix the function, or set reward.on_error to 'drop'"
+            self._broken = f"{reason}; it failed for {count:g} of {self.groups} groups: fix the function, or set reward.on_error = 'drop'"
 
     def check(self) -> None:
         """Raise `BrokenReward` if `on_error` is `stop` and a failure was too frequent."""

@@ -78,7 +78,7 @@ class RewardService:
 
     def __init__(self, address: str, *, timeout_s: float, connections: int) -> None:
         if not urlsplit(address).hostname:
-            raise PluginError(f"{address!r} is no address of a reward service: expected http://HOST:PORT/PATH")
+            raise PluginError(f"{address!r} is not the address of a reward service: expected http://HOST:PORT/PATH")
         try:
             import httpx
         except ImportError as error:

@@ -53,7 +53,7 @@ def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], l
     """The rewards of `count` completions and their named parts, from the return value of `name`. Raises `RewardError`."""
     values = _rows(returned) if isinstance(returned, Mapping) else _plain(returned)
     if not isinstance(values, (list, tuple)):
-        raise RewardError(f"reward {name} returned a {type(returned).__name__}, expected a list of {count} numbers")
+        raise RewardError(f"reward {name} returned a {type(returned).__name__}; expected a list of {count} numbers, one per completion")
     if len(values) != count:
         raise RewardError(f"reward {name} returned {len(values)} values for {count} completion{'s' * (count != 1)}")
     parts = [_parts(name, value, number) for number, value in enumerate(values)]
@@ -95,7 +95,9 @@ def _parts(name: str, value: Any, number: int) -> Parts:
     if not isinstance(value, Mapping):
         return {}
     if len(value) > MOST_PARTS or not all(isinstance(part, str) for part in value):
-        raise RewardError(f"reward {name} returned {shown(value)} for completion {number}, expected at most {MOST_PARTS} names to numbers")
+        raise RewardError(
+            f"reward {name} returned {shown(value)} for completion {number}, expected at most {MOST_PARTS} names with numbers"
+        )
     return {part: _number(f"reward {name} returned", item, f"{part!r} of completion {number}") for part, item in value.items()}
 
 
@@ -170,7 +172,9 @@ class Logged:
         items = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(items, (list, tuple)) or len(items) != self._count:
             what = f"{len(items)} values" if isinstance(items, (list, tuple)) else f"a {type(values).__name__}"
-            raise RewardError(f"reward {reward}: log_extra({shown(column)}, …) got {what}, expected a list of {self._count}")
+            raise RewardError(
+                f"reward {reward}: log_extra({shown(column)}, …) got {what}, expected a list of {self._count}, one per completion"
+            )
         self._extra[_name(reward, column, self._extra)] = [_as_json(value) for value in items]
 
     def _log_metric(self, reward: str, name: str, value: Any) -> None:

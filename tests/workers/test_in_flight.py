@@ -47,7 +47,7 @@ def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str
     aborted = {sample.group for sample in samples if sample.finish == "abort"}
     assert aborted
     assert aborted == {group.group for group in ended if group.outcome == "abandoned"}
-    assert all("could no longer be fresh" in (group.reason or "") for group in ended if group.group in aborted)
+    assert all("the group would be stale" in (group.reason or "") for group in ended if group.group in aborted)
     assert report["groups"]["abandoned"] == len(aborted)
     assert report["length"]["abandoned"] == pytest.approx(np.mean([len(one.token_ids) for one in samples if one.group in aborted]))
     prompts_of = [prompts.read(record, run=run_id)[1] for record in records_of(log, f"{run_id}.prompts")]

@@ -111,5 +111,5 @@ def test_a_trainer_that_has_lost_its_checkpoints_says_what_it_would_have_to_repe
     shutil.rmtree(tmp_path / "saved")
     with WorkerSet(log, run) as worker_set:
         worker_set.start("trainer")
-        with pytest.raises(AssertionError, match=r"step 0 has to be repeated, .* are not in the log any more .* penstock fork lost"):
+        with pytest.raises(AssertionError, match=r"step 0 must be repeated, .* were deleted from the log .* penstock fork lost"):
             worker_set.wait()

@@ -51,7 +51,7 @@ def test_a_run_of_epochs_ends_when_every_prompt_was_asked_though_half_are_filter
     closed = read_ledger_history(log, run_id).ledger_state.closed
     assert closed is not None and "every prompt of the run's epochs was used" in (closed.details or "")
     left = found["unused"]
-    assert ("scored groups are unused, as a step takes 4" in report["reason"]) == (left > 0)
+    assert ("scored groups are unused, because a step needs 4" in report["reason"]) == (left > 0)
     assert not left or f"; {left} scored groups are unused" in report["reason"]
     assert audited(log, run_id).clean
 

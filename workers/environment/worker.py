@@ -242,7 +242,7 @@ LOOK_EVERY_S = 0.05
 def main(session: Session) -> None:
     """Run episodes until the run is closed."""
     if not session.config.turns_by_log:
-        raise ConfigError('this run needs no environment worker: set environment.carrier = "log" to run episodes in one')
+        raise ConfigError('this run has no use for an environment worker: to run episodes in one, set environment.carrier = "log"')
     session.check_model()
     EnvironmentWorker.join(session).run()
 

@@ -125,7 +125,7 @@ class Evaluations:
         try:
             tensors = fetch(session.log, self.follower.state.manifests, version, run=session.run)
         except RecordMissing as error:
-            session.reporter.notify(f"version {version} is not evaluated: its weights were deleted (weights.keep): {error}")
+            session.reporter.notify(f"version {version} was not evaluated, because its weights were deleted (weights.keep): {error}")
             return
         values = self.evaluator.evaluate(version, tensors)
         if values is None:

@@ -17,9 +17,9 @@ def main(session: Session) -> None:
     """Evaluate versions until the run is closed and its last version is evaluated."""
     os.nice(5)  # on a busy machine rollouts and training come first
     if not session.config.eval_sources:
-        raise ConfigError("this run has no eval.source")
+        raise ConfigError("this run has no use for an evaluator, because eval.source is not set")
     if session.config.evaluates_on_rollout_engine:
-        raise ConfigError('this run needs no evaluator: with eval.engine = "rollout" a rollout worker evaluates')
+        raise ConfigError('this run has no use for an evaluator: with eval.engine = "rollout" a rollout worker evaluates')
     _await_samples(session)
     if session.stop.is_set():
         return

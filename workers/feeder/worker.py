@@ -279,7 +279,7 @@ def _count_on(session: Session, state: Admission) -> None:
         newest = (resume_point_of(entry), stale) if entry.kind == "step" else newest
     if newest is None or newest[0] is None or state.choices.remembers:
         gone = "; ".join(deleted(session.log, session.topic("prompts"), session.topic("groups")))
-        raise Unrecoverable(f"the numbers of admitted and dropped groups are lost: no earlier feeder has committed them, and {gone}")
+        raise Unrecoverable(f"the counts of admitted and dropped groups are lost: no earlier feeder has committed them, and {gone}")
     state.count_on(newest[0], stale=newest[1])
 
 
@@ -328,7 +328,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
     waiting = "waiting for new weights"
     if _paused(state, session):
         ess, floor = state.ledger.ess, session.config.algorithm.ess_floor
-        waiting += f": nothing is admitted ahead of its round, as the last step's ESS {ess:.2f} is below {floor:g}"
+        waiting += f": no prompt is admitted ahead of its round, because the last step's ESS {ess:.2f} is below {floor:g}"
     reporter.doing(Activity.FULL_WINDOW, waiting)
     return batch
 

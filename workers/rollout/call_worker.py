@@ -178,7 +178,7 @@ class CallWorker(GenerationLoop):
         self.session.reporter.labels["calls"] = ""
 
     def finishing(self) -> str:
-        return f"releases its partitions, {len(self.tasks.tasks)} calls without a reply (about 1 s)"
+        return f"releases its partitions, leaving {len(self.tasks.tasks)} calls without a reply (about 1 s)"
 
     def close(self) -> None:
         self.member.close(5.0)

@@ -61,7 +61,7 @@ class GroupWorker(GenerationLoop):
 
     def finishing(self) -> str:
         groups = len(self.tasks.groups_in_flight())
-        return f"publishes the samples that have ended and releases its partitions, {groups} groups unfinished (about 2 s)"
+        return f"publishes finished samples and releases its partitions, leaving {groups} groups unfinished (about 2 s)"
 
     def close(self) -> None:
         self.member.close(5.0)

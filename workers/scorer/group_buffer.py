@@ -224,7 +224,7 @@ def reject_orphans(session: Session, state: PartitionGroups, *, now_s: float) ->
         if group.group < state.below:
             continue  # it had ended before its samples were read again
         for record in group.records.values():
-            error = Unusable(f"no prompt of group {group.group} is in partition {state.partition}", kind="orphan")
+            error = Unusable(f"the prompt of group {group.group} is missing in partition {state.partition}", kind="orphan")
             session.dead_letters.write(record, error)
 
 

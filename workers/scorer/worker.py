@@ -211,7 +211,7 @@ class Scorer:
                 self._fail_unread(state, record, str(error))
             return
         if state.out_of_order(prompt.group):  # a foreign record: the feeder's numbers rise
-            self.session.reporter.notify(f"prompt {prompt.group} at {record.id} is out of order: reading all groups")
+            self.session.reporter.notify(f"the prompt of group {prompt.group} at {record.id} is out of order: reading all groups again")
             state.distrust()
             self._read_finished([state.partition])
         if state.add_prompt(record, prompt, now_s=self.reports.now_s):
@@ -258,7 +258,7 @@ class Scorer:
             elif group not in state.finished or group in state.open:
                 self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.topic}/{record.partition}/{record.offset}")
         if new and new[-1] >= schedule.samples_begun:
-            raise Unusable(f"sample {new[-1]} of group {group}: a group has {schedule.samples_begun}", kind="mismatch")
+            raise Unusable(f"group {group} has a sample {new[-1]}, beyond the {schedule.samples_begun} of a group", kind="mismatch")
         counted = new[: state.missing(group, samples=schedule.samples_per_prompt)]
         if surplus := len(new) - len(counted):
             self.session.reporter.add("surplus_samples", surplus)
@@ -274,7 +274,7 @@ class Scorer:
             self._fail_broken(group, broken)
             return
         if group.aborted:
-            why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
+            why = f"{group.aborted} of {len(group.samples)} samples were aborted, because the group would be stale"
             self._unscored.append(self._group(group, "abandoned", why, ()))
             return
         samples, prompt = group.ordered(), group.prompt
@@ -300,7 +300,7 @@ class Scorer:
             return None
         if isinstance(result, Failed):
             assert group.prompt_record is not None
-            error = Unusable(f"reward of group {group.group}: {result.reason}", kind="reward-failed")
+            error = Unusable(f"scoring group {group.group} failed: {result.reason}", kind="reward-failed")
             self.session.dead_letters.write(group.prompt_record, error)
             self._faults.failed(result.reason)
             return self._group(group, "failed", result.reason, ())
@@ -324,7 +324,7 @@ class Scorer:
         for state in self.owned.values():
             for group in state.overdue(deadline_s=deadline):
                 assert group.prompt is not None
-                reason = f"{len(group.samples)} of {group.prompt.samples_per_prompt} samples after {deadline:g} s"
+                reason = f"only {len(group.samples)} of {group.prompt.samples_per_prompt} samples arrived within {deadline:g} s"
                 abandoned.append(self._group(group, "abandoned", reason, ()))
         return abandoned
 

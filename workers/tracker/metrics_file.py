@@ -97,13 +97,13 @@ class MetricsFile:
             self._file.close()
 
     def _lock(self) -> None:
-        """Take the lock of the only writer; a killed process releases it."""
+        """Take the single-writer lock. Retry for `LOCK_WAIT_S`, as a killed predecessor may still hold it; then raise `Fenced`."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.monotonic() > deadline:
-                raise Fenced(f"another tracker of this run writes {self.path}")
+                raise Fenced(f"another tracker of this run is already writing to {self.path}")
             time.sleep(0.1)
 
     def _mend(self) -> None:
@@ -239,4 +239,4 @@ class Sinks:
         except Exception as error:  # foreign libraries, with errors of no common type: a run never ends because of them
             self._open.pop(name, None)
             cause = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else " ".join(str(error).split())[:200]
-            self._notify(f"{name} gets no more points ({cause or type(error).__name__}); metrics.jsonl has all of them")
+            self._notify(f"{name} receives no more metrics ({cause or type(error).__name__}); metrics.jsonl contains all of them")

@@ -51,7 +51,7 @@ def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list
         write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
     except Exception as error:  # the page is optional: no error changes the end of the run
         cause = " ".join(str(error).split()) or type(error).__name__
-        session.reporter.notify(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
+        session.reporter.notify(f"the report page was not written: {cause}; write it with `penstock report {session.run} --html {path}`")
         return []
     return [path]
 

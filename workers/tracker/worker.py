@@ -160,8 +160,8 @@ class Tracker:
         uploader.finish(self._mlflow_status(), end_ms=end_ms, artifacts=files, reason=reason)
         if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
             session.reporter.notify(
-                f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "
-                f"`penstock worker tracker --run {session.run}` delivers them once the server responds"
+                f"MLflow at {uploader.shown_uri} lacks {uploader.queued} metric points and the report, which are in {self.directory}; "
+                f"once the server responds, send them with `penstock worker tracker --run {session.run}`"
             )
 
     def _report(self, mlflow_run_id: str | None) -> list[Path]:
@@ -171,7 +171,7 @@ class Tracker:
             report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._check_time)
         except _OutOfTime:
             remove_reports(self.directory)
-            session.reporter.notify(f"no report was written: the log is too long for that; `penstock report {session.run}` makes one")
+            session.reporter.notify(f"no report was written: the log is too long for the tracker; run `penstock report {session.run}`")
             return []
         if self.uploader is not None:
             report["mlflow_uri"] = self.uploader.shown_uri
@@ -272,7 +272,7 @@ class Tracker:
         if self._closed_at is not None:
             return Activity.DONE, "waiting for the workers to end"
         waiting = self.uploader.queued if self.uploader else 0
-        return Activity.BUSY, f"{waiting} points wait for MLflow" if waiting > 1000 else "following the run"
+        return Activity.BUSY, f"{waiting} metric points wait for MLflow" if waiting > 1000 else "following the run"
 
     def _over(self) -> bool:
         """True if the run was closed and every other worker has ended or has been silent for long."""
@@ -342,11 +342,11 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
     if not chosen.enabled:
         return None
     if find_spec("mlflow") is None:
-        session.reporter.notify("MLflow is not installed: metrics.jsonl has all points")
+        session.reporter.notify("MLflow is not installed: metrics are written to metrics.jsonl only")
         return None
     tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
     target = target_of(session.record, session.config, tags=tags, data=session.info.get("data", ()))
-    session.reporter.notify(f"MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
+    session.reporter.notify(f"sending metrics to MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
     return Uploader(target, file, notify=session.reporter.notify)
 
 

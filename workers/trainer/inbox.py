@@ -135,7 +135,7 @@ class GroupInbox:
         with self.decoding(records[-1]):
             group = groups.read(records, run=self.run)[1]
         if problem := untrainable(group, vocabulary=self.vocabulary):
-            raise Unusable(f"group {group.group} cannot be trained: {problem}", kind=POISON)
+            raise Unusable(f"group {group.group} cannot be trained on: {problem}", kind=POISON)
         return group
 
 
@@ -149,8 +149,8 @@ def _candidate(first: Record, headers: Headers) -> Candidate:
 
 SHOWN_CAUSES = 6
 CONSTANT = (
-    "every reward is {:.6g} before the first step: the reward function gives every completion the same, or the policy solves all prompts "
-    "or none; compare two completions and their rewards with `penstock check CONFIG`"
+    "every reward before the first step was {:.6g}: the reward function is constant, or the policy solves all prompts or none; "
+    "compare two completions and their rewards with `penstock check CONFIG`"
 )
 
 

@@ -97,7 +97,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
     config = session.config
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched not in (1, config.trainer.processes):
-        raise ConfigError(f"trainer.processes: {config.trainer.processes}, but {launched} processes were started; start as many")
+        raise ConfigError(f"trainer.processes is {config.trainer.processes}, but {launched} processes were started; start as many")
     if config.trainer.processes == 1:
         yield None
         return
@@ -109,7 +109,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
         store = store_on_free_port(size)
         children = [_start(session, rank, store.port) for rank in range(1, size)]
         os.environ |= variables(rank=0, size=size, port=store.port)
-        session.reporter.notify(f"{size} processes train: {os.getpid()} and {', '.join(str(child.pid) for child in children)}")
+        session.reporter.notify(f"training with {size} processes: {os.getpid()} and {', '.join(str(child.pid) for child in children)}")
     for rank, child in enumerate(children, start=1):
         threading.Thread(target=_watch, args=(session, rank, child, over), daemon=True, name=f"rank-{rank}").start()
     processes = ProcessSet.join(on_gpu=_on_gpu(config), store=store)
@@ -135,7 +135,7 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
 
     parent = os.environ.get(PARENT)
     if parent is not None and not ends_with(int(parent)):  # rank 0 may be killed while this one computes, or has been
-        raise BackendError(f"rank 0 of the trainer, process {parent}, has ended")
+        raise BackendError(f"rank 0 of the trainer (process {parent}) has exited, so this rank stops")
     for number in (signal.SIGTERM, signal.SIGINT):
         ignore(number)  # rank 0 gets them as well, and broadcasts the end
     record = _registered(log, run, trust)
@@ -166,7 +166,7 @@ def _on_gpu(config: Config) -> bool:
 def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
     connection = getattr(session.log, "connection", None)
     if connection is None:
-        raise ConfigError("trainer.processes: several need a broker, the in-memory log is of one process; set 1")
+        raise ConfigError("trainer.processes must be 1 with the in-memory log, which one process holds; use a broker for more")
     environment = {
         **os.environ,
         **variables(rank=rank, size=session.config.trainer.processes, port=port),
@@ -200,6 +200,6 @@ def _watch(session: Session, rank: int, child: "subprocess.Popen[bytes]", over: 
     status = child.wait()
     if over.is_set():
         return
-    session.reporter.notify(f"rank {rank} {how(status)}: all processes of the trainer end with it")
+    session.reporter.notify(f"rank {rank} {how(status)}: stopping all ranks of the trainer")
     sys.stdout.flush()
     os._exit(status if status > 0 else FAILED)

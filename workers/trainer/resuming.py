@@ -48,7 +48,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> No
     now = arithmetic_of(policy.backend, policy.config)
     if changed := changed_arithmetic(past.entries, now):
         text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
-        reporter.notify(f"the arithmetic is not the one the run was computed with: {text}")
+        reporter.notify(f"the arithmetic differs from that of the run so far, so repeated steps may differ: {text}")
     if (store := writer.checkpoints.store) is not None:
         at_most = writer.lost.step if writer.lost is not None else None  # a lost version is sent again at its own step
         doing = partial(reporter.doing, Activity.START, now=True)
@@ -61,7 +61,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> No
         policy.release_weights()
     loaded, loading_s = policy.steps_done, time.monotonic() - started
     if loaded < past.first_step:
-        raise OlderNeeded(f"the steps before step {past.first_step} have to be repeated")
+        raise OlderNeeded(f"steps before step {past.first_step} must be repeated")
     faults.reach("recovery.loaded")
     differences = _repeat(policy, writer, past.steps[loaded - past.first_step :], stop=not rebases(policy.config, changed, now))
     if policy.steps_done < done:
@@ -104,8 +104,8 @@ def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
         return read_planned(session.log, session.run, entry.plan)
     except RecordMissing as error:
         raise Unrecoverable(
-            f"step {entry.step} has to be repeated, as no checkpoint after it can be read here, and its groups are not in the log any "
-            f"more ({error}): restore the run's checkpoints, or continue from a published version: penstock fork {session.run}"
+            f"step {entry.step} must be repeated, because no later checkpoint can be read here, but its groups were deleted from the log "
+            f"({error}): restore the run's checkpoints, or continue from a published version: penstock fork {session.run}"
         ) from error
 
 

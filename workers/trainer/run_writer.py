@@ -207,7 +207,7 @@ class RunWriter:
         self.write(
             "rebased", step=done, version=policy.version, digest=policy.weights().digest, metrics=measured, details=json.dumps(details)
         )
-        what = f"step {first} and {measured['differing_steps'] - 1:.0f} more gave other bits" if differences else "no repeated step differs"
+        what = f"step {first} and {measured['differing_steps'] - 1:.0f} more differ" if differences else "no repeated step differs"
         self.session.reporter.notify(f"rebased after step {done - 1}: {what}; the run continues from the repeated weights")
         if not differences:
             return
@@ -316,7 +316,7 @@ class RunWriter:
         if published is None or content is None:
             return
         if (problem := self._publisher.check_chunks(self.state.manifests, newest)) is not None:
-            self.session.reporter.notify(f"version {newest} cannot be read any more ({problem}): it is sent again")
+            self.session.reporter.notify(f"weight version {newest} can no longer be read ({problem}): sending it again")
             self._publish_again(content, published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
@@ -331,7 +331,7 @@ class RunWriter:
         self.state.add(manifest)
         self._publisher.committed(publication)
         self.lost = None
-        self.session.reporter.notify(f"version {manifest.version} is published again")
+        self.session.reporter.notify(f"weight version {manifest.version} was published again")
 
     def _read_newest(self) -> None:
         """Read the newest version as base of the next delta; if that fails, it has to be sent again."""
@@ -340,7 +340,9 @@ class RunWriter:
             return
         if (problem := self._publisher.read_back(self.state.manifests, newest)) is not None:
             self.lost = self.state.manifests[newest]
-            self.session.reporter.notify(f"version {newest} cannot be read ({problem}): it is sent again once its weights are restored")
+            self.session.reporter.notify(
+                f"weight version {newest} cannot be read ({problem}): it is sent again once the weights are restored"
+            )
 
     def step_digest(self, policy: PolicyTrainer) -> str | None:
         """Weights digest for the ledger entry of a step; None for a model too large to hash at each step."""
@@ -366,7 +368,7 @@ class RunWriter:
             target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing(Activity.SAVE, "writing the final model")
             policy.backend.export(target, policy.weights().tensors)
-            self.session.reporter.notify(f"final model in {target}")
+            self.session.reporter.notify(f"the final model is in {target}")
 
     def check_manifest(self, record: Record) -> None:
         """Check a record of partition 0 of `weights`: a manifest of this trainer, a duplicate, or a dead letter."""

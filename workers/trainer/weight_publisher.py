@@ -229,7 +229,7 @@ class WeightPublisher:
             return None
         if self._ipc_sender is None:
             if not is_supported():
-                self.notify('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
+                self.notify('weights.transport = "ipc" needs Linux with /proc and memfd: workers read weights from the log instead')
                 return None
             self._ipc_sender = IpcWeightSender(self.run, origin, notify=self.notify)
         return self._ipc_sender.put(tensors(), version=version, digest=digest)
@@ -240,7 +240,7 @@ class WeightPublisher:
                 self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
             content, adapted = publication.content, publication.adapted
             if (name := broken_tensor(content.tensors)) is not None:
-                broken = f"after optimizer step {publication.step - 1} {name} holds values that are not finite or above {LARGEST:g}"
+                broken = f"after optimizer step {publication.step - 1} the weights in {name} are not finite or exceed {LARGEST:g}"
                 raise Diverged(f"version {publication.version} is not published: {broken}")
 
             def digest() -> str:

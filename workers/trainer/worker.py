@@ -54,7 +54,7 @@ def main(session: Session) -> None:
     resumed = read_resumed(session.log, session.run, saved=saved_steps(session))
     past = resumed.past
     if past.ledger_state.closed is not None:
-        session.reporter.notify("the run is closed already")
+        session.reporter.notify("nothing to train: the run has already ended")
         set_status(session.log, session.record, status=past.ended)  # the trainer that closed it may have crashed before setting it
         return
     device = open_device(session.config, session.run)
@@ -133,7 +133,7 @@ class Trainer:
         try:
             recover(self.policy, self.writer, resumed.past)
         except OlderNeeded as error:
-            self.session.reporter.notify(f"{error}: reading the whole ledger")
+            self.session.reporter.notify(f"{error}: reading the ledger from its start")
             resumed = Resumed(past=read_ledger_history(self.session.log, self.session.run))
             self.writer.state.manifests.update(resumed.past.ledger_state.manifests)
             self.arrivals.start_over()
@@ -234,7 +234,7 @@ class Trainer:
         if reason is not None:
             selector = self.arrivals.inbox.selector
             unused = selector.finished_groups - selector.drops - self.committed * session.schedule.prompts_per_step
-            reason += f"; {unused} scored groups are unused, as a step takes {session.schedule.prompts_per_step}" if unused > 0 else ""
+            reason += f"; {unused} scored groups are unused, because a step needs {session.schedule.prompts_per_step}" if unused > 0 else ""
             session.reporter.notify(f"the run ends after {done} of {session.steps} steps: {reason}")
         self._close_run(status="finished", reason=reason or ALL_DONE)
 
@@ -243,11 +243,11 @@ class Trainer:
         run, lr = self.session.run, self.session.config.trainer.lr
         good = max(self.writer.state.manifests.values(), key=lambda manifest: manifest.version).step
         fork = f"penstock fork {run} --from-step {good} --set trainer.lr={lr / 10:g} --start"
-        return f"look at the samples of step {self.policy.steps_done}, or continue from step {good} with a lower learning rate: {fork}"
+        return f"inspect the samples of step {self.policy.steps_done}, or continue from step {good} with a lower learning rate: {fork}"
 
     def finishing(self) -> str:
         saving_s = self.session.reporter.values.get("checkpoint_s")
-        text = f"ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
+        text = f"finishes step {self.policy.steps_done} if all its groups have arrived{_about(self._compute_s)}, otherwise drops it"
         return text if self.writer.checkpoints.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
 
     def _close_run(self, *, status: Status, reason: str) -> None:

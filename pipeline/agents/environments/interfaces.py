@@ -96,13 +96,13 @@ Episode = TextEpisode | ToolEpisode
 def episode_of(environment: Any) -> Episode:
     """An episode of an environment with either interface. Raises `EnvironmentFault` if it has neither."""
     if not callable(getattr(environment, "reset", None)):
-        raise EnvironmentFault(f"{type(environment).__name__} has no method reset")
+        raise EnvironmentFault(f"environment {type(environment).__name__} has no method reset, which starts an episode")
     if callable(getattr(environment, "step", None)):
         return TextEpisode(environment)
     if callable(getattr(environment, "get_reward", None)) or tools_of(environment):
         return ToolEpisode(environment)
     raise EnvironmentFault(
-        f"{type(environment).__name__} is no environment: it has neither step(text) -> (text, reward, ended) nor public methods as tools"
+        f"{type(environment).__name__} is not an environment: it has neither step(text) -> (text, reward, ended) nor methods as tools"
     )
 
 
@@ -138,7 +138,7 @@ def _number(reward: Any, method: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or not isfinite(value):
-        raise EnvironmentFault(f"{method} gave the reward {value!r}, expected a finite number")
+        raise EnvironmentFault(f"{method} returned the reward {value!r}, expected a finite number")
     return float(value)
 
 
@@ -181,7 +181,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: 
         arguments = json.loads(written) if isinstance(written, str) else dict(written)
         inspect.signature(tools[name]).bind(**arguments)
     except (TypeError, ValueError) as error:
-        return f"error: the arguments do not fit {name}: {error}"
+        return f"error: wrong arguments for {name}: {error}"
     try:
         result = tools[name](**arguments)
         result = await result if inspect.isawaitable(result) else result

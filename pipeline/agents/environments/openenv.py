@@ -52,7 +52,7 @@ def open_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
     """
     source = f"openenv:{address}"
     if unknown := sorted(set(options) - {"action", "observation", "timeout_s"}):
-        raise PluginError(f"{source}: unknown option {unknown[0]!r}; there are action, observation, timeout_s")
+        raise PluginError(f"{source}: unknown option {unknown[0]!r}; choose from action, observation, timeout_s")
     scheme, _, rest = address.partition("://")
     if scheme not in ("ws", "wss") or not rest:
         raise PluginError(f"{source}: expected an address such as openenv:ws://127.0.0.1:8000")
@@ -63,10 +63,10 @@ def open_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
     needed = [name for name in action.get("required", ()) if name in fields] or list(fields)
     action_field = options.get("action", needed[0] if len(needed) == 1 else None)
     if action_field is not None and action_field not in fields:
-        raise PluginError(f"{source}: its actions have no field {action_field!r}; they have {', '.join(fields)}")
+        raise PluginError(f"{source}: the server's actions have no field {action_field!r}; their fields are {', '.join(fields)}")
     shown = options.get("observation")
     if shown is not None and shown not in schema["observation"].get("properties", {}):
-        raise PluginError(f"{source}: its observations have no field {shown!r}; they have {', '.join(schema['observation']['properties'])}")
+        raise PluginError(f"{source}: observations have no field {shown!r}, but {', '.join(schema['observation']['properties'])}")
     return OpenEnvServer(
         address=f"{scheme}://{rest.rstrip('/')}/ws",
         version=str(_fetched(source, f"{http}/metadata").get("version") or "unknown"),
@@ -95,11 +95,11 @@ class OpenEnvText:
             except (OSError, InvalidHandshake, InvalidMessage) as error:
                 reason = f"no connection: {error}"
             except ConnectionClosed:
-                reason = "it closed the connection, as a server without a free session does"
+                reason = "the server closed the connection, probably because no session is free"
             else:
                 if not _refused(response, FULL):
                     return self._shown(_observation(response, "reset"))[0]
-                reason = f"all its {response['data'].get('max_sessions', '')} sessions are taken"
+                reason = f"all {response['data'].get('max_sessions', '')} sessions of the server are in use"
             await self.close()
             if (remaining_s := until - time.monotonic()) <= 0:
                 raise RuntimeError(f"openenv: reset waited {self._server.timeout_s:g} s for {self._server.address}: {reason}")
@@ -114,7 +114,7 @@ class OpenEnvText:
         response = await self._request("step", data)
         if _refused(response, "VALIDATION_ERROR"):
             faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in response["data"].get("errors", ()))
-            return f"{action.strip()[:40]!r} is no action: {faults or response['data'].get('message', '')}", 0.0, False
+            return f"{action.strip()[:40]!r} is not an action: {faults or response['data'].get('message', '')}", 0.0, False
         return self._shown(_observation(response, "step"))
 
     async def close(self) -> None:
@@ -132,7 +132,7 @@ class OpenEnvText:
                 response: Mapping[str, Any] = json.loads(await self._socket.recv())
         except TimeoutError:
             await self.close()
-            raise RuntimeError(f"openenv: {kind} had no response within {self._server.timeout_s:g} s") from None
+            raise RuntimeError(f"openenv: {self._server.address} did not respond to {kind} within {self._server.timeout_s:g} s") from None
         return response
 
     def _action(self, completion: str) -> dict[str, Any] | str:
@@ -145,12 +145,12 @@ class OpenEnvText:
             try:
                 return {field: json.loads(text)}
             except ValueError:
-                return f"{text[:40]!r} is no action: write {'an' if kind == 'integer' else 'a'} {kind}"
+                return f"{text[:40]!r} is not an action: write {'an' if kind == 'integer' else 'a'} {kind}"
         try:
             data = json.loads(text)
         except ValueError:
             data = None
-        return data if isinstance(data, dict) else f"{text[:40]!r} is no action: write a JSON object with {', '.join(self._server.fields)}"
+        return data if isinstance(data, dict) else f"{text[:40]!r} is not an action: write JSON with {', '.join(self._server.fields)}"
 
     def _shown(self, data: Mapping[str, Any]) -> tuple[str, float, bool]:
         observation = data["observation"]
@@ -185,6 +185,6 @@ def _fetched(source: str, url: str) -> dict[str, Any]:
             final = isinstance(error, urllib.error.HTTPError | ValueError)
             if final or time.monotonic() > until:
                 raise PluginError(
-                    f"{source}: {url} is not a response of an OpenEnv server ({getattr(error, 'reason', error)}); start the server first"
+                    f"{source}: no OpenEnv server responds at {url} ({getattr(error, 'reason', error)}); start the server first"
                 ) from error
         time.sleep(RETRY_S)

@@ -63,7 +63,7 @@ class GymnasiumText:
         self._renders = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()) and options.get("render_mode", "ansi") == "ansi"
         self._environment = gymnasium.make(name, **{**options, **({"render_mode": "ansi"} if self._renders else {})})
         if not isinstance(self._environment.action_space, gymnasium.spaces.Discrete):
-            raise PluginError(f"gymnasium:{name}: its actions are {self._environment.action_space}; expected a discrete action space")
+            raise PluginError(f"gymnasium:{name}: the action space is {self._environment.action_space}; it must be discrete")
         self._actions = int(self._environment.action_space.n)
 
     def reset(self, *, seed: int) -> str:
@@ -73,7 +73,7 @@ class GymnasiumText:
         """Text, reward, ended; an invalid action costs a turn and changes nothing."""
         text = action.strip()
         if not text.isdecimal() or int(text) >= self._actions:
-            return f"{text[:40]!r} is no action: write a number from 0 to {self._actions - 1}", 0.0, False
+            return f"{text[:40]!r} is not an action: write a number from 0 to {self._actions - 1}", 0.0, False
         observation, reward, ended, cut, _ = self._environment.step(int(text))
         return self._shown(observation), float(reward), bool(ended or cut)
 
@@ -97,7 +97,7 @@ class TextArenaGame:
 
         bare = f"{name.removesuffix('-train')}-raw"  # without wrappers that repeat the conversation
         if bare not in ENV_REGISTRY:
-            raise PluginError(f"textarena:{name}: TextArena has no such game; textarena.envs.registration lists them")
+            raise PluginError(f"textarena:{name}: TextArena has no such game; see textarena.envs.registration for the names")
         self._name, self._game = name, textarena.make(bare, **options)
         self._numbers: Any = None
 
@@ -153,7 +153,7 @@ def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 
 def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     if name != "lake":
-        raise PluginError(f"'tiny:{name}' is no environment: there is 'tiny:lake'")
+        raise PluginError(f"'tiny:{name}' is not an environment: use 'tiny:lake'")
     return _own("penstock.pipeline.data.tiny.lake:Lake", options)
 
 
@@ -169,9 +169,9 @@ def check_agent(source: str) -> None:
     """Raise `PluginError` if the program of `agent:COMMAND` is not on this machine."""
     program = next(iter(shlex.split(source.removeprefix(AGENT))), None)
     if program is None:
-        raise PluginError('environment.source: "agent:" has no program; expected agent:COMMAND, such as agent:python agent.py')
+        raise PluginError('environment.source: "agent:" names no program; expected agent:COMMAND, such as agent:python agent.py')
     if shutil.which(program) is None and program not in PYTHON:
-        raise PluginError(f"environment.source: there is no program {program} on PATH, nor a file of that name that can be run")
+        raise PluginError(f"environment.source: {program} is neither a command on PATH nor an executable file")
 
 
 def check_source(source: str, *, rewards: Iterable[Sequence[str]]) -> None:
@@ -183,8 +183,8 @@ def check_source(source: str, *, rewards: Iterable[Sequence[str]]) -> None:
         check_agent(source)
     elif any(set(functions) == {"environment"} for functions in rewards) and _unrewarded(split_options(source)[0]):
         raise PluginError(
-            f"environment.source: {source} has neither step nor get_reward(), and 'environment' is the only one of reward.functions; add "
-            "a reward function, or get_reward() to the class"
+            f"environment.source: {source} returns no rewards (it has neither step nor get_reward()), but reward.functions contains only "
+            "'environment'; add a reward function, or get_reward() to the class"
         )
 
 
@@ -206,7 +206,7 @@ def open_environment(source: str) -> EnvironmentKind:
     if scheme in SCHEMES and colon and name:
         return SCHEMES[scheme](name, options)
     if not colon:
-        raise PluginError(f"{source!r} is no environment: expected file.py:Class, package:Class, or {', '.join(SCHEMES)} with a name")
+        raise PluginError(f"{source!r} is not an environment: expected file.py:Class, package:Class, or {', '.join(SCHEMES)} with a name")
     return _own(plain, options)
 
 
@@ -219,7 +219,7 @@ def _release(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise PluginError(f"there is no package {package} here: pip install '.[agents]' in the checkout") from None
+        raise PluginError(f"the package {package} is not installed: pip install '.[agents]' in the checkout") from None
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:

@@ -49,10 +49,10 @@ class ChatRequest:
 def chat_request(body: Any) -> ChatRequest:
     """Parse a decoded body. Raises `BadRequest`, also for fields that change the distribution that tokens are sampled from."""
     if not isinstance(body, Mapping):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(message, Mapping) for message in messages):
-        raise BadRequest('"messages" has to be a list of messages, at least one')
+        raise BadRequest('"messages" must be a list of at least one message')
     if body.get("n", 1) not in (1, None):
         raise BadRequest('"n" above 1 is not supported: a trajectory has one completion per request; send another request')
     if refused := next((name for name in _CHANGES_THE_POLICY if body.get(name)), None):
@@ -61,7 +61,7 @@ def chat_request(body: Any) -> ChatRequest:
         raise BadRequest('"response_format" is not supported: it changes the distribution that tokens are sampled from')
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none", None):
-        raise BadRequest('"tool_choice" has to be "auto" or "none": others change the distribution that tokens are sampled from')
+        raise BadRequest('"tool_choice" must be "auto" or "none": other values change the distribution that tokens are sampled from')
     options = body.get("stream_options")
     return ChatRequest(
         messages=tuple(messages),
@@ -122,7 +122,7 @@ def _tools(tools: Any) -> Tools | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
-        raise BadRequest('"tools" has to be a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+        raise BadRequest('"tools" must be a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}')
     return tuple(tools)
 
 
@@ -137,12 +137,12 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
     if limit is None:
         return None
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise BadRequest(f'"max_tokens" has to be an integer of at least 1, not {str(limit)[:40]}')
+        raise BadRequest(f'"max_tokens" must be an integer of at least 1, not {str(limit)[:40]}')
     return limit
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(texts, list) or len(texts) > 16 or not all(isinstance(text, str) and text for text in texts):
-        raise BadRequest('"stop" has to be a text or a list of at most 16 texts')
+        raise BadRequest('"stop" must be a string or a list of at most 16 strings')
     return tuple(texts)

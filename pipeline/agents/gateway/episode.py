@@ -105,7 +105,7 @@ class Gateway:
     def _session(self, request: Request) -> AgentSession:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or (session := self._sessions.get(key.strip())) is None:
-            raise BadRequest("the API key belongs to no open trajectory: take it from OPENAI_API_KEY", code="invalid_api_key", status=401)
+            raise BadRequest("the API key belongs to no open trajectory: use that in OPENAI_API_KEY", code="invalid_api_key", status=401)
         return session
 
 
@@ -265,9 +265,9 @@ class AgentEpisode:
         if session.aborted:
             return self.ended("abort")
         if status != 0:
-            raise EnvironmentBroken("exit", f"the agent ended with {how_it_ended(status, program.output)}")
+            raise EnvironmentBroken("exit", f"the agent exited with {how_it_ended(status, program.output)}")
         if session.last_turn < 0:
-            raise EnvironmentBroken("exit", "the agent exited without a request: it has to use OPENAI_BASE_URL and OPENAI_API_KEY")
+            raise EnvironmentBroken("exit", "the agent exited without a request: it must use OPENAI_BASE_URL and OPENAI_API_KEY")
         return self.ended("length" if session.truncated else "stop")
 
     async def _watched(self, program: Program, clock: AgentClock, session: AgentSession) -> int:
@@ -282,7 +282,7 @@ class AgentEpisode:
                 await asyncio.wait({ending, changed}, timeout=clock.remaining_s(self.limits), return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 if not ending.done() and clock.remaining_s(self.limits) == 0.0:
-                    raise EnvironmentBroken("timeout", f"the agent neither sent a request nor exited: it has {self._allowed(clock)}")
+                    raise EnvironmentBroken("timeout", f"the agent neither sent a request nor exited within {self._allowed(clock)}")
             return ending.result()
         finally:
             ending.cancel()

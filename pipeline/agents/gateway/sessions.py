@@ -120,7 +120,7 @@ class AgentSession:
         if self.aborted:
             raise TrajectoryEnded("the trajectory was ended")
         if self.waiting >= MAX_OPEN:
-            raise BadRequest(f"more than {MAX_OPEN} concurrent requests of one agent", status=429, code="rate_limit_exceeded")
+            raise BadRequest(f"an agent may send at most {MAX_OPEN} concurrent requests", status=429, code="rate_limit_exceeded")
         if self._turns_started >= self.bounds.max_turns:
             self.truncated = True
             raise BadRequest(f"the trajectory has reached its limit of {self.bounds.max_turns} turns", code="turn_limit_exceeded")

@@ -27,7 +27,7 @@ def text_of(message: Message) -> str:
         if all(isinstance(part, Mapping) and part.get("type") in TEXT_PARTS for part in parts):
             return "".join(str(part.get("text", part.get("refusal")) or "") for part in parts)
     raise TemplateRefused(
-        f"a message of role {str(message.get('role'))[:40]!r} has content that is neither a string nor parts of type text"
+        f"the content of a message of role {str(message.get('role'))[:40]!r} is neither a string nor a list of text parts"
     )
 
 
@@ -40,7 +40,7 @@ def shortened(text: str, tokens: int, tokenizer: Any) -> str:
     encoded = tokenizer.encode(text, add_special_tokens=False)
     if len(encoded.ids) <= tokens:
         return text
-    return f"{text[: encoded.offsets[tokens - 1][1]]} [cut: the first {tokens:,} of {len(encoded.ids):,} tokens]"
+    return f"{text[: encoded.offsets[tokens - 1][1]]} [truncated: the first {tokens:,} of {len(encoded.ids):,} tokens]"
 
 
 def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
 def _calls(message: Message) -> Sequence[Any]:
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
-        raise TemplateRefused('"tool_calls" is not a list of {"function": {"name": ..., "arguments": ...}}')
+        raise TemplateRefused('a message has "tool_calls" that are not a list of {"function": {"name": ..., "arguments": ...}}')
     return calls
 
 

@@ -50,7 +50,7 @@ For each call, write a JSON object with the function's name and arguments in <to
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-_SECOND_CALL = "The call of {name} was not run: one turn takes one tool call. Call it in a turn of its own."
+_SECOND_CALL = "The call of {name} was not run, because a turn may contain only one tool call. Repeat it in a separate turn."
 _NEWS = "WVKY1WVKY"
 """Placeholder for the next messages, to find where a template puts them."""
 
@@ -282,14 +282,14 @@ class ChatTemplate(_TokenizedText):
             return self._text(messages, tools)
         *before, last = messages
         if last.get("tool_calls"):
-            raise TemplateRefused("the last message calls a tool, and the tool's message is missing")
+            raise TemplateRefused("the last message calls a tool, but no tool message with the result follows")
         marked = {**last, "content": f"{last['content']}{_COMPLETION}"}
         text, mark, _ = self._text([*before, marked], tools, turn=False).rpartition(_COMPLETION)
         if not mark:
-            raise TemplateRefused("the chat template leaves out the last message, which the policy is to continue")
+            raise TemplateRefused("the chat template omits the last message, which the policy should continue")
         if not text.endswith(last["content"].lstrip()):
             raise TemplateRefused(
-                "the chat template changes the last message, which the policy is to continue: write it as the template renders it"
+                "the chat template changes the last message, which the policy should continue: write the message as the template renders it"
             )
         return text
 
@@ -302,7 +302,7 @@ class ChatTemplate(_TokenizedText):
             return well_formed(self._render([form.of(message) for message in messages], tools, turn=turn))
         # The boundary to a template, which may raise any error.
         except Exception as error:
-            raise TemplateRefused(f"the chat template refuses the messages: {one_line(error)}") from error
+            raise TemplateRefused(f"the chat template rejects the messages: {one_line(error)}") from error
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools | None, *, turn: bool = True) -> str:
         settings = {"tools": None, "documents": None, **self._arguments, "add_generation_prompt": turn}
@@ -325,7 +325,7 @@ def _without_tools(messages: list[dict[str, Any]], tools: Tools | None) -> list[
     if tools:
         described = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if not made:
-            raise TemplateRefused("tools need a first message, which describes them")
+            raise TemplateRefused("tools are described in the first message, but there is no message")
         # Not every template accepts an additional system message.
         pieces = [made[0]["content"], described]
         made[0] = {**made[0], "content": "\n\n".join(pieces if made[0]["role"] == "system" else pieces[::-1])}
@@ -379,7 +379,7 @@ class PlainTemplate(_TokenizedText):
             ids += self._encode_text(message) if ids else self._encode_prompt(text_of(message))
             ids += self._stop_ids[:1] if message.get("role") == "assistant" and number < len(messages) else ()
         if not ids:
-            raise TemplateRefused("the messages have no text")
+            raise TemplateRefused("all messages are empty")
         return ids
 
     def bridge(self, messages: Sequence[Message], prefix: int, tools: Tools | None, last: int) -> list[int] | None:

@@ -115,7 +115,7 @@ def look(
     answer = "" if answer_field is None and not set(ANSWERS) & set(names) else _field("answer", answer_field, ANSWERS, names, source)
     dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
     scoring = rewards.resolve([absolute_source(name, base) for name in functions])
-    scoring.check(dataset[0].columns, without_json=dataset[0].without_json)
+    scoring.check(dataset[0].columns, not_json=dataset[0].not_json)
     notify(f"measuring prompts and references of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}

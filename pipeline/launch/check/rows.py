@@ -67,10 +67,10 @@ class RowReader:
                 tag[0], f"{row.origin}: the prompt ends with {tag[1]}: completions start after it, and reward functions do not get it"
             )
         try:
-            scoring.check(row.columns, without_json=row.without_json, answer_field=self._config.data.answer_field)
+            scoring.check(row.columns, not_json=row.not_json, answer_field=self._config.data.answer_field)
         except RewardError as error:
             raise DataError(f"{row.origin}: {error}") from error
-        for name, what in row.without_json.items():
+        for name, what in row.not_json.items():
             self._note(name, f"{row.origin}: the column {name!r} holds {what}, which JSON cannot hold: no reward function gets it")
         own = row.columns.get(OWN)
         replaced = [name for name in own if name in row.columns] if isinstance(own, dict) else []

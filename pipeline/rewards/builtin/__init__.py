@@ -238,7 +238,7 @@ def soft_overlong(
     end = max_completion_length if longest is None else longest
     width = max(1, end // 5) if cache is None else cache
     if not 0 < width <= end:
-        raise ValueError(f"soft_overlong: cache = {width} has to lie between 1 and longest = {end}")
+        raise ValueError(f"soft_overlong: cache = {width} must be between 1 and longest = {end}")
     return [-min(1.0, max(0.0, (length - (end - width)) / width)) for length in completion_lengths]
 
 
@@ -265,9 +265,9 @@ def reward_table(
     """
     successes: dict[str, Callable[..., Sequence[float | None]]] = {"exact_match": exact_match, "math_verify": math_verify}
     if of not in successes:
-        raise ValueError(f"reward_table: of = {of!r} is none of {', '.join(successes)}")
+        raise ValueError(f"reward_table: of = {of!r} is unknown; choose one of {', '.join(successes)}")
     if not 0 < discount <= 1:
-        raise ValueError(f"reward_table: discount = {discount} has to lie above 0, and at most at 1")
+        raise ValueError(f"reward_table: discount = {discount} must be above 0 and at most 1")
 
     def reward(success: float | None, completion: Any, length: int) -> float | None:
         if success is None:

@@ -50,13 +50,13 @@ def test_an_observation_that_cannot_be_drawn_is_json_and_follows_from_the_seed()
 
 def test_a_text_that_is_no_action_costs_a_turn_and_changes_nothing() -> None:
     said = walked(LAKE, "left", "4", "1")
-    assert texts(said)[1] == "'left' is no action: write a number from 0 to 3"
-    assert texts(said)[2] == "'4' is no action: write a number from 0 to 3"
+    assert texts(said)[1] == "'left' is not an action: write a number from 0 to 3"
+    assert texts(said)[2] == "'4' is not an action: write a number from 0 to 3"
     assert "[F]" in texts(said)[3]
 
 
 def test_an_environment_with_other_than_discrete_actions_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"gymnasium:Pendulum-v1: its actions are Box.*; expected a discrete action space"):
+    with pytest.raises(PluginError, match=r"gymnasium:Pendulum-v1: the action space is Box.*; it must be discrete"):
         open_environment("gymnasium:Pendulum-v1").episode()
 
 

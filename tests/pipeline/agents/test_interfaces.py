@@ -61,8 +61,8 @@ def test_public_methods_are_tools_with_their_docstrings_and_types() -> None:
         (call("buy", '{"item": "hat", "count": 2}'), '{"paid": 4}'),
         (call("wait", "{}"), "ok"),
         (call("steal", "{}"), "error: there is no tool 'steal'; there are: buy, wait"),
-        (call("buy", "{hat"), "error: the arguments do not fit buy: Expecting property name"),
-        (call("buy", '{"size": 3}'), "error: the arguments do not fit buy: missing a required argument: 'item'"),
+        (call("buy", "{hat"), "error: wrong arguments for buy: Expecting property name"),
+        (call("buy", '{"size": 3}'), "error: wrong arguments for buy: missing a required argument: 'item'"),
         (call("buy", '{"item": "hat", "count": 0}'), "error: ValueError: nothing to buy"),
     ],
 )
@@ -154,7 +154,7 @@ def test_an_environment_that_answers_in_another_shape_is_at_fault(answer: Any, p
 def test_what_has_neither_interface_is_refused_in_one_line() -> None:
     with pytest.raises(EnvironmentFault, match="neither step"):
         episode_of(Half())
-    with pytest.raises(PluginError, match=r"is no environment: expected file\.py:Class"):
+    with pytest.raises(PluginError, match=r"is not an environment: expected file\.py:Class"):
         open_environment("lake")
 
 

@@ -61,7 +61,7 @@ def test_what_is_no_action_is_told_to_the_policy_and_the_game_goes_on(address: s
         return seen
 
     seen = run(address, story)
-    assert text(seen[0]) == "'twelve' is no action: write an integer"
+    assert text(seen[0]) == "'twelve' is not an action: write an integer"
     assert "number: Input should be a valid integer" in text(seen[2])  # the server's own words
     assert text(seen[3]) == "higher"
     assert not any(one.ended for one in seen)
@@ -84,7 +84,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(address: st
     async def story(episode: Callable[[], Episode]) -> Observation:
         game = episode()
         await game.reset(seed=7, row={})
-        with pytest.raises(RuntimeError, match=r"step had no response within 3 s"):
+        with pytest.raises(RuntimeError, match=r"did not respond to step within 3 s"):
             await game.step(said(SLOW))
         with pytest.raises(RuntimeError, match="the session is closed"):
             await game.step(said(0))
@@ -103,7 +103,7 @@ def test_a_reset_waits_for_a_free_session_and_says_so_when_none_comes(address: s
         taken = [episode() for _ in range(SESSIONS)]
         for game in taken:
             await game.reset(seed=1, row={})
-        with pytest.raises(RuntimeError, match=rf"reset waited 2 s for {address}/ws: all its {SESSIONS} sessions are taken"):
+        with pytest.raises(RuntimeError, match=rf"reset waited 2 s for {address}/ws: all its {SESSIONS} sessions of the server are in use"):
             await impatient.reset(seed=1, row={})
         waiting = episode()
         coming = asyncio.create_task(waiting.reset(seed=1, row={}))
@@ -137,9 +137,9 @@ def test_trajectories_in_a_child_process_give_their_sessions_back(address: str) 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("openenv:{}?action=nummer", "its actions have no field 'nummer'; they have number"),
-        ("openenv:{}?observation=picture", "its observations have no field 'picture'; they have"),
-        ("openenv:{}?retries=3", "unknown option 'retries'; there are action, observation, timeout_s"),
+        ("openenv:{}?action=nummer", "the server's actions have no field 'nummer'; their fields are number"),
+        ("openenv:{}?observation=picture", "observations have no field 'picture', but"),
+        ("openenv:{}?retries=3", "unknown option 'retries'; choose from action, observation, timeout_s"),
         ("openenv:http://127.0.0.1:1", "expected an address such as openenv:ws://127.0.0.1:8000"),
     ],
 )
@@ -150,5 +150,7 @@ def test_a_source_that_does_not_fit_its_server_is_refused_by_name(address: str, 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.pipeline.agents.environments.openenv.CONNECT_S", 0.0)
-    with pytest.raises(PluginError, match=r"openenv:ws://127.0.0.1:1: http://127.0.0.1:1/schema is not a response .*start the server"):
+    with pytest.raises(
+        PluginError, match=r"openenv:ws://127.0.0.1:1: no OpenEnv server responds at http://127.0.0.1:1/schema .*start the server"
+    ):
         open_environment("openenv:ws://127.0.0.1:1")

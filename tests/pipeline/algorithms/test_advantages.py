@@ -57,7 +57,7 @@ def test_the_advantage_for_pass_at_k_is_that_of_all_choices_of_k_samples(rewards
 
 
 def test_pass_at_k_needs_more_samples_than_k():
-    with pytest.raises(ValueError, match="k = 4 has to lie between 1 and 2, as a group has 3 samples"):
+    with pytest.raises(ValueError, match="k = 4 must be between 1 and 2, because a group has 3 samples"):
         pass_at_k_advantages([1, 0, 0])
 
 

@@ -50,7 +50,7 @@ def test_the_weights_of_every_correction_worked_out_by_hand(correction, bounds, 
 
 @pytest.mark.parametrize("bounds", [{"low": 1.1}, {"high": 0.9}, {"low": -0.1}, {"high": math.nan}])
 def test_bounds_that_exclude_the_weight_one_are_refused(bounds):
-    with pytest.raises(ValueError, match="must enclose the weight 1"):
+    with pytest.raises(ValueError, match="enclose the importance weight 1"):
         weights_of("mis", **bounds)
 
 

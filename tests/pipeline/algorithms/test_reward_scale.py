@@ -68,9 +68,9 @@ def test_the_order_in_which_rewards_are_seen_does_not_matter(rewards: list[float
 @pytest.mark.parametrize(
     ("reward", "advice"),
     [
-        (1.0, "take harder prompts"), (0.9, "take harder prompts"), (0.89, "take prompts of another difficulty"),
-        (0.5, "take prompts of another difficulty"), (0.49, "the task is too hard: take easier prompts"),
-        (0.0, "the task is too hard: take easier prompts"),
+        (1.0, "use harder prompts"), (0.9, "take harder prompts"), (0.89, "use easier or harder prompts"),
+        (0.5, "use easier or harder prompts"), (0.49, "the task is too hard: use easier prompts"),
+        (0.0, "the task is too hard: use easier prompts"),
     ],
 )  # fmt: skip
 def test_harder_prompts_are_advised_only_near_the_full_reward(reward: float, advice: str) -> None:
@@ -80,5 +80,5 @@ def test_harder_prompts_are_advised_only_near_the_full_reward(reward: float, adv
 
 
 def test_without_a_range_no_direction_is_advised() -> None:
-    assert RewardScale().advice(1.0).startswith("take prompts of another difficulty")
-    assert RewardScale(1.0, 1.0).advice(1.0).startswith("take prompts of another difficulty")
+    assert RewardScale().advice(1.0).startswith("use easier or harder prompts")
+    assert RewardScale(1.0, 1.0).advice(1.0).startswith("use easier or harder prompts")

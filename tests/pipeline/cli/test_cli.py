@@ -335,7 +335,7 @@ def test_an_example_of_the_tiny_model_passes_a_dry_run(name: str, tmp_path: Path
 def test_an_example_of_another_model_says_what_it_needs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--set", f"model.path={tmp_path}/org/none"]) in (FAILED, USAGE)
     line = last_line(capsys)
-    assert "of the hub is hf:" in line or "GPUs are required" in line
+    assert "of the hub write hf:" in line or "GPUs are required" in line
 
 
 def test_only_a_command_that_resumes_speaks_of_resuming(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
         ({"prompt": [], "answer": 1}, "is empty"),
         ({"prompt": 7, "answer": 1}, "is 7; expected text or a list of messages"),
         ({"prompt": None, "answer": 1}, "is null; expected text"),
-        ({"prompt": [{"role": "user"}], "answer": 1}, "message 1 has no text in 'content'"),
+        ({"prompt": [{"role": "user"}], "answer": 1}, "message 1: 'content' is neither a string nor"),
         (b'{"prompt": "\xff\xfe", "answer": 1}', "not UTF-8 at byte 12 of the line"),
         (b'{"prompt": "x", "answer": "a", "answer": "b"}', "the key 'answer' occurs twice"),
         (b'{"prompt": "x", "tests": {"in": 1, "in": 2}}', "the key 'in' occurs twice"),
@@ -173,7 +173,7 @@ def test_a_damaged_parquet_file_a_column_twice_and_one_json_cannot_hold_are_name
         open_dataset(f"{tmp_path}/bad.parquet")
     pq.write_table(pa.table({"prompt": ["x"], "answer": ["1"], "image": [b"\x89PNG"]}), tmp_path / "image.parquet")
     row = open_dataset(f"{tmp_path}/image.parquet")[0]
-    assert (row.columns, row.without_json) == ({"answer": "1"}, {"image": "bytes"})
+    assert (row.columns, row.not_json) == ({"answer": "1"}, {"image": "bytes"})
     pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "answer", "answer"]), tmp_path / "twice.parquet")
     with pytest.raises(DataError, match=r"twice.parquet: the column 'answer' occurs twice"):
         open_dataset(f"{tmp_path}/twice.parquet")
@@ -184,7 +184,7 @@ def test_a_damaged_parquet_file_a_column_twice_and_one_json_cannot_hold_are_name
     [
         ("row.jsonl", "there is no file .*row.jsonl; did you mean 'rows.jsonl'?"),
         ("table.csv", "expected .jsonl or .parquet"),
-        ("empty", "a folder without .jsonl or .parquet files"),
+        ("empty", "the folder contains no .jsonl or .parquet files"),
         ("tiny:successr", "no such task; did you mean 'successor'?"),
         ("mine.py:rows?depth=3", "has no parameter 'depth'"),
         ("mine.py:breaks", "the function raised ZeroDivisionError"),
@@ -254,7 +254,7 @@ def test_rows_of_hugging_face_are_read_as_they_are_stored_and_no_image_is_decode
         saved.save_to_disk(str(tmp_path / str(form)))
         made = open_dataset(f"hf:{form}", base_dir=tmp_path)[0]
         assert (made.prompt, made.columns) == ("a", {"answer": 1, "grid": [[1.0, 2.0]], "table": {"a": ["x"], "b": None}})
-        assert made.without_json == dict.fromkeys(("image", "images", "sound"), "bytes")
+        assert made.not_json == dict.fromkeys(("image", "images", "sound"), "bytes")
 
 
 @pytest.fixture(scope="module")

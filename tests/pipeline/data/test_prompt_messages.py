@@ -53,10 +53,10 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued(folders: Mapping[str
 
 
 def test_what_cannot_be_continued_is_refused_with_its_row(folders: Mapping[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^rows.jsonl:3: the last message calls a tool, and the tool's message is missing$"):
+    with pytest.raises(DataError, match=r"^rows.jsonl:3: the last message calls a tool, but no tool message with the result follows$"):
         rendered(folders["calls"], called({})[:2])
     deaf = light_model(tmp_path / "deaf", template="{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match=r"^rows.jsonl:3: the chat template leaves out the last message"):
+    with pytest.raises(DataError, match=r"^rows.jsonl:3: the chat template omits the last message"):
         rendered(deaf, [USER, {"role": "assistant", "content": "so"}])
 
 
@@ -109,7 +109,7 @@ def test_a_row_without_tools_is_rendered_without(folders: Mapping[str, Path], to
 
 @pytest.mark.parametrize("tools", ["hammer, saw", ["hammer"], [{"name": 1}], 7, [None], {"a": 1}])
 def test_a_column_of_other_tools_is_refused_with_row_and_field(folders: Mapping[str, Path], tools: Any) -> None:
-    with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'tools': .*; give a list of tools, or rename the column$"):
+    with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'tools': .*; expected a list of tools, or rename the column$"):
         rendered(folders["calls"], [USER], tools=tools)
 
 
@@ -141,11 +141,11 @@ def test_parts_of_text_are_text(folders: Mapping[str, Path], content: Any) -> No
     ("messages", "words"),
     [
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "message 1 has a part of type 'image_url' in 'content'"),
-        ([USER, {"role": "user", "content": None}], "message 2 has no text in 'content'"),
-        ([USER, {"role": None, "content": "x"}], "message 2 has no text in 'role'"),
-        ([USER, "hi"], "message 2 has no text in 'role'"),
-        ([{"role": "user", "content": 7}], "message 1 has no text in 'content'"),
-        ([{"role": "user", "content": " "}], "no message has text"),
+        ([USER, {"role": "user", "content": None}], "message 2: 'content' is neither a string nor"),
+        ([USER, {"role": None, "content": "x"}], "message 2: 'role' is not a string"),
+        ([USER, "hi"], "message 2: 'role' is not a string"),
+        ([{"role": "user", "content": 7}], "message 1: 'content' is neither a string nor"),
+        ([{"role": "user", "content": " "}], "all messages are empty"),
     ],
 )
 def test_a_message_that_is_none_is_refused_with_its_number(folders: Mapping[str, Path], messages: Any, words: str) -> None:

@@ -43,5 +43,5 @@ def test_rows_go_from_easy_to_hard_in_every_epoch(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"prompt": "?", "answer": "!", "level": level}) + "\n" for level in (3, 1.5, 2)))
     ranks = [ascending(open_dataset(str(file)), "level")]
     assert [PromptOrder(sizes=(3,), weights=(1.0,), ranks=ranks).at(place)[1:] for place in range(4)] == [(0, 1), (0, 2), (0, 0), (1, 1)]
-    with pytest.raises(DataError, match=r"rows.jsonl:1: data.sort_by = 'depth' needs a number there, not None"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the column 'depth', by which data.sort_by sorts, must be a number, not None"):
         ascending(open_dataset(str(file)), "depth")

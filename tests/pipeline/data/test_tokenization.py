@@ -69,14 +69,15 @@ def test_of_several_templates_the_default_is_taken_and_none_without_it(tmp_path:
 
     folder = model(tmp_path / "m")
     assert Renderer(write(rag="no", default=THINKING)).render(row("hi"))[0] == "<s>user:hi</s><s>assistant:"
-    with pytest.raises(ConfigError, match="has the templates rag, tool_use and none called default; give the path of a Jinja file"):
+    with pytest.raises(ConfigError, match="has the templates rag, tool_use but none named default; set it to the path of a Jinja file"):
         Renderer(write(rag="no", tool_use=THINKING))
 
 
 @pytest.mark.parametrize("settings", [{"system_prompt": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
 def test_what_only_a_chat_template_can_take_is_refused_without_one(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigError, match=rf"data.{next(iter(settings))}: there is no chat template to use it; set data.chat_template to a Jinja file"
+        ConfigError,
+        match=rf"data.{next(iter(settings))}: only a chat template uses it, and there is none; set data.chat_template to a Jinja file",
     ):
         Renderer(model(tmp_path / "m"), **settings)
 
@@ -131,7 +132,7 @@ def test_a_prompt_that_cannot_be_rendered_is_named_with_its_place(tmp_path: Path
         Renderer(folder).render(row(None, talk))
     refusing = tmp_path / "refusing.jinja"
     refusing.write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(DataError, match=r"^train.jsonl:3: the chat template refuses the messages: no system role"):
+    with pytest.raises(DataError, match=r"^train.jsonl:3: the chat template rejects the messages: no system role"):
         Renderer(folder, chat_template=str(refusing)).render(row("hi"))
 
 
@@ -205,7 +206,7 @@ def test_an_end_token_that_the_model_does_not_have_is_named_with_file_and_key(tm
     (folder / "config.json").write_text(json.dumps({"vocab_size": 258}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(
-        ConfigError, match=r"^model.path: .*/generation_config.json: eos_token_id is .*, which is no token of the model; expec"
+        ConfigError, match=r"^model.path: .*/generation_config.json: eos_token_id is .*, which is not a token of the model; expec"
     ):
         digests(folder)
 

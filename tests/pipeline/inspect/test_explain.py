@@ -381,7 +381,7 @@ def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path:
     own = tmp_path / "own.py"
     own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef doubled(rewards):\n    return rewards\n")
     config, plan = config_of(advantage=f"{own}:doubled"), a_plan()
-    with pytest.raises(ValueError, match="--trust-code loads it"):
+    with pytest.raises(ValueError, match="pass --trust-code to load it"):
         shares(plan, config=config)
     assert not (tmp_path / "ran").exists()
     assert shares(plan, config=config, trust_code=True).samples

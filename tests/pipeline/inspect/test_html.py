@@ -162,7 +162,7 @@ def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path:
     without = unpacked(blocks(build(log, RUN))["index"])
     assert with_own["s_advantage"].tolist() == [0.0, 2.0, 2.0, 0.5]
     assert np.isnan(without["s_advantage"]).all()
-    assert "--trust-code loads it" in without["advantage"]["why_not"]
+    assert "pass --trust-code to load it" in without["advantage"]["why_not"]
 
 
 def test_beyond_the_budget_older_tokens_are_left_out_and_the_page_says_so(log: MemoryLog) -> None:

@@ -403,7 +403,7 @@ def test_a_run_that_trains_on_few_of_its_groups_is_told_why_instead_of_who_is_sl
     view = view_of(begun()[1])
     view.groups |= {1000 + number: GroupFacts("filtered", 4, 40, 0.0, 0) for number in range(90)}
     assert "of the groups filtered" in line(view, now_s=RecordBuilder().now_s + 60)
-    assert "take easier prompts" in shown(view, width=200)
+    assert "use easier prompts" in shown(view, width=200)
 
 
 def test_noise_in_the_topics_does_not_disturb_the_view(monkeypatch: pytest.MonkeyPatch) -> None:

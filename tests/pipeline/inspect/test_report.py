@@ -210,7 +210,9 @@ def test_what_was_refused_is_counted_once_and_by_kind() -> None:
 def test_the_commonest_errors_of_the_reward_are_said_with_their_number() -> None:
     builder, error = RecordBuilder(steps=2), "ZeroDivisionError: division by zero (rew.py line 3)"
     reasons = ["KeyError: 'x' (rew.py line 9)", error, error]
-    letters = [builder.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: {reason}") for n, reason in enumerate(reasons)]
+    letters = [
+        builder.letter(offset=n, kind="reward-failed", reason=f"scoring group {n} failed: {reason}") for n, reason in enumerate(reasons)
+    ]
     found = report_of([*builder.whole(), *letters])
     assert list(found["dead_letters"]["reward_errors"].items()) == [(error, 2), (reasons[0], 1)]
     assert f"2 x {error}" in as_text(found)
@@ -218,7 +220,9 @@ def test_the_commonest_errors_of_the_reward_are_said_with_their_number() -> None
 
 def test_errors_that_name_something_new_each_time_are_told_apart_up_to_a_number() -> None:
     builder = RecordBuilder(steps=2)
-    letters = [builder.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: no row {n}") for n in range(2 * REWARD_ERRORS)]
+    letters = [
+        builder.letter(offset=n, kind="reward-failed", reason=f"scoring group {n} failed: no row {n}") for n in range(2 * REWARD_ERRORS)
+    ]
     assert report_of([*builder.whole(), *letters])["dead_letters"]["reward_errors"]["others"] == REWARD_ERRORS
 
 

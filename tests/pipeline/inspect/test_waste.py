@@ -24,15 +24,15 @@ def test_groups_whose_rewards_are_all_zero_call_for_easier_prompts() -> None:
     assert waste.status == "filtered"
     assert str(waste) == (
         "90% of the groups are filtered, as equal rewards have no gradient (8 of 9 have the reward 0): "
-        "the task is too hard: take easier prompts, more samples a group or a denser reward"
+        "the task is too hard: use easier prompts, more samples per group, or a denser reward"
     )
 
 
 def test_groups_whose_rewards_are_all_full_call_for_harder_prompts() -> None:
     (waste,) = wastes(view_of(*[("filtered", 1.0)] * 10, ("filtered", 0.0), *[("scored", 0.5)] * 2))
-    assert waste.advice == "take harder prompts"
+    assert waste.advice == "use harder prompts"
     (waste,) = wastes(view_of(*[("filtered", 1.0)] * 7, *[("filtered", 0.0)] * 3, *[("scored", 0.5)] * 2))
-    assert waste.advice == "take prompts of another difficulty, more samples a group or a denser reward"
+    assert waste.advice == "use easier or harder prompts, more samples per group, or a denser reward"
 
 
 def test_a_reward_that_breaks_now_and_then_is_said_although_most_groups_are_trained() -> None:

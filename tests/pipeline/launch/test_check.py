@@ -456,7 +456,7 @@ def test_check_and_run_refuse_a_reversed_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rewards", [[0.0] * 8, [0.3, 0.1 + 0.2] * 4, [-1.0] * 8, [0.49] * 2])
 def test_samples_that_all_have_the_same_low_reward_are_a_warning_and_many_of_them_are_refused(rewards: list[float]) -> None:
     scale = RewardScale(-1.0 if min(rewards) < 0 else 0.0, 1.0)
-    said = r"all {} sampled completions have the reward .* the task is too hard: take easier"
+    said = r"all {} sampled completions have the reward .* the task is too hard: use easier"
     assert re.match(said.format(len(rewards)), equal_and_low(rewards, scale) or "")
     many = rewards * (ENOUGH // len(rewards))
     with pytest.raises(PenstockError, match=said.format(len(many))):

@@ -96,5 +96,5 @@ def test_a_deleted_working_directory_is_said(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("source", ["absent.jsonl", "absent.parquet", "absent/*.jsonl", "."])
 def test_a_data_file_that_is_not_there_is_a_mistake_in_the_configuration(tmp_path: Path, source: str) -> None:
-    with pytest.raises(ConfigError, match=r"there is no file|a folder without"):
+    with pytest.raises(ConfigError, match=r"there is no file|the folder contains no"):
         open_dataset(source, base_dir=tmp_path)

@@ -123,7 +123,7 @@ def test_a_run_with_a_broken_function_is_neither_created_nor_passes_the_check(
 
 
 def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_run_is_created() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm.advantage: pass_at_k\?k=8 .*k = 8 has to lie between 1 and 7"):
+    with pytest.raises(ConfigError, match=r"algorithm.advantage: pass_at_k\?k=8 .*k = 8 must be between 1 and 7"):
         check_user_functions(config_of(advantage="pass_at_k?k=8"))
     check_user_functions(config_of(advantage="pass_at_k?k=2"))
 

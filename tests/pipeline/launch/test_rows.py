@@ -61,8 +61,8 @@ GOOD = {"prompt": "p", "answer": "a", "level": 1}
 @pytest.mark.parametrize(
     ("later", "reward", "words"),
     [
-        ({"prompt": "p", "answer": "a", "levle": 2}, "rew.py:graded", "wants the column 'level', .*did you mean 'levle'"),
-        ({"prompt": "p", "level": 1}, "exact_match", r'wants the column .answer., .*rewards that need none with data.answer_field = ""'),
+        ({"prompt": "p", "answer": "a", "levle": 2}, "rew.py:graded", "needs the column 'level', .*did you mean 'levle'"),
+        ({"prompt": "p", "level": 1}, "exact_match", r'needs the column .answer., .*or to "" if no reward function needs answers'),
         (
             {"prompt": "p", "answer": None},
             "exact_match",
@@ -75,7 +75,7 @@ GOOD = {"prompt": "p", "answer": "a", "level": 1}
         ),
         ({"prompt": "p", "answer": {"style": "rule"}}, "exact_match", "is a dict with the keys style, which"),
         ({"prompt": "p", "answer": float("nan")}, "exact_match", "is null, which"),
-        ({"prompt": "p", "answer": float("inf")}, "exact_match", "that column holds an infinite number, which JSON cannot hold"),
+        ({"prompt": "p", "answer": float("inf")}, "exact_match", "that column contains an infinite number, which JSON cannot represent"),
         ({"prompt": "p", "answer": False}, "exact_match", "is the boolean false, which"),
     ],
 )

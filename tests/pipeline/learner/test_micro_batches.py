@@ -200,7 +200,7 @@ def test_a_logprob_the_model_did_not_draw_becomes_zero_and_a_trained_one_must_be
 
 
 def test_what_does_not_fit_together_is_refused():
-    with pytest.raises(ValueError, match="do not fit together"):
+    with pytest.raises(ValueError, match="are inconsistent"):
         sequence(2, 3, mask=[1, 1])
     with pytest.raises(ValueError, match="0 prompt tokens"):
         sequence(0, 3)

@@ -157,10 +157,10 @@ def test_a_parquet_column_of_any_type_reaches_a_reward_unchanged_or_is_named(fol
     pq.write_table(pa.table({"prompt": ["p"] * len(column), "value": storage}), folder / "rows.parquet")
     for row, expected in zip(open_dataset(f"{folder}/rows.parquet"), storage.to_pylist(maps_as_pydicts="strict"), strict=True):
         if fits(expected):
-            assert not row.without_json
+            assert not row.not_json
             assert all(same(expected, got) for got in seen_by_a_reward(folder, row.columns)["value"])
         else:
-            assert set(row.without_json) == {"value"}
+            assert set(row.not_json) == {"value"}
             assert row.columns == {}
 
 
@@ -206,8 +206,10 @@ def test_a_column_with_the_name_of_a_fact_is_accepted_and_found_under_columns(fo
 def test_a_function_that_needs_a_column_of_bytes_is_named_with_the_column(folder: Path) -> None:
     (folder / "sees.py").write_text("def sees(completions, image):\n    return [1.0] * len(completions)\n")
     found = resolve(["sees.py:sees"], base_dir=folder)
-    with pytest.raises(RewardError, match=r"sees wants the column 'image', .*: that column holds bytes, which JSON cannot hold; store"):
-        found.check({"answer": "a"}, without_json={"image": "bytes"})
+    with pytest.raises(
+        RewardError, match=r"sees needs the column 'image', .*: that column contains bytes, which JSON cannot represent; store"
+    ):
+        found.check({"answer": "a"}, not_json={"image": "bytes"})
 
 
 @pytest.mark.parametrize(
@@ -225,14 +227,14 @@ def test_a_function_that_needs_a_column_of_bytes_is_named_with_the_column(folder
 )
 def test_what_json_cannot_hold_is_told_by_its_kind(value: Any, what: str) -> None:
     row = make_row({"prompt": "p", "value": value, "answer": value}, index=0, origin="d:1", fields=Fields())
-    assert row.without_json == {"value": what, "answer": what}
+    assert row.not_json == {"value": what, "answer": what}
 
 
 def test_a_value_nested_too_deeply_is_told() -> None:
     nested: list[Any] = []
     for _ in range(5000):
         nested = [nested]
-    assert make_row({"prompt": "p", "v": nested}, index=0, origin="d:1", fields=Fields()).without_json == {"v": "values nested too deeply"}
+    assert make_row({"prompt": "p", "v": nested}, index=0, origin="d:1", fields=Fields()).not_json == {"v": "values nested too deeply"}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_a_numpy_value_of_an_own_function_is_what_it_stands_for(value: Any, got:
 @pytest.mark.parametrize("value", [np.timedelta64(5, "ns"), np.timedelta64(5, "s")])
 def test_a_duration_of_numpy_is_told_by_its_kind(value: Any) -> None:
     row = make_row({"prompt": "p", "x": value}, index=0, origin="rows", fields=Fields())
-    assert ("x" not in row.columns) and row.without_json == {"x": "timedelta"}
+    assert ("x" not in row.columns) and row.not_json == {"x": "timedelta"}
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -263,7 +265,7 @@ def test_text_of_parquet_that_is_not_utf_8_is_told(tmp_path: Path, nested: bool)
     text = pa.Array.from_buffers(pa.string(), 1, latin.buffers())
     table = pa.table({"prompt": ["p"], "x": pa.ListArray.from_arrays([0, 1], text) if nested else text})
     pq.write_table(table, tmp_path / "rows.parquet")
-    assert open_dataset(f"{tmp_path}/rows.parquet")[0].without_json == {"x": "text that is not UTF-8"}
+    assert open_dataset(f"{tmp_path}/rows.parquet")[0].not_json == {"x": "text that is not UTF-8"}
     pq.write_table(table.rename_columns(["y", "prompt"]), tmp_path / "rows.parquet")
     with pytest.raises(
         DataError, match=r"rows.parquet:1: field 'prompt' holds text that is not UTF-8; expected text or a list of messages"

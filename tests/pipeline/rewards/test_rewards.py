@@ -104,7 +104,7 @@ def test_the_reward_is_the_weighted_sum_of_the_components_that_apply(folder: Pat
 
 def test_a_function_gets_the_columns_it_names_and_misses_are_told_before_the_run(folder: Path) -> None:
     assert scored(folder, ["named"], ["a", "b"], level=3, answer="x", other=1).rewards == (3.0, 3.0)
-    with pytest.raises(RewardError, match=r"wants the column 'level', the data has answer, levle, .*did you mean 'levle'"):
+    with pytest.raises(RewardError, match=r"needs the column 'level', but the data has answer, levle, .*did you mean 'levle'"):
         resolve(["mine.py:named"], base_dir=folder).check({"answer": 1, "levle": 2})
     resolve(["mine.py:named", "exact_match"], base_dir=folder).check({"answer": 1, "level": 2})
 
@@ -117,7 +117,7 @@ def test_parameters_that_are_positional_only_get_their_columns_by_position(folde
 
 
 def test_a_positional_only_parameter_without_a_column_is_told_before_the_run(folder: Path) -> None:
-    with pytest.raises(RewardError, match="wants the column 'level'"):
+    with pytest.raises(RewardError, match="needs the column 'level'"):
         resolve(["mine.py:by_position"], base_dir=folder).check({"answer": 1})
 
 
@@ -153,7 +153,7 @@ def test_the_table_of_rewards_goes_by_status_and_discounts_a_success_by_its_toke
 
 
 def test_a_table_of_rewards_that_cannot_be_is_refused_in_one_line() -> None:
-    for options, message in (("of=reasoning_gym", "is none of exact_match, math_verify"), ("discount=0", "has to lie above 0")):
+    for options, message in (("of=reasoning_gym", "is none of exact_match, math_verify"), ("discount=0", "must be above 0")):
         with pytest.raises(RewardError, match=message):
             resolve([f"reward_table?{options}"]).score(["a"], prompt="p", messages=None, columns={"answer": "7"}, completion_ids=[[1]])
 
@@ -174,7 +174,7 @@ def test_the_soft_overlong_punishment_falls_from_nothing_to_minus_one(name: str,
 def test_an_option_that_a_function_does_not_take_is_told_before_the_run() -> None:
     with pytest.raises(PluginError, match=r"'soft_overlong\?width=3': got an unexpected keyword argument 'width'"):
         resolve(["soft_overlong?width=3"])
-    with pytest.raises(RewardError, match="cache = 9 has to lie between 1 and longest = 5"):
+    with pytest.raises(RewardError, match="cache = 9 must be between 1 and longest = 5"):
         resolve(["soft_overlong?cache=9"], max_completion_length=5).score(["a"], prompt="p", messages=None, columns={})
 
 
@@ -202,7 +202,7 @@ def test_arrays_and_integers_are_numbers(folder: Path) -> None:
         ("nan", "returned nan for completion 0, which is not finite"),
         ("short", "returned 1 values for 2 completions"),
         ("words", "returned '1.0' for completion 0, expected a number or None"),
-        ("number", "returned a float, expected a list of 2 numbers"),
+        ("number", "returned a float; expected a list of 2 numbers"),
     ],
 )
 def test_what_is_no_reward_is_a_failure_with_its_reason(folder: Path, name: str, words: str) -> None:
@@ -218,7 +218,7 @@ def test_names_and_weights_are_checked() -> None:
         resolve(["exact_match", "math_verify"], [1.0])
     with pytest.raises(ValueError, match="finite"):
         resolve(["exact_match"], [float("inf")])
-    with pytest.raises(ValueError, match="give at least one"):
+    with pytest.raises(ValueError, match="name at least one"):
         resolve([])
 
 

@@ -98,5 +98,7 @@ def test_an_evaluator_that_is_started_by_hand_beside_it_says_why_it_has_nothing_
     class Joined:
         config = config_of(tiny_model, tmp_path, eval=held_out(tmp_path, "rollout"))
 
-    with pytest.raises(ConfigError, match=r'this run needs no evaluator: with eval\.engine = "rollout" a rollout worker evaluates'):
+    with pytest.raises(
+        ConfigError, match=r'this run has no use for an evaluator: with eval\.engine = "rollout" a rollout worker evaluates'
+    ):
         main(Joined())  # type: ignore[arg-type]

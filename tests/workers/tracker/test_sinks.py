@@ -107,7 +107,7 @@ def test_a_sink_that_fails_is_left_alone_and_says_so_once() -> None:
     held.write(line, new=True)
     held.write(line, new=True)
     held.close()
-    assert said == ["a sink gets no more points (the server is gone); metrics.jsonl has all of them"]
+    assert said == ["a sink receives no more metrics (the server is gone); metrics.jsonl contains all of them"]
 
 
 def test_without_configuration_there_is_no_sink(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_where_mlflow_is_not_installed_nothing_waits_for_it(
     monkeypatch.setitem(sys.modules, "mlflow", None)
     write(log, built()[1])
     follow(log)
-    assert "MLflow is not installed: metrics.jsonl has all points" in said
+    assert "MLflow is not installed: metrics are written to metrics.jsonl only" in said
     assert json.loads((run_directory(tmp_path) / "report.json").read_text())["mlflow_run_id"] is None
     assert not [line for line in said if "lacks" in line]
 
@@ -156,13 +156,14 @@ def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
     monkeypatch.setattr(results, "PAGE_S", 0.0)
     follow(log)
     assert [line for line in said if "page" in line] == [
-        f"no page was made: it was not ready within 0 s; `penstock report {RUN} --html {run_directory(tmp_path) / 'report.html'}` makes one"
+        "the report page was not written: it was not ready within 0 s; "
+        f"write it with `penstock report {RUN} --html {run_directory(tmp_path) / 'report.html'}`"
     ]
     monkeypatch.setattr(results, "PAGE_S", 200.0)
     (run_directory(tmp_path) / "report.html").mkdir()
     said.clear()
     follow(log)
-    assert len([line for line in said if "no page was made: " in line]) == 1
+    assert len([line for line in said if "the report page was not written: " in line]) == 1
     assert json.loads((run_directory(tmp_path) / "report.json").read_text())["steps"] == STEPS
     assert not list(run_directory(tmp_path).glob(".*.tmp"))
 
@@ -295,7 +296,7 @@ def test_a_second_tracker_of_the_same_run_writes_nothing(log, tmp_path: Path, mo
     deadline = time.monotonic() + 120.0
     while not (run_directory(tmp_path) / "metrics.jsonl").exists() or not points_in(tmp_path):
         assert time.monotonic() < deadline
-    with pytest.raises(Fenced, match=r"another tracker of this run writes .*metrics\.jsonl"):
+    with pytest.raises(Fenced, match=r"another tracker of this run is already writing to .*metrics\.jsonl"):
         follow(log)
 
 
@@ -318,7 +319,7 @@ def test_a_tracker_that_is_stopped_leaves_no_report_of_a_log_too_long_to_be_read
     assert (run_directory(tmp_path) / "report.json").exists()
     monkeypatch.setattr(worker, "STOPPED_S", -1.0)
     follow(log, stop=True)
-    assert said[-1] == f"no report was written: the log is too long for that; `penstock report {RUN}` makes one"
+    assert said[-1] == f"no report was written: the log is too long for the tracker; run `penstock report {RUN}` makes one"
     assert not (run_directory(tmp_path) / "report.json").exists()
 
 

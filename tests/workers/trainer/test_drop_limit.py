@@ -116,10 +116,10 @@ def test_one_group_without_a_trained_token_does_not_hide_that_the_task_is_solved
 @pytest.mark.parametrize(
     ("filtered", "others", "advice"),
     [
-        ([0.0] * 9, 0, "(0 on average in a range of 0 to 1): the task is too hard: take easier prompts"),
-        ([0.2, 0.1, 0.0] * 3, 0, "the task is too hard: take easier prompts"),
-        ([*[1.0] * 6, *[0.0] * 3], 0, "take prompts of another difficulty"),
-        ([0.7] * 9, 2, "take prompts of another difficulty"),
+        ([0.0] * 9, 0, "(0 on average in a range of 0 to 1): the task is too hard: use easier prompts"),
+        ([0.2, 0.1, 0.0] * 3, 0, "the task is too hard: use easier prompts"),
+        ([*[1.0] * 6, *[0.0] * 3], 0, "use easier or harder prompts"),
+        ([0.7] * 9, 2, "use easier or harder prompts"),
         ([1.0] * 4, 5, "4 filtered at reward 1"),
     ],
 )
@@ -136,15 +136,13 @@ def test_other_groups_of_equal_rewards_stop_the_run_with_the_rewards_and_true_ad
 def test_a_constant_reward_before_the_first_step_is_a_mistake_and_has_its_own_line(reward: float) -> None:
     drops = limit_of(8)
     drop(drops, *[reward] * 9)
-    assert f"every reward is {reward:.6g} before the first step: the reward function gives every completion the same" in str(
-        reason(drops, steps_done=0)
-    )
+    assert f"every reward before the first step was {reward:.6g}: the reward function is constant" in str(reason(drops, steps_done=0))
 
 
 def test_a_task_that_is_solved_before_the_first_step_calls_for_harder_prompts() -> None:
     drops = limit_of(8, scale=RewardScale(0.0, 1.0))
     drop(drops, *[1.0] * 19, 0.0)
-    assert str(reason(drops, steps_done=0)).endswith("take harder prompts")
+    assert str(reason(drops, steps_done=0)).endswith("use harder prompts")
 
 
 def test_epochs_that_are_over_before_the_first_step_say_why() -> None:
@@ -155,7 +153,7 @@ def test_epochs_that_are_over_before_the_first_step_say_why() -> None:
     assert text.startswith(
         "all 24 prompts of the run's epochs were used before the first step, which takes 2 groups with different rewards; "
     )
-    assert "24 groups were dropped: 24 filtered at reward 0.3; every reward is 0.3 before the first step" in text
+    assert "24 groups were dropped: 24 filtered at reward 0.3; every reward before the first step was 0.3" in text
 
 
 def test_groups_that_lack_rewards_do_not_end_the_run_as_solved() -> None:

@@ -158,11 +158,11 @@ def test_a_set_of_which_each_rank_is_killed_at_each_point_ends_in_the_same_run(
                 trainer.start("trainer", environment={VARIABLE: point})
             assert trainer.ended("trainer", limit_s=400.0) != 0, point
             assert not rank or f"rank {rank} was killed by SIGKILL" in trainer.text("trainer"), point
-        before = trainer.text("trainer").count("processes train: ")
+        before = trainer.text("trainer").count(" processes: ")
         trainer.start("trainer")
-        while trainer.text("trainer").count("processes train: ") == before:
+        while trainer.text("trainer").count(" processes: ") == before:
             time.sleep(0.1)
-        line = trainer.text("trainer").rpartition("processes train: ")[2].splitlines()[0]
+        line = trainer.text("trainer").rpartition(" processes: ")[2].splitlines()[0]
         os.kill(int(re.findall(r"\d+", line)[first]), signal.SIGKILL)
         assert trainer.ended("trainer", limit_s=400.0) != 0
 
@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_fewer_processes_from_the_checkpoint_and_says_so(
         trainer.start("trainer")
         assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
         said = trainer.text("trainer")
-    assert "the arithmetic is not the one the run was computed with: processes 2 -> 1" in said
+    assert "the arithmetic differs from that of the run so far, so repeated steps may differ: processes 2 -> 1" in said
     assert "checkpoint of step 2 loaded" in said
     assert outcome_of(log, run_id)["status"] == "finished"
     log.close()
@@ -210,7 +210,7 @@ def test_a_process_whose_rank_0_ended_before_it_could_watch_it_ends_at_once(monk
 
 
 def test_several_processes_need_a_broker(tiny_model: Path, tmp_path: Path, run_id: str) -> None:
-    with pytest.raises(AssertionError, match=r"trainer.processes: several need a broker"):
+    with pytest.raises(AssertionError, match=r"trainer.processes must be 1 with the in-memory log"):
         train(MemoryLog(), run_id, config_for(tiny_model, tmp_path, trainer={"processes": 2}))
 
 

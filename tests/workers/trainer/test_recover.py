@@ -66,7 +66,7 @@ def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[
     arithmetic["drift"] = 1e-9
     with pytest.raises(Unrecoverable, match=r"step 0 repeated from the log gave weights blake3:[0-9a-f]{9}…, recorded"):
         trainer_of(log, None, on_mismatch="stop")
-    assert "the arithmetic is not the one the run was computed with: drift 0.0 -> 1e-09" in capsys.readouterr().out
+    assert "the arithmetic differs from that of the run so far, so repeated steps may differ: drift 0.0 -> 1e-09" in capsys.readouterr().out
     arithmetic |= {"drift": 1e-9, "told": 0.0}
     log = log_with(scored(2 * STEPS))
     trainer_of(log, None).train_step()
@@ -135,7 +135,10 @@ def test_a_request_to_stop_ends_the_repetition() -> None:
 
 def test_a_trainer_that_is_asked_to_stop_says_what_it_still_finishes(tmp_path: Path) -> None:
     trainer = trainer_of(log_with(scored(2 * STEPS)), tmp_path)
-    assert trainer.finishing() == "ends step 0 if all its groups are here, else drops it; then writes a checkpoint"
+    assert trainer.finishing() == "finishes step 0 if all its groups have arrived, otherwise drops it; then writes a checkpoint"
     for _ in range(2):
         trainer.train_step()
-    assert trainer.finishing() == "ends step 2 if all its groups are here (about 1 s), else drops it; then writes a checkpoint (about 1 s)"
+    assert (
+        trainer.finishing()
+        == "finishes step 2 if all its groups have arrived (about 1 s), otherwise drops it; then writes a checkpoint (about 1 s)"
+    )

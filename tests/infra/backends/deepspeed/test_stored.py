@@ -40,5 +40,5 @@ def test_a_file_or_folder_that_others_may_write_is_refused(tmp_path: Path, path:
     (tmp_path / "x.pt").chmod(0o600)
     assert backend.read_stored(tmp_path / "x.pt") == {"steps": 1}
     (tmp_path / path).chmod(mode)
-    with pytest.raises(BackendError, match="other users can write to .*: run chmod"):
+    with pytest.raises(BackendError, match=r"other users can write to .*: run chmod"):
         backend.read_stored(tmp_path / "x.pt")

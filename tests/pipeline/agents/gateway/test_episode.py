@@ -89,8 +89,11 @@ def test_a_program_becomes_a_trajectory_with_its_turns_messages_and_reward(tmp_p
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
-        ("ask(messages)\nraise KeyError('no such tool')", "environment-exit: the agent ended with exit status 1: KeyError: 'no such tool'"),
-        ("os.kill(os.getpid(), 9)", "environment-exit: the agent ended with signal SIGKILL"),
+        (
+            "ask(messages)\nraise KeyError('no such tool')",
+            "environment-exit: the agent exited with exit status 1: KeyError: 'no such tool'",
+        ),
+        ("os.kill(os.getpid(), 9)", "environment-exit: the agent exited with signal SIGKILL"),
         ("", "environment-exit: the agent exited without a request"),
     ],
 )
@@ -107,7 +110,7 @@ def test_a_program_that_fails_once_is_run_again_from_the_beginning(tmp_path: Pat
     code = f"import pathlib\n{mark}\nif not mark.exists():\n    mark.touch()\n    ask(messages)\n    sys.exit(3)\n{PLAY}"
     made = play(tmp_path, code, limits=replace(LIMITS, retries=1), says=says)
     assert (made.finish, sum(turn.source == "model" for turn in made.turns)) == ("stop", 2)
-    assert says == ["environment-exit: the agent ended with exit status 3; retrying"]
+    assert says == ["environment-exit: the agent exited with exit status 3; retrying"]
 
 
 class OftenReadClock(AgentClock):

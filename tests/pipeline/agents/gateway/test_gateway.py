@@ -227,10 +227,10 @@ async def test_limits_are_errors_that_the_agent_can_read_and_the_trajectory_is_t
         ({"n": 2}, '"n" above 1'),
         ({"logit_bias": {"1": 5}}, '"logit_bias" is not supported'),
         ({"response_format": {"type": "json_object"}}, '"response_format" is not supported'),
-        ({"tool_choice": "required", "tools": [ADD]}, '"tool_choice" has to be'),
-        ({"max_tokens": 0}, '"max_tokens" has to be'),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "parts of type text"),
-        ({"extra_body": {"messages": []}}, '"messages" has to be'),
+        ({"tool_choice": "required", "tools": [ADD]}, '"tool_choice" must be'),
+        ({"max_tokens": 0}, '"max_tokens" must be'),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "list of text parts"),
+        ({"extra_body": {"messages": []}}, '"messages" must be'),
     ],
 )
 def test_what_would_change_the_distribution_or_cannot_be_read_is_refused(settings: dict[str, Any], reason: str) -> None:

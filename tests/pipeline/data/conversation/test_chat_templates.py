@@ -280,7 +280,7 @@ def test_a_begun_answer_is_continued_as_it_is_or_refused(name: str, begun: str) 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
     changes = {"deepseek_r1": "</think>" in begun, "qwen3": "</think>" in begun and "\n</think>\n\n" not in begun}
     if changes.get(name):
-        with pytest.raises(TemplateRefused, match="the chat template changes the last message, which the policy is to continue"):
+        with pytest.raises(TemplateRefused, match="the chat template changes the last message, which the policy should continue"):
             template(name).rendered(messages, None)
     else:
         assert template(name).rendered(messages, None)[0].endswith(begun.lstrip())

@@ -67,7 +67,7 @@ def test_a_template_that_never_shows_a_call_gets_it_as_text() -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "neither a string nor parts of type text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "neither a string nor a list of text parts"),
         ([{"content": "x"}], 'a message has no "role"'),
         ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "a tool call has no"),
         ([USER, USER], "roles must alternate"),
@@ -86,7 +86,7 @@ def test_a_second_call_in_a_turn_is_refused_as_the_policys_fault_where_the_templ
         two = "".join(f"<tool_call>{call}</tool_call>" for call in two.split("; "))
     said = template(name).parse([*ids_of(name, two), stop_ids(name)[0]], [], ADD, 0)
     assert [call["function"]["name"] for call in said.message["tool_calls"]] == ["add", "sub"][:calls]
-    refused = ("The call of sub was not run: one turn takes one tool call. Call it in a turn of its own.",)
+    refused = ("The call of sub was not run, because a turn may contain only one tool call. Repeat it in a separate turn.",)
     assert said.malformed == (refused if calls == 1 else ())
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in said.message["tool_calls"]]
     assert template(name).bridge([USER, said.message, *results], 2, ADD, stop_ids(name)[0])
