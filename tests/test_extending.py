@@ -125,7 +125,7 @@ def test_a_new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config(rollout={"engine": "own", "concurrency": 16}, schedule={"samples_per_prompt": 8}).slots == 6
     with pytest.raises(ConfigError, match="changes weights between decode steps"):
         config(rollout={"engine": "own"}, schedule={"mode": "in_flight"})
-    with pytest.raises(ConfigError, match=r"sampling.temperature: 0.4 would be raised to 0.5 by own"):
+    with pytest.raises(ConfigError, match=r"sampling.temperature: own would raise 0.4 to 0.5"):
         config(rollout={"engine": "own"}, sampling={"temperature": 0.4})
 
 

@@ -94,10 +94,10 @@ def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool =
     def check(name: str) -> str:
         if (split_options(name)[0] if options else name) in names or (or_none and name == "none") or (or_function and ":" in name):
             return name
-        function = " and no package:function" if or_function else ""
+        function = ", or package:function" if or_function else ""
         meant = FOREIGN_VALUES.get(name)
         hint = f"; did you mean {meant!r}?" if meant in names else nearest(name, names)
-        raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{hint}")
+        raise ValueError(f"{name!r} is unknown; expected one of {', '.join(names)}{function}{hint}")
 
     return AfterValidator(check)
 
@@ -113,7 +113,7 @@ def absolute(text: str, base: Path) -> str:
     """An absolute path. Raises `ValueError` if a name in it is too long for a file system."""
     path = (base / Path(text).expanduser()).resolve()
     if long := next((part for part in path.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
-        raise ValueError(f"{long[:40]}… has {len(os.fsencode(long))} bytes, a file's name at most {LONGEST_NAME}")
+        raise ValueError(f"the file name {long[:40]}… has {len(os.fsencode(long))} bytes, limit {LONGEST_NAME}")
     return str(path)
 
 
@@ -156,7 +156,7 @@ def contents(text: str, base: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
 
 
 JSON_FILE = Resolve(contents)

@@ -41,11 +41,11 @@ def _snapshot(name: str) -> Path:
     # The boundary to a library that reads the network and a cache: its errors have no common type.
     except Exception as error:
         if type(error).__name__.startswith("LocalEntry"):
-            here = " `penstock model smollm2 DIR` makes this model without one;" if repository.endswith("/SmolLM2-135M-Instruct") else ""
-            fix = f"{here} or run `hf download {repository}` with a network"
-            raise BackendError(f"model.path: {name} is not in the cache and the hub cannot be reached;{fix}") from error
+            here = " `penstock model smollm2 DIR` creates this model offline;" if repository.endswith("/SmolLM2-135M-Instruct") else ""
+            fix = f"{here} or run `hf download {repository}` on a machine with network access"
+            raise BackendError(f"model.path: {name} is not in the local cache and the hub cannot be reached;{fix}") from error
         reason = " ".join(str(error).split())[:200]
         raise BackendError(
             f"model.path: cannot get {name} from the cache or the hub ({type(error).__name__}: {reason}); "
-            f"fetch it with `hf download {repository}`, or give a directory"
+            f"download it with `hf download {repository}`, or set model.path to a directory"
         ) from error

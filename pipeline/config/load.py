@@ -280,9 +280,9 @@ def _one_line(error: ValidationError) -> str:
     if kind == "value_error":
         return f"{key}: {first['ctx']['error']}"
     if kind in ("model_type", "dict_type"):
-        return f"{key} = {value!r}: is a section; write [{key}] and its keys below it"
+        return f"{key} = {value!r}: {key} is a section; write [{key}] with its keys below it"
     if kind in ("tuple_type", "list_type"):
-        return f"{key} = {value!r}: is a list; write {key} = {json.dumps([value])}"
+        return f"{key} = {value!r}: a list is expected; write {key} = {json.dumps([value])}"
     return f"{key} = {value!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
@@ -295,7 +295,7 @@ def _meant(location: Sequence[str]) -> str:
     for key in (".".join(location), name):
         if key in FOREIGN_KEYS:
             meant = FOREIGN_KEYS[key]
-            return f"; did you mean {meant!r}?" if meant else "; there is nothing of the kind, see docs/reference/configuration.md"
+            return f"; did you mean {meant!r}?" if meant else "; no such key, see docs/reference/configuration.md"
     same_name = [f"{top}.{name}" for top, field in Config.model_fields.items() if name in getattr(field.annotation, "model_fields", ())]
     close = same_name or [".".join([*sections, near]) for near in difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]!r}?" if close else "; see docs/reference/configuration.md"

@@ -54,7 +54,7 @@ def split(spec: str) -> tuple[str, str]:
     """The parts of a spec: module or file, and function. Raises `PluginError` if one is missing."""
     origin, colon, name = spec.rpartition(":")
     if not colon or not origin or not name:
-        raise PluginError(f"{spec!r} is not a plug-in: expected package.module:function or path/file.py:function")
+        raise PluginError(f"{spec!r} does not name a function: expected package.module:function or path/file.py:function")
     return origin, name
 
 
@@ -124,7 +124,7 @@ def _read(spec: str, file: Path) -> bytes:
         return file.read_bytes()
     except FileNotFoundError as error:
         neighbours = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise PluginError(f"{spec!r}: there is no file {file}{nearest(file.name, neighbours)}") from error
+        raise PluginError(f"{spec!r}: the file {file} does not exist{nearest(file.name, neighbours)}") from error
     except OSError as error:
         raise PluginError(f"{spec!r}: cannot read {file}: {error.strerror}") from error
 
@@ -189,7 +189,7 @@ def _no_module(spec: str, missing: str) -> PluginError:
     parent, _, last = missing.rpartition(".")
     inside = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     names = [module.name for module in pkgutil.iter_modules(inside)]
-    return PluginError(f"{spec!r}: there is no module {missing!r}{nearest(last, names)}")
+    return PluginError(f"{spec!r}: there is no Python module {missing!r}{nearest(last, names)}")
 
 
 def _append_to_path(folder: str | Path | None) -> None:

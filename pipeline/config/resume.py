@@ -67,7 +67,7 @@ def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
     new = override(config, overrides)
     if new.partitions != config.partitions:
         most = config.partitions // 4
-        raise ConfigError(f"--set: the run has {config.partitions} partitions, made for at most {most} rollout workers and scorers")
+        raise ConfigError(f"--set: the run has {config.partitions} partitions, enough for at most {most} rollout workers and scorers")
     return new
 
 
@@ -76,11 +76,11 @@ def _way(overrides: Sequence[str], *, run: str) -> str:
     keys = [text.partition("=")[0].strip() for text in overrides]
     fork = " ".join(["penstock fork", run, *(f"--set {shlex.quote(text.strip())}" for text in overrides), "--start"])
     if own := [key for key in keys if key in OF_THE_FORK]:
-        return f"so does a fork, which sets {own[0]} itself: create another run with `penstock run CONFIG`"
+        return f"a fork must too, because `penstock fork` sets {own[0]}: create another run with `penstock run CONFIG`"
     if "run.epochs" in keys:
-        return f"a fork has a number of steps instead: penstock fork {run} --set run.steps=N --start"
+        return f"a fork takes a number of steps instead: penstock fork {run} --set run.steps=N --start"
     if state := [key for key in keys if key in OF_THE_STATE]:
         first = fork.replace(" --set", " --from-step 0 --set", 1)
-        return f"the optimizer's state was written under this {state[0]}, so only a fork from the beginning can change it: {first}"
+        return f"the optimizer state depends on {state[0]}, so only a fork from step 0 can change it: {first}"
     counted = ", and run.steps counts the fork's own steps" if "run.steps" in keys else ""
-    return f"a fork continues from its last step with another one{counted}: {fork}"
+    return f"a fork continues from the last step with another value{counted}: {fork}"

@@ -29,9 +29,9 @@ from penstock.pipeline.scheduling.rules import MODES
 
 class RunSection(Section):
     name: str = Field("run", description="first part of the run id")
-    steps: Positive | None = Field(None, description="optimizer steps; give `steps` or `epochs`")
+    steps: Positive | None = Field(None, description="number of optimizer steps; set either `steps` or `epochs`")
     epochs: PositiveFloat | None = Field(None, description="passes through the data; an incomplete last step is skipped")
-    seed: NonNegative = Field(0, description="seed of the order of prompts, of samples, generated data and training")
+    seed: NonNegative = Field(0, description="random seed of the prompt order, sampling, generated data and training")
     restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` restarts a crashed worker")
     max_restarts: NonNegative = Field(5, description="consecutive restarts of one worker before the run fails")
     health_port: Annotated[int, Field(ge=0, lt=2**16)] = Field(
@@ -45,7 +45,7 @@ class ModelSection(Section):
         description=("Hugging Face causal language model with its tokenizer: a directory, or `hf:ORG/NAME@REVISION`, recorded by commit")
     )
     float32_head: bool = Field(
-        False, description="compute logits in float32 in trainer and engine where the model is bfloat16: smaller differences of logprobs"
+        False, description="compute logits in float32 in trainer and engine if the model is bfloat16, so that their logprobs differ less"
     )
 
 
@@ -63,21 +63,21 @@ class DataSection(Section):
         )
     )
     weights: list[FinitePositive] | None = Field(None, description="share of each source in a mixture; its number of rows if absent")
-    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of `reward.functions` that score it")
-    sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> its own `temperature` and `max_new_tokens`")
+    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those `reward.functions` that score its rows")
+    sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> `temperature`, `max_new_tokens` for its rows")
     sort_by: str | None = Field(None, description="column of numbers; each epoch is sorted by it, ascending, instead of shuffled")
-    skip_solved: float | None = Field(None, description="mean reward at or above which a row is left out of the next epoch")
-    skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is left out of the next epoch")
+    skip_solved: float | None = Field(None, description="mean reward at or above which a row is skipped in the next epoch")
+    skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is skipped in the next epoch")
     skip_rows: list[NonNegative] = Field(
-        default_factory=list, description="rows that are never used, by their number in the log; `penstock fork --without` adds some"
+        default_factory=list, description="numbers of rows that are never used, as in the log; `penstock fork --without` extends the list"
     )
     prompt_field: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
     answer_field: str = Field("answer", description="column that reward functions get as `answer`; empty for none")
     tag_field: str | None = Field(None, description="column that selects one of `rollout.pools`; in a mixture it may be `data_source`")
-    split: str = Field("train", description="split of an `hf:` data set; generated sources hold other splits out")
+    split: str = Field("train", description="split of an `hf:` data set; generated sources reserve other splits for evaluation")
     start: NonNegative = Field(0, description="first row that is used")
     limit: Positive | None = Field(None, description="number of rows that are used; all if absent")
-    size: Positive | None = Field(None, description="rows to generate, for sources that generate them; the source's own number if absent")
+    size: Positive | None = Field(None, description="number of rows that a generated source generates; the source's default if absent")
     shuffle: bool = Field(True, description="shuffle each epoch by the seed")
     first_group: NonNegative = Field(0, description="position of group 0 in the order of prompts; `penstock fork` sets it")
     chat_template: Annotated[str, Resolve(absolute_template)] = Field(
@@ -87,7 +87,7 @@ class DataSection(Section):
     template_arguments: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as `enable_thinking = false`"
     )
-    max_prompt_tokens: Positive = Field(1024, description="limit of a prompt; a longer one stops the run with the name of its row")
+    max_prompt_tokens: Positive = Field(1024, description="longest prompt; a longer one stops the run with an error that names its row")
     on_change: Literal["refuse", "accept"] = Field("refuse", description="what a resumed run does if the rows have changed")
 
 
@@ -100,8 +100,8 @@ class ChildSection(Section):
     memory_gb: PositiveFloat | None = Field(
         None, description="memory limit of a child with its descendants; half of the machine's if absent"
     )
-    max_processes: Positive = Field(512, description="limit of processes of a child with its descendants")
-    file_gb: PositiveFloat = Field(64.0, description="limit of a file that a child writes, in GB")
+    max_processes: Positive = Field(512, description="limit on the number of processes of a child with its descendants")
+    file_gb: PositiveFloat = Field(64.0, description="size limit of a file that a child writes, in GB")
     isolate: Isolation | None = Field(
         None,
         description=(
@@ -129,9 +129,9 @@ class RewardSection(ChildSection):
         ),
     )
     weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
-    timeout_s: PositiveFloat = Field(30.0, description="seconds that the functions may take for one completion")
+    timeout_s: PositiveFloat = Field(30.0, description="time limit in seconds of all reward functions for one completion")
     concurrency: Positive = Field(64, description="groups that a child scores concurrently if a function is `async` or a service")
-    on_error: Literal["stop", "drop"] = Field("stop", description="if a function fails in the same way for more than 5 % of the groups")
+    on_error: Literal["stop", "drop"] = Field("stop", description="action if a function fails alike for more than 5 % of the groups")
 
     def rules(self) -> ChildRules:
         """Rules of the reward processes; the token is passed only if a reward is a service."""
@@ -154,16 +154,18 @@ class EnvironmentSection(ChildSection):
     in_flight: Positive = Field(256, description="concurrent trajectories, per worker")
     max_turns: Positive = Field(10, description="turns of the policy after which a trajectory is truncated")
     max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt after which it is truncated")
-    max_result_tokens: Positive | None = Field(None, description="tokens to which a tool result or a step's text is cut; not cut if absent")
+    max_result_tokens: Positive | None = Field(
+        None, description="tokens to which a tool result or step's text is truncated; none if absent"
+    )
     history: Literal["exact", "template"] = Field(
-        "exact", description="`exact`: contexts have all generated tokens; `template`: what the chat template renders"
+        "exact", description="`exact`: contexts contain all generated tokens; `template`: what the chat template renders"
     )
     resume: Literal["replay", "restart"] = Field(
         "replay", description="after a crash: replay the recorded actions, or start the trajectory again"
     )
-    reset_timeout_s: PositiveFloat = Field(60.0, description="seconds for a reset")
-    step_timeout_s: PositiveFloat = Field(30.0, description="seconds for a step")
-    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="seconds of the environment's time in one trajectory")
+    reset_timeout_s: PositiveFloat = Field(60.0, description="time limit of a reset in seconds")
+    step_timeout_s: PositiveFloat = Field(30.0, description="time limit of a step in seconds")
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="limit in seconds on the environment's time in one trajectory")
     retries: NonNegative = Field(2, description="retries of a failing environment before its sample is aborted")
 
     def rules(self) -> ChildRules:
@@ -175,19 +177,19 @@ class ScheduleSection(Section):
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
     samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group, at least 2")
     steps_per_version: Positive = Field(1, description="S: optimizer steps between two published versions")
-    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind the learner; the mode's own if absent")
+    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind the learner; by the mode if absent")
     order: Literal["submission", "arrival"] | None = Field(
-        None, description="groups are trained by number, or as they are scored; the mode's own if absent"
+        None, description="train on groups in the order of their numbers, or as they are scored; the mode's default if absent"
     )
     stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
-        None, description="what to do with an unfinished group that can no longer be fresh; the mode's own if absent"
+        None, description="what to do with an unfinished group that would be stale; the mode's default if absent"
     )
     oversample: NonNegative = Field(0, description="r: K + r samples are started, and the group ends when K have ended")
     oversample_groups: NonNegative = Field(
         0, description="s: a round starts R + s groups, R = U·S, and ends when R are trained; only with order `arrival`"
     )
     max_drops_per_step: Positive | None = Field(
-        None, description="dropped groups between two steps that stop the run; 16 U·S, at least 64, if absent"
+        None, description="number of groups dropped between two steps that stops the run; if absent 16 U·S, at least 64"
     )
 
 
@@ -199,16 +201,16 @@ class SamplingSection(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="texts that end a completion; they are part of it"
     )
-    seeded: bool = Field(True, description="random numbers of each sample follow from the seed; vLLM generates faster without")
+    seeded: bool = Field(True, description="derive the random numbers of each sample from the seed; vLLM generates faster without")
 
 
 class AlgorithmSection(Section):
-    defaults: Literal[1, 2] = Field(2, description="edition of the values of absent keys; a fork keeps its parent's")
+    defaults: Literal[1, 2] = Field(2, description="version of the default values; a fork keeps its parent's")
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
         "grpo", description=f"{', '.join(LOSSES)}, or a function `file.py:function`, `package:function`"
     )
     advantage: Annotated[Annotated[str, one_of(ADVANTAGES, or_function=True, options=True)] | None, SOURCE] = Field(
-        None, description=f"{', '.join(ADVANTAGES)}, or a function; the loss's own if absent"
+        None, description=f"{', '.join(ADVANTAGES)}, or a function; the loss's default if absent"
     )
     value_lr: FinitePositive | None = Field(
         None,
@@ -216,12 +218,12 @@ class AlgorithmSection(Section):
         "(arXiv 2509.19128); no head if absent",
     )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = Field(
-        None, description="how token losses become one number (`constant`: sum by `max_new_tokens`); the loss's own if absent"
+        None, description="how token losses are averaged (`constant`: sum divided by `max_new_tokens`); the loss's default if absent"
     )
     clip_low: FinitePositive | None = Field(None, description="lower clip range of the ratio; if absent 0.2, `gspo` 0.0003, `cispo` 1")
     clip_high: FinitePositive | None = Field(None, description="upper clip range; if absent 0.2, `dapo` 0.28, `gspo` 0.0004, `cispo` 4")
     clip_dual: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        None, description="bound of the ratio for negative advantages, 0 for none; if absent 3, `cispo` none"
+        None, description="upper bound of the ratio for negative advantages, 0 for none; if absent 3, `cispo` none"
     )
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference model; above 0 the trainer keeps a frozen copy")
     final_kl_coef: NonNegativeFloat | None = Field(None, description="`kl_coef` at the last step, reached linearly; constant if absent")
@@ -229,26 +231,27 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = Field("loss", description="KL as k3 in the loss, or as k1 subtracted from the reward")
     reference: Annotated[str | None, PATH] = Field(None, description="directory of the reference model; `model.path` if absent")
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
-        None, description="denominator of the ratio; `snapshot`: start of the version, if S > 1; from schedule, loss and dtype if absent"
+        None,
+        description="policy in the ratio's denominator; `snapshot`: of the version's start, if S > 1; default by schedule, loss, dtype",
     )
     correction: Annotated[str, one_of(CORRECTIONS, or_none=True)] | None = Field(
         None,
-        description=f"bound of the weight proximal / behaviour: none, {', '.join(CORRECTIONS)}; from schedule, loss and dtype if absent",
+        description=f"bound of importance weight proximal / behaviour: none, {', '.join(CORRECTIONS)}; default by schedule, loss, dtype",
     )
     correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="weights below it are masked; if absent 0, `icepop` 0.5, `geometric_mis` 0.9"
+        None, description="importance weights below it are masked; if absent 0, `icepop` 0.5, `geometric_mis` 0.9"
     )
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
-        None, description="weights above it are cut (`tis`) or masked; if absent 5, `geometric_tis` 2, `geometric_mis` 1.1"
+        None, description="importance weights above it are truncated (`tis`) or masked; if absent 5, `geometric_tis` 2, `geometric_mis` 1.1"
     )
     reject_kl: FinitePositive | None = Field(
-        None, description="mean KL of behaviour and proximal policy above which a sequence is not trained"
+        None, description="mean KL between behaviour and proximal policy above which a sequence is masked"
     )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of a bonus for the entropy of each token's distribution")
+    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of a bonus for each token's entropy")
     final_entropy_coef: NonNegativeFloat | None = Field(
         None, description="`entropy_coef` at the last step, reached linearly; constant if absent"
     )
-    entropy_floor: FinitePositive | None = Field(None, description="nats from which a token's entropy has no more bonus; none if absent")
+    entropy_floor: FinitePositive | None = Field(None, description="entropy in nats above which a token earns no bonus; none if absent")
     ess_floor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"
     )
@@ -264,23 +267,23 @@ class AlgorithmSection(Section):
 
 class PoolSection(Section):
     workers: Positive = Field(1, description="rollout workers that `penstock run` starts in the pool")
-    tags: list[str] = Field(default_factory=list, description="values of `data.tag_field` that the pool samples; without any, all others")
-    fallback: list[str] = Field(default_factory=list, description="pools that sample its prompts while it has no worker")
+    tags: list[str] = Field(default_factory=list, description="values of `data.tag_field` that the pool samples; if empty, all others")
+    fallback: list[str] = Field(default_factory=list, description="pools that sample this pool's prompts while it has no worker")
 
 
 class RolloutSection(Section):
     engine: Annotated[str, one_of(ENGINES)] = Field("transformers", description=f"{', '.join(ENGINES)} (random tokens, no model)")
     workers: Positive = Field(2, description="rollout workers that `penstock run` starts")
     gpus_per_worker: NonNegative = Field(
-        0, description="GPUs of each worker, after the trainer's; if this and `trainer.gpus` are 0, every worker sees all"
+        0, description="GPUs of each worker, assigned after the trainer's; if this and `trainer.gpus` are 0, each worker sees all GPUs"
     )
     threads: Positive = Field(1, description="threads of each worker")
     device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
     slots: Positive | None = Field(None, description="groups in flight per worker; if absent 3, for vLLM from `concurrency`")
     concurrency: Positive = Field(64, description="concurrent samples in vLLM (its `max_num_seqs`)")
-    kv_cache: Literal["recompute", "keep"] = Field("recompute", description="KV cache of samples in flight after a weight update")
-    engine_process: bool = Field(False, description="vLLM runs in a process of its own")
+    kv_cache: Literal["recompute", "keep"] = Field("recompute", description="KV cache of samples in flight under new weights")
+    engine_process: bool = Field(False, description="run vLLM in a separate process")
     vllm: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's engine, such as `tensor_parallel_size`")
     toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds that the toy engine sleeps per token of a group")
     pools: dict[str, PoolSection] = Field(default_factory=dict, description="groups of rollout workers by name")
@@ -289,7 +292,7 @@ class RolloutSection(Section):
 class ScorerSection(Section):
     workers: Positive = Field(1, description="scorers that `penstock run` starts")
     processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
-    group_deadline_s: PositiveFloat = Field(3600.0, description="seconds of its worker's activity after which a group is `abandoned`")
+    group_deadline_s: PositiveFloat = Field(3600.0, description="seconds of the rollout worker's activity until a group is `abandoned`")
 
 
 class TrainerSection(Section):
@@ -299,25 +302,27 @@ class TrainerSection(Section):
         default_factory=dict, description="DeepSpeed's own options: a table, or the path of their JSON file"
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none", description="`optimizer`: masters and moments are in host memory; `parameters`: the weights too"
+        "none", description="`optimizer`: keep master weights and Adam moments in host memory; `parameters`: the weights too"
     )
     offload_activations: bool = Field(False, description="keep activations for the backward pass in host memory")
-    processes: Positive = Field(1, description="data-parallel processes, each with threads or a GPU of its own")
+    processes: Positive = Field(1, description="data-parallel processes, each with its own threads or GPU")
     device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
     gpus: NonNegative = Field(
-        0, description="GPUs of the trainer, as many as `processes`; if this and `rollout.gpus_per_worker` are 0, every worker sees all"
+        0, description="GPUs of the trainer, as many as `processes`; if this and `rollout.gpus_per_worker` are 0, each worker sees all GPUs"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="number format of the weights; the optimizer's is float32. `auto` in a file: bfloat16 if the device computes it",
     )
     threads: Positive = Field(
-        1, description="threads per process; other counts give other bits. If absent by the model's size, and all cores under `offload`"
+        1,
+        description="threads per process; the last bits of results depend on it. If absent by the model's size, under `offload` all cores",
     )
     deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` refuses operations that are not deterministic")
-    tf32: bool = Field(False, description="a GPU computes float32 products in TF32; on a GPU true if absent")
+    tf32: bool = Field(False, description="compute float32 products on a GPU in TF32; on a GPU true if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
-        None, description="if a recomputed step has other bits: stop, or record both; if absent `rebase` on a GPU or with other arithmetic"
+        None,
+        description="if a recomputed step differs: stop, or record both and continue; if absent `rebase` on a GPU or with other arithmetic",
     )
     peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; known for common GPUs")
     lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
@@ -327,7 +332,7 @@ class TrainerSection(Section):
     warmup_steps: NonNegative = Field(0, description="steps of linear warm-up")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradient norm above which gradients are clipped")
     lora_rank: NonNegative = Field(0, description="rank of LoRA adapters, which are trained instead of the weights; 0 trains the weights")
-    lora_alpha: FinitePositive | None = Field(None, description="adapters count alpha / rank; 2 x `lora_rank` if absent")
+    lora_alpha: FinitePositive | None = Field(None, description="scale of the LoRA adapters is alpha / rank; 2 x `lora_rank` if absent")
     micro_batch_tokens: Positive = Field(8192, description="tokens of one micro-batch, per process")
     micro_batch_by: Literal["padded", "computed"] = Field(
         "padded",
@@ -339,15 +344,15 @@ class TrainerSection(Section):
         False, description="compile layers, with gradient checkpointing norms and MLPs, by torch.compile; on a GPU true if absent"
     )
     share_prompts: Literal["auto", "on", "off"] = Field(
-        "auto", description="compute common prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"
+        "auto", description="compute common prompt prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"
     )
     export: bool = Field(True, description="write a Hugging Face directory with each checkpoint, and at the end `runs/RUN/model`")
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 for none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that are retained, in addition to the best one")
-    checkpoint_keep_every: Positive | None = Field(None, description="checkpoints whose number of steps it divides are retained too")
-    initial_state: Annotated[str | None, PATH] = Field(None, description="folder of the initial optimizer state, from `penstock fork`")
-    initial_steps: NonNegative = Field(0, description="optimizer steps of that state; warm-up and decay continue after them")
-    checkpoint_dir: Annotated[str | None, PATH] = Field(None, description="folder with a folder per run; `runs/RUN/checkpoints` if absent")
+    checkpoint_keep_every: Positive | None = Field(None, description="retain also every checkpoint whose step is a multiple of this")
+    initial_state: Annotated[str | None, PATH] = Field(None, description="folder of the initial optimizer state, set by `penstock fork`")
+    initial_steps: NonNegative = Field(0, description="optimizer steps behind `initial_state`; warm-up and decay continue after them")
+    checkpoint_dir: Annotated[str | None, PATH] = Field(None, description="folder of one folder per run; `runs/RUN/checkpoints` if absent")
 
 
 class EvalSection(Section):
@@ -355,9 +360,9 @@ class EvalSection(Section):
         None, description="held-out prompts, as `data.source`; no evaluation if absent"
     )
     engine: Literal["own", "rollout"] = Field(
-        "own", description="engine of the evaluator, or of a rollout worker, which is the default on a GPU"
+        "own", description="`own`: the evaluator has an engine; `rollout`: a rollout worker evaluates, the default on a GPU"
     )
-    functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as `reward.functions`; those if absent")
+    functions: Annotated[list[str] | None, SOURCE] = Field(None, description="reward functions of evaluation; `reward.functions` if absent")
     weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
     threshold: float | None = Field(None, description="reward from which a completion is solved; the sum of positive weights if absent")
     split: str = Field("test", description="as `data.split`")
@@ -367,6 +372,6 @@ class EvalSection(Section):
     every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
     samples: Positive = Field(4, description="sampled completions per prompt, in addition to the greedy one")
     temperature: PositiveFloat = Field(1.0, description="temperature of the sampled completions")
-    max_new_tokens: Positive | None = Field(None, description="as `sampling.max_new_tokens`; that if absent")
-    target: float | None = Field(None, description="greedy accuracy that ends the run")
-    patience: Positive | None = Field(None, description="evaluations without a new best that end the run")
+    max_new_tokens: Positive | None = Field(None, description="longest completion of the evaluation; `sampling.max_new_tokens` if absent")
+    target: float | None = Field(None, description="greedy accuracy at which the run ends")
+    patience: Positive | None = Field(None, description="number of evaluations without a new best after which the run ends")

@@ -29,7 +29,7 @@ def credentials(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_password(key: str, *, where: str) -> None:
     """Raise `ConfigError` if a setting is a password, which others could read at `where`."""
     if key in PASSWORDS:
-        raise ConfigError(f"{where}: a password would be readable by others; set {VARIABLE}='{{\"{key}\": …}}' instead")
+        raise ConfigError(f"{where}: other users could read a password here; set {VARIABLE}='{{\"{key}\": …}}' instead")
 
 
 def security_settings(words: Sequence[str] | None) -> dict[str, str]:
@@ -62,9 +62,9 @@ _NO_SECRET = re.compile(rf"{_VARIABLE}|{_DUMMY}|$", re.IGNORECASE)
 INSTEAD = {
     "data.source": "set HF_TOKEN instead",
     "eval.source": "set HF_TOKEN instead",
-    "reward.functions": "set PENSTOCK_REWARD_TOKEN, or a variable that reward.pass_env names",
-    "eval.functions": "set PENSTOCK_REWARD_TOKEN, or a variable that reward.pass_env names",
-    "environment.source": "set a variable that environment.pass_env names",
+    "reward.functions": "set PENSTOCK_REWARD_TOKEN, or a variable listed in reward.pass_env",
+    "eval.functions": "set PENSTOCK_REWARD_TOKEN, or a variable listed in reward.pass_env",
+    "environment.source": "set a variable listed in environment.pass_env",
     "kafka.bootstrap": f"set {VARIABLE} instead",
     "mlflow.tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, instead",
     "rollout.vllm": "set HF_TOKEN instead",
@@ -80,7 +80,7 @@ def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | No
         section, _, name = key.partition(".")
         value = _mapping(table.get(section)).get(name)
         if value != _mapping((recorded or {}).get(section)).get(name) and _holds_secret(value, address=key == "kafka.bootstrap"):
-            raise ConfigError(f"{key}: holds a password or token, which the log would keep; {instead}")
+            raise ConfigError(f"{key}: the value contains a password or token, which the log would record; {instead}")
 
 
 def _holds_secret(value: Any, *, address: bool) -> bool:

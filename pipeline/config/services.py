@@ -10,15 +10,16 @@ from penstock.pipeline.config.fields import Positive, PositiveFloat, Resolve, Se
 
 class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = Field(8, description="size of a chunk in the topic `weights`")
-    partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for the chunks of versions from 1 on")
+    partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for chunks of versions from 1 on")
     keep: Literal["chain", "all"] = Field(
-        "all", description="`chain` deletes versions that the newest ones do not need; `penstock replay rollout` of them needs `all`"
+        "all",
+        description="`chain` deletes versions that the newest are not based on; `penstock replay rollout` of old versions needs `all`",
     )
     anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are lossless deltas")
     encoding: Literal["auto", "merged", "adapter"] = Field(
-        "auto", description="`adapter`, and `auto` for a LoRA run: versions are sent as adapters"
+        "auto", description="`adapter`, and `auto` in a LoRA run: send versions as LoRA adapters; `merged`: as full weights"
     )
-    shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory (Linux)")
+    shared: bool = Field(True, description="rollout workers of a machine share one copy of the weights in memory (Linux)")
     transport: Literal["kafka", "ipc"] = Field(
         "kafka", description="`ipc`: rollout workers on the trainer's machine load versions from its memory"
     )
@@ -29,9 +30,9 @@ class KafkaSection(Section):
     partitions: Positive | None = Field(
         None, description="partitions of `prompts`, `rollouts` and `groups`; 4 x the most workers of a role, at least 8, if absent"
     )
-    replication_factor: Positive | None = Field(None, description="copies of each record; 3, or as many as there are brokers, if absent")
-    min_insync_replicas: Positive | None = Field(None, description="copies that acknowledge a record; 2, on one broker 1, if absent")
-    allow_loss: bool = Field(False, description="accept fewer than 2 copies in sync on several brokers: one lost broker can lose records")
+    replication_factor: Positive | None = Field(None, description="replicas of each record; if absent 3, or one per broker if fewer")
+    min_insync_replicas: Positive | None = Field(None, description="replicas that must acknowledge a record; 2, on one broker 1, if absent")
+    allow_loss: bool = Field(False, description="accept fewer than 2 in-sync replicas on several brokers: one lost broker can lose records")
     give_up_s: PositiveFloat = Field(GIVE_UP_S, description="seconds without a response of the broker after which a worker exits")
     session_s: float = Field(
         SESSION_S, ge=1.0, le=300.0, description="seconds without a heartbeat after which a worker's partitions are reassigned"
@@ -62,7 +63,7 @@ class LaunchSection(Section):
         "separate", description="`colocated`: trainer and one rollout worker time-share a device"
     )
     environments: Positive = Field(1, description='environment workers that `penstock run` starts under `environment.carrier = "log"`')
-    pin: Literal["auto", "off"] = Field("off", description="`auto`: rollout workers and trainer get cores of their own")
+    pin: Literal["auto", "off"] = Field("off", description="`auto`: pin rollout workers and trainer to separate cores")
 
 
 class TensorboardSection(Section):
@@ -70,7 +71,7 @@ class TensorboardSection(Section):
 
 
 class WandbSection(Section):
-    enabled: bool = Field(False, description="a Weights & Biases run of the same id; needs `WANDB_API_KEY`")
+    enabled: bool = Field(False, description="send metrics to a Weights & Biases run with the same id; needs `WANDB_API_KEY`")
     project: str = Field("penstock", description="project at Weights & Biases")
     mode: Literal["online", "offline"] = Field("online", description="`offline` writes to `runs/RUN/wandb`, for `wandb sync`")
 

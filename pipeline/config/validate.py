@@ -27,19 +27,21 @@ def first_mistake(config: Config) -> str | None:
 
 def _length(config: Config) -> str | None:
     if (config.run.steps is None) == (config.run.epochs is None):
-        return "run.steps: give either run.steps or run.epochs"
+        return "run.steps: set exactly one of run.steps and run.epochs"
     return None
 
 
 def _no_source(config: Config) -> str | None:
-    return None if config.data_sources and all(config.data_sources) else "data.source: is empty; name a file, or another source of prompts"
+    return (
+        None if config.data_sources and all(config.data_sources) else "data.source: empty value; name a file or another source of prompts"
+    )
 
 
 def _max_lag(config: Config) -> str | None:
     schedule = config.schedule
     if schedule.max_lag and MODES[schedule.mode].max_lag == 0:
         others = ", ".join(name for name, mode in MODES.items() if mode.max_lag > 0)
-        return f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use one of {others}"
+        return f"schedule.max_lag: {schedule.max_lag} is impossible in mode {schedule.mode!r}, whose lag is 0; use one of {others}"
     return None
 
 
@@ -53,7 +55,7 @@ def _swaps(config: Config) -> str | None:
 def _stale_in_hand(config: Config) -> str | None:
     if config.rules.stale_in_hand != "finish" and config.rules.loads_at != "step":
         action = config.rules.stale_in_hand
-        return f"schedule.stale_in_hand: {action!r} needs weights that change between decode steps; use mode 'bounded'"
+        return f"schedule.stale_in_hand: {action!r} needs a mode that changes weights between decode steps; set schedule.mode = 'bounded'"
     return None
 
 
@@ -62,7 +64,7 @@ def _oversample_groups(config: Config) -> str | None:
     if rules.oversample_groups and (rules.order != "arrival" or rules.loads_at != "step"):
         why = "order 'submission' waits for each group" if rules.order != "arrival" else "a straggler would hold up the next version"
         return (
-            f"schedule.oversample_groups: {rules.oversample_groups} gains nothing, {why}; use mode 'bounded' or 'in_flight' with 'arrival'"
+            f"schedule.oversample_groups: {rules.oversample_groups} is useless, as {why}; use mode 'bounded' or 'in_flight' with 'arrival'"
         )
     return None
 
@@ -72,7 +74,7 @@ def _temperature(config: Config) -> str | None:
     own = [(f"data.sampling.{source}", sampling.temperature) for source, sampling in config.data.sampling.items()]
     for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature), *own):
         if value is not None and value < least:
-            return f"{section}.temperature: {value} would be raised to {least} by {engine}; set that, or another rollout.engine"
+            return f"{section}.temperature: {engine} would raise {value} to {least}; set {least}, or use another rollout.engine"
     return None
 
 
@@ -80,22 +82,22 @@ def _support(config: Config) -> str | None:
     sampling = config.sampling
     if sampling.top_p < 1.0 and not sampling.top_k:
         return (
-            f"sampling.top_p: {sampling.top_p} cuts the distribution, and what is left of it has to be recorded with each token for the "
-            "learner's ratio; set sampling.top_k too, 50 perhaps, which bounds it"
+            f"sampling.top_p: {sampling.top_p} truncates the distribution, and the remaining token ids must be recorded for the "
+            "learner's ratio; set sampling.top_k too, for example to 50, to limit their number"
         )
     if sampling.top_k == 1:
         return "sampling.top_k: 1 generates the same completion K times; use at least 2"
     key = "top_k" if sampling.top_k else "stop" if sampling.stop else None
     if key and config.environment.source is not None:
-        return f"sampling.{key}: is for single completions, and environment.source makes trajectories; leave it out"
+        return f"sampling.{key}: only single completions support it, not the trajectories of environment.source; remove it"
     if key and config.rollout.engine == "toy":
-        return f"sampling.{key}: the toy engine has neither distribution nor text; leave it out, or use another rollout.engine"
+        return f"sampling.{key}: the toy engine has neither distribution nor text; remove it, or use another rollout.engine"
     return None
 
 
 def _adapters(config: Config) -> str | None:
     if config.weights.encoding == "adapter" and not config.trainer.lora_rank:
-        return "weights.encoding: 'adapter' needs trainer.lora_rank; without it there are no adapters, set 'auto'"
+        return "weights.encoding: 'adapter' needs a run with trainer.lora_rank above 0; set weights.encoding = 'auto'"
     return None
 
 
@@ -104,7 +106,7 @@ def _proximal(config: Config) -> str | None:
     if proximal == "current" and per_version != 1:
         return f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {per_version}; use 'snapshot'"
     if proximal == "snapshot" and per_version == 1:
-        return "algorithm.proximal: 'snapshot' is the current policy at schedule.steps_per_version = 1; use 'current'"
+        return "algorithm.proximal: with schedule.steps_per_version = 1 the 'snapshot' is the current policy; use 'current'"
     return None
 
 
@@ -112,8 +114,8 @@ def _corrected_once(config: Config) -> str | None:
     if config.algorithm.proximal == "behaviour" and config.correction != "none":
         instead = "current" if config.schedule.steps_per_version == 1 else "snapshot"
         return (
-            f"algorithm.correction: {config.correction!r} would correct twice: the ratio to the behaviour policy does it already, and all "
-            f"weights would be 1; set algorithm.proximal = {instead!r}"
+            f"algorithm.correction: {config.correction!r} has no effect, because the ratio is already that to the behaviour policy and all "
+            f"importance weights would be 1; set algorithm.proximal = {instead!r}"
         )
     return None
 
@@ -126,7 +128,7 @@ def _correction_bounds(config: Config) -> str | None:
             return f"algorithm.{key}: {value} bounds nothing without a correction; set algorithm.correction, for example 'tis'"
     if algorithm.correction_low is not None and not CORRECTIONS[correction].masks:
         return (
-            f"algorithm.correction_low: {algorithm.correction_low} has no use, {correction!r} cuts from above only; leave it out, "
+            f"algorithm.correction_low: {algorithm.correction_low} has no effect, as {correction!r} only truncates from above; remove it, "
             f"or set algorithm.correction = {correction.replace('tis', 'mis')!r}"
         )
     return None
@@ -136,11 +138,11 @@ def _clip_dual(config: Config) -> str | None:
     dual, high = config.algorithm.clip_dual, 1.0 + config.clip_high
     if config.algorithm.loss == "sapo":
         keys = [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(config.algorithm, key)]
-        return f"algorithm.{keys[0]}: has no use with 'sapo', whose gate has no range; leave it out" if keys else None
+        return f"algorithm.{keys[0]}: 'sapo' has no clip range; remove the key" if keys else None
     if dual and config.algorithm.loss == "cispo":
-        return f"algorithm.clip_dual: {dual} has no use with 'cispo', which cuts every ratio at {high:g}; leave it out"
+        return f"algorithm.clip_dual: {dual} has no effect with 'cispo', which truncates every ratio at {high:g}; remove it"
     if dual and dual <= high:
-        return f"algorithm.clip_dual: {dual} lies within the clip range, which ends at {high:g}; use more, 3 as a rule, or 0 for none"
+        return f"algorithm.clip_dual: {dual} is within the clip range, which ends at {high:g}; set a larger value, usually 3, or 0 for none"
     return None
 
 
@@ -148,8 +150,8 @@ def _own_loss(config: Config) -> str | None:
     algorithm = config.algorithm
     if ":" in algorithm.loss and algorithm.aggregate is None and algorithm.defaults > 1:
         return (
-            "algorithm.aggregate: is required with an own loss, whose sum the learner divides: 'token_mean' by the step's trained tokens, "
-            "'sequence_mean' or 'constant' by its samples"
+            "algorithm.aggregate: a custom loss needs it, because the learner divides the returned sum: with 'token_mean' by the step's "
+            "trained tokens, with 'sequence_mean' or 'constant' by its samples"
         )
     return None
 
@@ -160,11 +162,11 @@ def _value_head(config: Config) -> str | None:
         return None
     if not BACKENDS[backend].value_head:
         able = " or ".join(repr(name) for name, kind in BACKENDS.items() if kind.value_head)
-        return f"algorithm.value_lr: {backend!r} trains no value head; set trainer.backend = {able}"
+        return f"algorithm.value_lr: the backend {backend!r} does not support a value head; set trainer.backend = {able}"
     if config.trainer.share_prompts == "off":
-        return "algorithm.value_lr: trainer.share_prompts = 'off' takes logits, not hidden states, from the model; use 'auto'"
+        return "algorithm.value_lr: a value head needs hidden states, which trainer.share_prompts = 'off' does not compute; use 'auto'"
     if ":" in algorithm.loss:
-        return "algorithm.value_lr: makes an advantage per token, which an own loss does not take; use one of the built-in losses"
+        return "algorithm.value_lr: a custom loss does not support the advantage per token of a value head; use a built-in loss"
     return None
 
 
@@ -185,41 +187,41 @@ def _terms(config: Config) -> str | None:
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
         return "algorithm.kl_in: 'reward' needs algorithm.kl_coef, which is 0"
     if algorithm.kl_in == "reward" and algorithm.kl_weighted:
-        return "algorithm.kl_weighted: is for the KL in the loss; leave it out with algorithm.kl_in = 'reward'"
+        return "algorithm.kl_weighted: only the KL in the loss uses it; remove it, or set algorithm.kl_in = 'loss'"
     if algorithm.kl_in == "reward" and config.trainer.processes > 1:
         return "algorithm.kl_in: 'reward' needs all samples of a group in one process; use 'loss', or set trainer.processes = 1"
     for coef in ("kl_coef", "entropy_coef"):
         if getattr(algorithm, f"final_{coef}") is not None and not getattr(algorithm, coef):
-            return f"algorithm.final_{coef}: is where algorithm.{coef} ends, which is 0; set that above 0"
+            return f"algorithm.final_{coef}: needs algorithm.{coef} above 0, from which it decays"
     if algorithm.entropy_floor is not None and not algorithm.entropy_coef:
-        return f"algorithm.entropy_floor: {algorithm.entropy_floor} ends a bonus that is not there; set algorithm.entropy_coef"
+        return f"algorithm.entropy_floor: {algorithm.entropy_floor} has no effect without an entropy bonus; set algorithm.entropy_coef"
     if algorithm.ess_floor is not None and config.rules.max_lag == 0:
-        return "algorithm.ess_floor: without a lag nothing is admitted ahead of its round; leave it out, or set schedule.max_lag"
+        return "algorithm.ess_floor: with max_lag 0 no prompt is admitted ahead of its round; remove it, or set schedule.max_lag"
     return None
 
 
 def _samples(config: Config) -> str | None:
     advantage = config.algorithm.advantage or ""
     if config.schedule.samples_per_prompt == 1 and ":" not in advantage and advantage != "reward":
-        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or an algorithm.advantage of your own"
+        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or a custom algorithm.advantage"
     return None
 
 
 def _sources(config: Config) -> str | None:
     data, names = config.data, [source_name(source) for source in config.data_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        return f"data.source: two sources would both be called {repeated!r}; rename one"
+        return f"data.source: two sources have the same name {repeated!r}; rename one"
     if data.weights is not None and len(data.weights) != len(names):
-        return f"data.weights: {len(data.weights)} weights for {len(names)} sources"
+        return f"data.weights: {len(data.weights)} weights for {len(names)} sources; set one weight per source"
     for key, table in (("rewards", data.rewards), ("sampling", data.sampling)):
         if unknown := next((name for name in table if name not in names or len(names) == 1), None):
-            return f"data.{key}.{unknown}: is for one of several sources, and those of data.source are {', '.join(names)}"
+            return f"data.{key}.{unknown}: data.source has no such source; expected one of {', '.join(names)}"
     rewards = {text for function in config.reward.functions for text in (function, short_name(function))}
     for source, functions in data.rewards.items():
         if unknown := next((name for name in functions if name not in rewards), None):
-            return f"data.rewards.{source}: {unknown!r} is none of reward.functions; add it there{nearest(unknown, rewards)}"
+            return f"data.rewards.{source}: {unknown!r} is not in reward.functions; add it there{nearest(unknown, rewards)}"
         if not functions:
-            return f"data.rewards.{source}: names no function, so that no completion of the source would have a reward"
+            return f"data.rewards.{source}: the list is empty, so completions of this source would have no reward; name a function"
     longest = config.sampling.max_new_tokens
     for source, sampling in data.sampling.items():
         if (sampling.max_new_tokens or 0) > longest:
@@ -229,21 +231,21 @@ def _sources(config: Config) -> str | None:
 
 def _seeded(config: Config) -> str | None:
     if not config.sampling.seeded and config.rollout.engine != "vllm":
-        return f"sampling.seeded: false is for rollout.engine = 'vllm'; {config.rollout.engine!r} always seeds each sample"
+        return f"sampling.seeded: only rollout.engine = 'vllm' supports false; {config.rollout.engine!r} always seeds each sample"
     return None
 
 
 def _skips(config: Config) -> str | None:
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
-        return f"data.skip_solved: {solved} is not above data.skip_unsolved = {unsolved}, so that every row would be skipped"
+        return f"data.skip_solved: {solved} must be above data.skip_unsolved = {unsolved}, otherwise every row would be skipped"
     return None
 
 
 def _reward_weights(config: Config) -> str | None:
     weights, functions = config.reward.weights, config.reward.functions
     if weights is not None and len(weights) != len(functions):
-        return f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
+        return f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions; set one weight per function"
     return None
 
 
@@ -252,9 +254,7 @@ def _reward_addresses(config: Config) -> str | None:
     for section, name in keyed:
         if is_address(name) and "@" in urlsplit(name).netloc:
             host = urlsplit(name).hostname
-            return (
-                f"{section}.functions: the address of {host} holds a password, which the log would keep; set PENSTOCK_REWARD_TOKEN instead"
-            )
+            return f"{section}.functions: the address of {host} contains a password, and would be logged; set PENSTOCK_REWARD_TOKEN instead"
     return None
 
 
@@ -275,34 +275,34 @@ def _isolated_network(config: Config) -> str | None:
         if children.isolate not in ("bwrap", "auto"):
             return f'{section}.isolate_network: needs {section}.isolate = "bwrap" or "auto"'
         if (name := remote[section]) and name.startswith(NETWORKED):
-            return f"{section}.isolate_network: what {name.partition(':')[0]}: names is reached over the network; set it to false"
+            return f"{section}.isolate_network: {name.partition(':')[0]} needs the network; set {section}.isolate_network = false"
     return None
 
 
 def _eval_weights(config: Config) -> str | None:
     weights, functions = config.eval.weights, config.eval.functions
     if weights is not None and len(weights) != len(functions or ()):
-        return f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions"
+        return f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions; set one weight per function"
     return None
 
 
 def _eval_sources(config: Config) -> str | None:
     names = [source_name(source) for source in config.eval_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        return f"eval.source: two sources would both be called {repeated!r} in the measurements; rename one"
+        return f"eval.source: two sources have the same name {repeated!r} in the measurements; rename one"
     return None
 
 
 def _initial_state(config: Config) -> str | None:
     if (config.trainer.initial_state is None) != (config.trainer.initial_steps == 0):
-        return "trainer.initial_state: goes with trainer.initial_steps, the optimizer steps behind it; `penstock fork` sets both"
+        return "trainer.initial_state: needs trainer.initial_steps, the number of optimizer steps before it; `penstock fork` sets both"
     return None
 
 
 def _partitions(config: Config) -> str | None:
     needed = max(config.rollout.workers, config.scorer.workers, config.environment_workers)
     if config.partitions < needed:
-        return f"kafka.partitions: {config.partitions} is less than the {needed} workers of one role; each needs one at least"
+        return f"kafka.partitions: {config.partitions} are fewer than the {needed} workers of one role, and each worker needs one; raise it"
     return None
 
 
@@ -310,21 +310,21 @@ def _pools(config: Config) -> str | None:
     pools, tags = config.rollout.pools, [tag for pool in config.rollout.pools.values() for tag in pool.tags]
     if not pools:
         if config.data.tag_field is not None:
-            return "data.tag_field: selects one of rollout.pools for a prompt, and there are none; add them"
+            return "data.tag_field: the key selects a pool for each prompt, but rollout.pools is empty; add pools"
         return None
     if config.data.tag_field is None:
-        return "rollout.pools: need data.tag_field, the column of the data that selects a pool for each prompt"
+        return "rollout.pools: set data.tag_field, the column of the data that selects a pool for each prompt"
     if len(config.pools) != config.rollout.workers:
         return (
-            f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} together; set both to the same number"
+            f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} workers in all; make the numbers equal"
         )
     if twice := next((tag for tag in tags if tags.count(tag) > 1), None):
-        return f"rollout.pools: two of them have the tag {twice!r}; each tag belongs to one pool"
+        return f"rollout.pools: two pools have the tag {twice!r}; each tag must belong to one pool"
     if sum(not pool.tags for pool in pools.values()) > 1:
-        return "rollout.pools: two of them have no tags, so that both would have all other prompts; give one of them its tags"
+        return "rollout.pools: two pools have no tags, so both would sample all other prompts; set tags for one of them"
     for name, pool in pools.items():
         if unknown := next((other for other in pool.fallback if other not in pools or other == name), None):
-            return f"rollout.pools.{name}.fallback: {unknown!r} is no other pool; there are {', '.join(pools)}"
+            return f"rollout.pools.{name}.fallback: {unknown!r} is not another pool; the pools are {', '.join(pools)}"
     return None
 
 
@@ -339,12 +339,12 @@ def _colocated(config: Config) -> str | None:
     for name, chosen, kinds in (("trainer.backend", config.trainer.backend, BACKENDS), ("rollout.engine", config.rollout.engine, ENGINES)):
         if not kinds[chosen].sleeps:
             able = " or ".join(repr(other) for other, kind in kinds.items() if kind.sleeps)
-            return f"{key} needs the memory of the process that waits, and {chosen!r} does not free it; set {name} = {able}"
+            return f"{key} needs processes that free the device while they wait, which {chosen!r} does not; set {name} = {able}"
     for name, count in (("trainer.processes", config.trainer.processes), ("rollout.workers", config.rollout.workers)):
         if count > 1:
-            return f"{key} is for one device, which one trainer and one rollout worker share; set {name} = 1, not {count}"
+            return f"{key} shares one device between one trainer process and one rollout worker; set {name} = 1, not {count}"
     if config.eval_sources and not config.evaluates_on_rollout_engine:
-        return f"{key} leaves no room for an evaluator's own engine; set eval.engine = 'rollout'"
+        return f"{key} leaves no device memory for the evaluator's engine; set eval.engine = 'rollout'"
     return None
 
 
@@ -357,15 +357,15 @@ def _early_stopping(config: Config) -> str | None:
 def _environment(config: Config) -> str | None:
     source = config.environment.source
     if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
-        return "reward.functions: 'environment' is the reward that an environment gives; name one in environment.source"
+        return "reward.functions: 'environment' takes its rewards from an environment; set environment.source"
     if source is None and config.environment.carrier == "log":
-        return "environment.carrier: 'log' carries the turns of an environment; name one in environment.source"
+        return "environment.carrier: 'log' has no effect without an environment; set environment.source"
     if source is not None and config.rules.stale_in_hand == "continue":
-        return "schedule.stale_in_hand: 'continue' cuts loss masks by version, which trajectories do not support; use 'finish' or 'abort'"
+        return "schedule.stale_in_hand: 'continue' masks stale tokens, which trajectories do not support; use 'finish' or 'abort'"
     if source is not None and config.schedule.samples_per_prompt + config.schedule.oversample > MAX_SAMPLES:
-        return f"schedule.samples_per_prompt: with oversample more than the {MAX_SAMPLES} trajectories that a group can have"
+        return f"schedule.samples_per_prompt: with oversample it exceeds the limit of {MAX_SAMPLES} trajectories per group; lower it"
     if source is not None and config.environment.max_turns > MAX_TURNS:
-        return f"environment.max_turns: {config.environment.max_turns} is more than the {MAX_TURNS} turns that a trajectory can have"
+        return f"environment.max_turns: {config.environment.max_turns} exceeds the limit of {MAX_TURNS} turns per trajectory; lower it"
     return None
 
 
@@ -373,7 +373,7 @@ def _environment_segments(config: Config) -> str | None:
     if config.environment.source is None or config.environment.history == "exact" or config.aggregate == "token_mean":
         return None
     return (
-        f"environment.history: 'template' trains a trajectory in several sequences, which {config.aggregate!r} would count as samples; "
+        f"environment.history: 'template' splits a trajectory into several sequences, which {config.aggregate!r} would count as samples; "
         "set algorithm.aggregate = 'token_mean', or history = 'exact'"
     )
 
@@ -381,14 +381,16 @@ def _environment_segments(config: Config) -> str | None:
 def _keep_steps(config: Config) -> str | None:
     steps, rules = config.kafka.keep_steps, config.rules
     if steps is None:
-        return None if config.kafka.archive is None else "kafka.archive: nothing is deleted without kafka.keep_steps; set that, too"
+        return None if config.kafka.archive is None else "kafka.archive: only kafka.keep_steps deletes records; set that too"
     least = rules.steps_per_version * (rules.max_lag + 2)
     if steps < least:
-        return f"kafka.keep_steps: {steps} are fewer than samples may be old; set at least {least}: steps_per_version x (max_lag + 2)"
+        return (
+            f"kafka.keep_steps: {steps} would delete samples that are still needed; set at least {least}: steps_per_version x (max_lag + 2)"
+        )
     if not config.trainer.checkpoint_every:
-        return f"kafka.keep_steps: {steps} deletes only what a checkpoint replaces, and there is none; set trainer.checkpoint_every"
+        return f"kafka.keep_steps: {steps} has no effect, because only steps before a checkpoint are deleted; set trainer.checkpoint_every"
     if config.data.skip_solved is not None or config.data.skip_unsolved is not None:
-        return "kafka.keep_steps: skip_solved and skip_unsolved need the outcomes of a whole epoch; leave one of them out"
+        return "kafka.keep_steps: data.skip_solved and skip_unsolved need the outcomes of a full epoch; remove one of the keys"
     return None
 
 

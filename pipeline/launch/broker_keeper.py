@@ -80,20 +80,20 @@ class BrokerKeeper:
 
     def _runs(self, *, now_s: float) -> None:
         if self._down is not None:  # another process has started it
-            self.notify(f"the broker at {self.bootstrap} runs again")
+            self.notify(f"the broker at {self.bootstrap} is running again")
             self._down, self._stopped, self._up_s = None, False, now_s
         self._unreachable_s = None
 
     def _is_gone(self, why: str | None, *, now_s: float) -> None:
         if why is None:
             if not self._stopped:
-                self.notify(f"the broker at {self.bootstrap} was stopped; its run waits for it (`penstock broker start`)")
+                self.notify(f"the broker at {self.bootstrap} was stopped; the run waits for its restart (`penstock broker start`)")
             self._down, self._stopped, self._unreachable_s = "the broker was stopped", True, None
         elif self._unreachable_s is None:
             self._unreachable_s = now_s
         elif now_s - self._unreachable_s >= STOP_NOTE_S:
             self._on_exit(why, now_s=now_s, progress=now_s - self._up_s >= restart_policy.HEALTHY_S)
-            self.notify(f"{why}; it is started again")
+            self.notify(f"{why}; restarting it")
 
     def _on_exit(self, why: str, *, now_s: float, progress: bool) -> None:
         self._down, self._stopped, self._unreachable_s = why, False, None
@@ -103,15 +103,15 @@ class BrokerKeeper:
         """Apply the result of the starting thread."""
         if self._refusal is not None:
             self._on_exit(self._refusal, now_s=now_s, progress=False)
-            self.notify(f"the broker could not be started again: {self._refusal}")
+            self.notify(f"the broker could not be restarted: {self._refusal}")
             return
         self._down, self._up_s = None, now_s
-        self.notify(f"the broker at {self.bootstrap} serves again")
+        self.notify(f"the broker at {self.bootstrap} was restarted")
 
     def _start(self) -> None:
         try:
             status = embedded.start()
-            self._refusal = None if status.bootstrap == self.bootstrap else f"it is at {status.bootstrap} now, not at {self.bootstrap}"
+            self._refusal = None if status.bootstrap == self.bootstrap else f"its address is {status.bootstrap} now, not {self.bootstrap}"
             if status.risk is not None:
                 self.notify(status.risk)
         except (BrokerError, OSError) as error:
@@ -131,7 +131,7 @@ def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, star
     if bootstrap == "embedded":
         status = embedded.start(progress=notify) if start or embedded.status().running else None
         if status is None:
-            raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
+            raise PenstockError("the broker of this machine is not running; start it with `penstock broker start`")
         bootstrap, settings = status.bootstrap, {}
     try:
         return await_broker(lambda: KafkaLog(bootstrap, security=settings, client_id="penstock"), wait_s, notify=notify)
@@ -158,7 +158,7 @@ def serve(
             ports = (int(status.bootstrap.rpartition(":")[2]), listener.port)
             _await_stop(home, stop, ports=ports, drain_s=drain_s, stop_file=stop_file, notify=notify)
         except KeyboardInterrupt:
-            notify("second signal: the broker ends at once")
+            notify("second signal: stopping the broker at once")
         finally:
             embedded.stop(home)
 
@@ -175,7 +175,7 @@ def _await_stop(
         if stop.is_set():
             if limit_s is None:
                 limit_s = time.monotonic() + drain_s
-                notify(f"stop requested: waits until no client is connected, {drain_s:g} s at most; a second signal ends the broker")
+                notify(f"stop requested: waiting until no client is connected, at most {drain_s:g} s; a second signal stops it at once")
             if time.monotonic() > limit_s or not _clients(status.pid, ports):
                 return
         time.sleep(LOOK_EVERY_S)

@@ -125,16 +125,16 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
     _check_length(config, rows=rows, steps=steps, notify=notify)
     longest = data.max_prompt_tokens + config.sampling.max_new_tokens
     if context is not None and config.sampling.max_new_tokens >= context:
-        raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: the model's context is {context} tokens")
+        raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens} exceeds the model's context of {context} tokens")
     if context is not None and longest > context:
         raise ConfigError(
             f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
-            f"together above the model's context of {context} tokens"
+            f"together they exceed the model's context of {context} tokens; lower one of them"
         )
     _warn_long_prompts(config, notify)
     _note_learning_rate(config, steps, notify)
     if config.mlflow.enabled and find_spec("mlflow") is None:
-        notify("MLflow is not installed here: metrics.jsonl has the run's points; pip install '.[tracking]' in the checkout adds MLflow")
+        notify("MLflow is not installed: metrics are written to metrics.jsonl only; pip install '.[tracking]' in the checkout adds it")
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     info = {
         **install,
@@ -161,11 +161,11 @@ def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:
     if config.get("is_encoder_decoder") or (names and not decoder):
         raise ConfigError(
             f"model.path: the model in {directory} is {', '.join(map(str, names)) or 'an encoder and decoder'}, no causal language model; "
-            "take one whose architectures in config.json end in ForCausalLM"
+            "use a model whose architectures in config.json end in ForCausalLM"
         )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "") if isinstance(quantised, Mapping) else quantised
-        raise ConfigError(f"model.path: the model in {directory} is quantised ({method}), so that it cannot be trained; take the original")
+        raise ConfigError(f"model.path: the model in {directory} is quantised ({method}) and cannot be trained; use the unquantised model")
 
 
 def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[str], None]) -> None:
@@ -174,18 +174,16 @@ def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[st
     total = None if epochs is None else int(epochs * rows)
     if warmup > steps:
         raise ConfigError(
-            f"trainer.warmup_steps = {warmup}: the run has {steps} steps, so that trainer.lr would never be reached; set at most {steps}"
+            f"trainer.warmup_steps = {warmup}: the run has only {steps} steps, so trainer.lr would never be reached; set at most {steps}"
         )
     if total is not None and total < prompts:
-        lower = f"set schedule.prompts_per_step = {prompts} to at most that, or" if total else "raise run.epochs, or set"
-        raise ConfigError(f"run.epochs = {epochs:g}: of {rows} rows it takes {total} prompts, fewer than one step takes; {lower} run.steps")
+        lower = f"lower schedule.prompts_per_step = {prompts} to {total}, or set" if total else "raise run.epochs, or set"
+        raise ConfigError(f"run.epochs = {epochs:g}: {rows} rows yield {total} prompts, fewer than one step needs; {lower} run.steps")
     if total is not None and total % prompts:
         rest = total % prompts
-        notify(f"run.epochs = {epochs:g}: {total} prompts are {steps} steps of {prompts}; the last {rest} are no step and not trained")
+        notify(f"run.epochs = {epochs:g}: {total} prompts make {steps} steps of {prompts}; the remaining {rest} are not trained on")
     if rows < prompts:
-        notify(
-            f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains the same row repeatedly"
-        )
+        notify(f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains on a row repeatedly")
 
 
 def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
@@ -194,8 +192,8 @@ def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
     longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + completion
     if longest > budget:
         notify(
-            f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; one that is longer than a "
-            "micro-batch is trained alone, in as much memory as it takes"
+            f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; a sample longer than a "
+            "micro-batch forms one alone, whatever memory it needs"
         )
 
 
@@ -241,7 +239,7 @@ def check_user_functions(config: Config) -> None:
             raise ConfigError(f"{key}: {error}") from error
         # A user's function may raise anything.
         except Exception as error:
-            raise ConfigError(f"{key}: {name} fails on synthetic samples: {one_line(error)}") from error
+            raise ConfigError(f"{key}: {name} raises an error on synthetic samples: {one_line(error)}") from error
         if mistake:
             raise ConfigError(f"{key}: {name} {' '.join(mistake.split())}")
 
@@ -271,15 +269,15 @@ def _try_loss(config: Config) -> str | None:
         return f"returned a {type(returned).__name__}, expected (loss sum, statistics)"
     loss, stats = returned
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-        return "returned no loss to differentiate: expected the sum over the trained tokens, a scalar tensor computed from logprobs"
+        return "returned a loss without a gradient: expected the sum over the trained tokens, a scalar tensor computed from logprobs"
     if not isinstance(stats, dict) or not all(isinstance(value, int | float) for value in stats.values()):
         return f"returned the statistics {stats!r}, expected a dict of name to number"
     loss.backward()  # type: ignore[no-untyped-call]
     gradient = logprobs.grad
     if gradient is None or not bool(torch.isfinite(gradient).all()) or not bool(torch.isfinite(loss)):
-        return f"gave the loss {float(loss.detach())} and a gradient that is missing or not finite"
+        return f"returned the loss {float(loss.detach())} with a gradient that is missing or not finite"
     if bool(gradient[~torch.as_tensor(batch.completion_mask)].any()):
-        return "has a gradient outside of batch.completion_mask, where prompts and padding are"
+        return "returned a loss with a gradient for prompt or padding tokens: multiply token losses by batch.completion_mask"
     return None
 
 

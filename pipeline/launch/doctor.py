@@ -185,10 +185,10 @@ def _crc32c() -> Finding:
     try:
         import crc32c
     except ImportError:
-        return Finding("crc32c in C", "fail", "not installed: each record would be summed in Python", "pip install crc32c")
+        return Finding("crc32c in C", "fail", "not installed: Python would compute checksums, slowly", "pip install crc32c")
     well = crc32c.crc32c(b"123456789") == CRC32C_CHECK
     return _finding(
-        "crc32c in C", well, "gives right sums" if well else "gives wrong sums", "pip install --force-reinstall crc32c", otherwise="fail"
+        "crc32c in C", well, "correct checksums" if well else "wrong checksums", "pip install --force-reinstall crc32c", otherwise="fail"
     )
 
 
@@ -279,7 +279,7 @@ def _java() -> Finding:
     try:
         java = find_java()
     except PenstockError as error:
-        return Finding("java", "fail", str(error), "pip install '.[broker]' in the checkout, or give --bootstrap")
+        return Finding("java", "fail", str(error), "pip install '.[broker]' in the checkout, or pass --bootstrap")
     return Finding("java", "ok", f"{java.major} at {java.program}")
 
 
@@ -327,10 +327,10 @@ def _embedded() -> Finding:
     try:
         status = embedded.status()
     except PenstockError as error:
-        return Finding("embedded broker", "fail", str(error), "set PENSTOCK_HOME to a directory of yours")
+        return Finding("embedded broker", "fail", str(error), "set PENSTOCK_HOME to your own directory")
     if not status.running:
         return Finding("embedded broker", "ok", "not running; `penstock run` starts it")
-    return _reachable("embedded broker", status.bootstrap, lambda: f"it runs but does not respond: see {status.log_file}")
+    return _reachable("embedded broker", status.bootstrap, lambda: f"the broker runs but does not respond: see {status.log_file}")
 
 
 def _broker(bootstrap: str) -> Finding:
@@ -350,7 +350,7 @@ def _durability(bootstrap: str) -> Iterator[Finding]:
     for weakness in weaknesses:
         yield Finding("durability", "warn", weakness.problem, weakness.fix)
     if not weaknesses:
-        yield Finding("durability", "ok", "no setting lets a lost broker take acknowledged records along")
+        yield Finding("durability", "ok", "no broker setting allows acknowledged records to be lost with one broker")
 
 
 def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:

@@ -128,7 +128,7 @@ def watch(
         log.wait_out(PATIENCE_S)
         notify(f"run {run}: starting its workers; logs in {directory / 'logs'}")
         if (address := ui_address()) is not None:
-            notify(f"in a browser: {address}r/{run}")
+            notify(f"watch the run in a browser: {address}r/{run}")
         notify(f"threads: {threads(config)}" if placement.gpus is None else str(placement))
         view = LiveView(log, run, console=Terminal(stderr=quiet), plain=not live, screen=screen)
         tell = view.tell if live else notify
@@ -161,8 +161,8 @@ def watch(
     failed = view.view.outcomes["failed"]
     if failed:
         notify(
-            f"warning: {failed:,} of {view.view.outcomes.total():,} groups failed, as their reward could not be computed; "
-            f"`penstock topics tail {run} dead-letters` has the errors"
+            f"warning: {failed:,} of {view.view.outcomes.total():,} groups failed, because their reward could not be computed; "
+            f"see the errors with `penstock topics tail {run} dead-letters`"
         )
     for name in watching.supervisor.missing:
         log_file = directory / "logs" / f"{name}.log"
@@ -244,7 +244,7 @@ def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
         if now is not None and now.status in ("created", "running"):
             set_status(log, record, status="stopped")
     except LogError as error:
-        notify(f"the registered status could not be set to stopped ({error}); the run can be resumed all the same")
+        notify(f"the status of the run could not be set to stopped ({error}); the run can be resumed nevertheless")
 
 
 def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
@@ -254,7 +254,9 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
     if closed is not None and status not in ("finished", "failed"):
         status = set_status(log, record, status="failed" if closing(view.view).get("status") == "failed" else "finished").status
     if status == "failed":
-        raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'its trainer closed it')}")
+        raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'the trainer ended it')}")
     if status != "finished":
-        raise PenstockError(f"run {record.run} is not over, but all its workers have exited. Continue: penstock run --resume {record.run}")
+        raise PenstockError(
+            f"run {record.run} is unfinished, but all its workers have exited. Continue: penstock run --resume {record.run}"
+        )
     return 0

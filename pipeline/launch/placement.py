@@ -31,7 +31,7 @@ class Placement:
     def __str__(self) -> str:
         if self.gpus is None:
             return (
-                "trainer and rollout worker time-share the CPU" if self.time_shared else "not placed: every worker sees all GPUs there are"
+                "trainer and rollout worker time-share the CPU" if self.time_shared else "GPUs are not assigned: every worker sees all GPUs"
             )
         if self.time_shared:
             return f"{', '.join(self.gpus)}: GPU {next(iter(self.gpus.values()))[0]}, time-shared; the other workers: none"
@@ -56,14 +56,14 @@ def place(config: Config, available: Sequence[str]) -> Placement:
         return NOT_PLACED
     if trainer.gpus not in (0, trainer.processes):
         raise ConfigError(
-            f"trainer.gpus: {trainer.gpus}, but trainer.processes = {trainer.processes} have one GPU each; set both to the same number"
+            f"trainer.gpus: {trainer.gpus}, but each of trainer.processes = {trainer.processes} needs one GPU; set both to the same number"
         )
     for section, gpus, device in (("trainer", trainer.gpus, trainer.device), ("rollout", rollout.gpus_per_worker, rollout.device)):
         key = "trainer.gpus" if section == "trainer" else "rollout.gpus_per_worker"
         if gpus and device == "cpu":
-            raise ConfigError(f"{key}: {gpus} for {section}.device = 'cpu'; set {key} = 0 or leave {section}.device out")
+            raise ConfigError(f"{key}: {gpus} GPUs, but {section}.device = 'cpu'; set {key} = 0 or remove {section}.device")
         if not gpus and device.startswith("cuda"):
-            raise ConfigError(f"{key}: 0 for {section}.device = {device!r} would share the others' GPUs; give {key} a number of its own")
+            raise ConfigError(f"{key}: 0 for {section}.device = {device!r} would share other workers' GPUs; set {key} to at least 1")
     _check_parallel(config)
     computing = sorted(ROLES.values(), key=lambda role: role.name != "trainer")
     requested = {role.worker(slot): role.gpus(config) for role in computing for slot in range(role.workers(config)) if role.gpus(config)}
@@ -84,7 +84,7 @@ def _by_turns(config: Config, available: Sequence[str]) -> Placement:
         requested[config.engine.gpus_key] = config.engine.gpus(config.rollout.vllm)
     for key, count in requested.items():
         if count > 1:
-            raise ConfigError(f"{key}: {count}, but launch.placement = 'colocated' is for one GPU; set {key} = 1")
+            raise ConfigError(f"{key}: {count}, but launch.placement = 'colocated' shares a single GPU; set {key} = 1")
     workers = ("trainer", ROLES["rollout"].worker(0))
     return Placement(dict.fromkeys(workers, (available[0],)) if available else None, time_shared=True)
 

@@ -94,7 +94,7 @@ def how(status: int) -> str:
         how(-9)  # -> "was killed by SIGKILL"
     """
     if status >= 0:
-        return f"ended with status {status}"
+        return f"exited with status {status}"
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
@@ -104,7 +104,7 @@ def how(status: int) -> str:
 def failure_cause(exits: Sequence[WorkerExit], *, rules: Rules) -> str:
     """The reason for the decision `give-up`, as the end of a sentence."""
     if exits[-1].status in (NO_RETRY, BROKEN):
-        return "a restart cannot help"
+        return "not restarted, because the cause would remain"
     if rules.restart == "never":
         return 'run.restart = "never"'
     failures = failures_in_a_row(exits)

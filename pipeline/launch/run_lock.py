@@ -42,7 +42,7 @@ def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = file.readline().strip() or "unknown"
-            raise PenstockError(f"run {run} is attended already, by process {who}: stop that one first, or leave it running") from None
+            raise PenstockError(f"run {run} already has a launcher, process {who}: stop that process first, or leave it running") from None
         token, before = new_token(), file.read().splitlines()[1:]
         file.truncate(0)
         file.write(f"{os.getpid()}\n{token}\n")
@@ -66,7 +66,7 @@ def end_leftovers(directory: Path, run: str, *, notify: Callable[[str], None], l
     left = {name: process for name, pid in noted.items() if (process := _worker(pid, run)) is not None}
     if not left:
         return tokens
-    notify(f"ending workers that an earlier launcher of run {run} left: {', '.join(left)}")
+    notify(f"ending workers that an earlier launcher of run {run} left running: {', '.join(left)}")
     for process in left.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -148,7 +148,7 @@ def folder_of(text: str) -> Path:
     if text == "latest":
         own = own_runs()
         if not own:
-            raise ConfigError("latest: this user has made no run on this machine; see `penstock runs`")
+            raise ConfigError("latest: this user has started no run on this machine; see `penstock runs`")
         return folders[own[-1]]
     matches = [text] if text in folders else [name for name in folders if name.startswith(text)]
     if len(matches) != 1:
@@ -187,7 +187,9 @@ def log_files(directory: Path, role: str | None) -> Sequence[Path]:
     chosen = [file for file in files if role is None or file.stem == role or file.stem.rpartition("-")[0] == role]
     if not chosen:
         names = [file.stem for file in files]
-        raise ConfigError(f"run {directory.name} has no log of {role!r}; it has {', '.join(names) or 'none'}{nearest(role or '', names)}")
+        raise ConfigError(
+            f"run {directory.name} has no log of worker {role!r}, only {', '.join(names) or 'none'}{nearest(role or '', names)}"
+        )
     return chosen
 
 

@@ -46,7 +46,7 @@ class Watchdog:
         now_s = time.monotonic()
         if view.moved_ms != self._moved_ms:
             if self._notified is not None:
-                self.notify(f"the run moves again, after {now_s - self._moved_s:.0f} s")
+                self.notify(f"the run makes progress again, after {now_s - self._moved_s:.0f} s")
             self._moved_ms, self._moved_s, self._notified = view.moved_ms, now_s, None
         still_s = now_s - self._moved_s
         if still_s > UNBLOCK_AFTER_S and not outage_s and now_s - self._unblocked_s > LOOK_EVERY_S + UNBLOCK_AFTER_S:
@@ -67,12 +67,12 @@ def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
     try:
         for transaction in log.hanging(log.topics(f"{run}.")):
             if transaction.committed is None:
-                notify(f"{transaction}. How to end it: penstock topics unblock {run}")
+                notify(f"{transaction}. End it with: penstock topics unblock {run}")
             else:
                 log.end_hanging(transaction, commit=transaction.committed)
-                notify(f"{transaction}; its end is written now")
+                notify(f"{transaction}; the end marker has now been written")
     except LogError as error:
-        notify(f"search for hanging transactions failed: {error}")
+        notify(f"the search for hanging transactions failed: {error}")
 
 
 def examine(log: Log, snapshot: RunSnapshot) -> Stuck | None:
@@ -88,7 +88,7 @@ def examine(log: Log, snapshot: RunSnapshot) -> Stuck | None:
 def describe(stuck: Stuck, *, still_s: float) -> str:
     """The diagnosis as two lines for the user."""
     where = stuck.stage if stuck.group is None else f"{stuck.stage}, group {stuck.group}"
-    return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {stuck.reason}"
+    return f"the run has made no progress for {still_s:.0f} s; stuck: {where}\n  {stuck.reason}"
 
 
 def _samples(log: Log, run: str, group: int, partition: int) -> Generated:

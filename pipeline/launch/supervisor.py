@@ -110,7 +110,7 @@ class Supervisor:
             if not reachable or silent_s < stall_s or worker.status is not None or not worker.served_s(now_s):
                 worker.forget_share()
             elif restart_policy.is_hung(silent_s=silent_s, cpu_share=worker.cpu_share(now_s=now_s, over_s=stall_s), stall_s=stall_s):
-                self.notify(f"{worker.name} has reported nothing for {silent_s:.0f} s and computes nothing: killing it")
+                self.notify(f"{worker.name} has sent no report for {silent_s:.0f} s and uses no CPU time: killing it")
                 worker.signal(signal.SIGKILL, group=True)
 
     def notes(self, *, now_s: float) -> dict[str, str]:
@@ -118,9 +118,9 @@ class Supervisor:
         states = {}
         for worker in self.workers:
             if worker.exited:
-                states[worker.name] = f"{restart_policy.how(worker.exits[-1].status)}, to be started again"
+                states[worker.name] = f"{restart_policy.how(worker.exits[-1].status)}, will be restarted"
             elif worker.exits and not worker.served_s(now_s) and worker.status is None:
-                states[worker.name] = f"was started again {time.time() - worker.started_s:.0f} s ago and is not ready yet"
+                states[worker.name] = f"was restarted {time.time() - worker.started_s:.0f} s ago and is not ready yet"
         return states
 
     def stop(self, *, limit_s: float = STOP_LIMIT_S, labels: Callable[[], Mapping[str, Mapping[str, str]]] = dict) -> None:
@@ -184,7 +184,7 @@ class Supervisor:
         if decision == "start":
             cause = worker.cause() if status > 0 else ""
             self._start(worker, moved=moved)
-            self.notify(f"{worker.name} {how} and is started again (start {worker.starts}){cause and f': {cause}'}")
+            self.notify(f"{worker.name} {how} and is restarted (start {worker.starts}){cause and f': {cause}'}")
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:
@@ -193,7 +193,7 @@ class Supervisor:
             worker.left_s = now_s
         if now_s - worker.left_s <= LEFT_LIMIT_S:
             return None
-        return Failure(f"{worker.name} exited although the run is not over; its log is {worker.log_file}", worker.last_words())
+        return Failure(f"{worker.name} exited although the run is not finished; its log is {worker.log_file}", worker.last_words())
 
     def _start(self, worker: Worker, *, moved: int) -> None:
         pinning = pinning_of(self.config)

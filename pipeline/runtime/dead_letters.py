@@ -82,7 +82,7 @@ class Attempts:
     def _refuse(self, record: Record) -> None:
         count = self.crashes.get(record.id, 0)
         if count >= MAX_CRASHES:
-            raise Unusable(f"{count} processes of this name ended while they decoded it", kind=POISON)
+            raise Unusable(f"{count} processes of this worker crashed while decoding the record", kind=POISON)
 
     def _load(self) -> None:
         if self._counts is not None:

@@ -66,8 +66,8 @@ class WriterLease:
         """
         if self.log.partitions(self._topic) is None:
             raise ConfigError(
-                f"run {self.run} was created by an earlier release and lacks {self._topic}: `penstock topics adopt {self.run}` adds it, "
-                f"and so does `penstock run --resume {self.run}`, which starts its workers too"
+                f"run {self.run} was created by an earlier release and lacks the topic {self._topic}: add it with `penstock topics adopt "
+                f"{self.run}`, or resume the run with `penstock run --resume {self.run}`, which adds it too"
             )
         tail = self.log.tail({(self._topic, 0): "earliest"})
         try:
@@ -96,7 +96,7 @@ class WriterLease:
         finally:
             tail.close()
         if owner.token != self.token:
-            raise Fenced(f"another process, on {owner.host}, writes as {self.run}.{self.writer} now: this one must stop")
+            raise Fenced(f"another process, on {owner.host}, now writes as {self.run}.{self.writer}: this process must stop")
 
     def release(self) -> None:
         """Record that this process has ended, even if it lost the lease: a successor need not wait."""
@@ -119,7 +119,7 @@ class WriterLease:
             gone |= {claim.token} if claim.kind == "ended" else set()
         if owner is None or owner.token in gone or not self.watch_s:
             return
-        self.notify(f"waiting {self.watch_s:g} s to find out whether {self.writer} on {owner.host} is still alive")
+        self.notify(f"waiting {self.watch_s:g} s to see whether {self.writer} on {owner.host} still runs")
         silent_s, last = 0.0, time.monotonic()
         while silent_s < self.watch_s and not self.stop.is_set():
             for claim in self._read(tail.poll(0.25)):
@@ -133,8 +133,8 @@ class WriterLease:
     def _taken_by(self, owner: Owner) -> Fenced:
         since = time.strftime("%H:%M:%S", time.localtime(owner.time_ns / 1e9))
         return Fenced(
-            f"{self.writer} of run {self.run} is at work already, on {owner.host} (last heartbeat at {since}): this process "
-            "exits, as it does not fence a live owner"
+            f"{self.writer} of run {self.run} is already running on {owner.host} (last heartbeat at {since}): this process "
+            "exits, because it must not fence a live owner"
         )
 
     def _read(self, records: Iterable[Record]) -> Iterable[Owner]:

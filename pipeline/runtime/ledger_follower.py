@@ -87,7 +87,9 @@ class LedgerState:
             if previous is None or previous == manifest or previous.digest != manifest.digest:
                 return None
         elif manifest.version != self.newest_version + 1:
-            raise Unusable(f"version {manifest.version} follows version {self.newest_version}: it was not published", kind="mismatch")
+            raise Unusable(
+                f"weight version {manifest.version} follows version {self.newest_version}: versions are missing", kind="mismatch"
+            )
         self.add(manifest)
         return manifest
 
@@ -134,7 +136,7 @@ class LedgerFollower:
             if records or self._tail.outage_s > 0:
                 last = time.monotonic()
             elif time.monotonic() - last > SILENCE_S:
-                raise LogError(f"no record of {behind[0][0]}/{behind[0][1]} for {SILENCE_S:g} s, although there are more")
+                raise LogError(f"no record of {behind[0][0]}/{behind[0][1]} arrived for {SILENCE_S:g} s, although its end was not reached")
 
     def close(self) -> None:
         self._tail.close()

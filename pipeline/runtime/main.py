@@ -83,7 +83,7 @@ def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
     add("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(arguments)
     if options.role not in ROLES:
-        raise ConfigError(f"there is no role {options.role!r}: {', '.join(ROLES)}{nearest(options.role, list(ROLES))}")
+        raise ConfigError(f"unknown role {options.role!r}: choose one of {', '.join(ROLES)}{nearest(options.role, list(ROLES))}")
     if options.slot is not None and options.slot < 0:
         raise ConfigError(f"--slot {options.slot}: expected a number of at least 0")
     if not options.wait_broker >= 0:
@@ -149,7 +149,7 @@ def work(
         session.close(status="stopped" if stop.is_set() else "finished")
         session.reporter.notify("done")
         if linger and not stop.is_set():
-            session.reporter.notify("the run is over; lingers until SIGTERM")
+            session.reporter.notify("the run is finished; waiting for SIGTERM")
             probed.over = True
             log.close()
             stop.wait()
@@ -159,7 +159,7 @@ def work(
             return ENDED
         return _failed(role, session, error, run=run, debug=debug)
     except ModuleNotFoundError as error:
-        missing = Unrecoverable(f"{error.name} is not installed on this machine. Find its extra: penstock doctor")
+        missing = Unrecoverable(f"the package {error.name} is not installed on this machine. `penstock doctor` shows how to install it")
         return _failed(role, session, missing, run=run, debug=debug)
     except Exception as error:  # top level of the process: the launcher and the run learn the cause
         return _failed(role, session, error, run=run, debug=True)
@@ -189,7 +189,7 @@ def _failed(role: str, session: Session | None, error: BaseException, *, run: st
     """Print the cause, report it, and end without waiting for client threads that may be stuck."""
     if debug or os.environ.get("PENSTOCK_DEBUG"):
         traceback.print_exception(error)
-    text = f"{error}: is the run attended twice?" if isinstance(error, Fenced) else str(error)
+    text = f"{error}. Check that the run was not started twice" if isinstance(error, Fenced) else str(error)
     name = role if session is None else session.worker
     as_json = bool(os.environ.get(LOG_JSON))
     line = log_line(text, run=run, worker=name, level="error", as_json=True) if as_json else f"penstock: {role}: {visible(text)}"

@@ -55,12 +55,12 @@ class Role:
         return self.name if self.single else f"{self.name}-{slot}"
 
 
-_METRICS = {"metrics": "what it does, once a second"}
-_REPORTS = {**_METRICS, "dead-letters": "records it cannot use"}
+_METRICS = {"metrics": "status and metrics, once a second"}
+_REPORTS = {**_METRICS, "dead-letters": "records that cannot be used"}
 _DEAD_LETTERS = {"dead-letters": "records that are dead letters already"}
-_JOINS = {"run": "the run's configuration", "penstock.runs": "that there is the run"}
+_JOINS = {"run": "the run's configuration", "penstock.runs": "that the run exists"}
 _LEASE = "the owner of the writer lease"
-_TAKES = "that this process writes under its name"
+_TAKES = "that this process holds the writer lease"
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
 
 _TABLE = (

@@ -103,7 +103,7 @@ class Session:
         path = self.config.model.path
         if dict(digests(path, chat_template=self.config.data.chat_template)) != self.info["digests"]:
             raise ConfigError(
-                f"the tokenizer, chat template or stop ids in {path} are not those the run was created with; use the same model directory"
+                f"the tokenizer, chat template or stop ids in {path} differ from those of the run; use the run's original model directory"
             )
 
     def ready(self, *, finishing: Callable[[], str], outage: Callable[[], float] = lambda: 0.0) -> None:
@@ -118,7 +118,7 @@ class Session:
     def announce_stop(self) -> None:
         """Wait until a stop is requested, then report the remaining work; for a thread of its own."""
         self.stop.wait()
-        text = self._finishing() if self._finishing else f"finishes its current work: {self.reporter.labels['doing']}"
+        text = self._finishing() if self._finishing else f"finishes the current work: {self.reporter.labels['doing']}"
         self.reporter.notify(f"stop requested: {text}")
         with contextlib.suppress(PenstockError):  # the worker's own calls raise errors of the log
             self.reporter.doing(Activity.STOP, f"stopping: {text}", now=True)
@@ -190,13 +190,13 @@ def pool_of_worker(config: Config, *, role: str, worker: str, requested: str | N
     names = ", ".join(config.rollout.pools)
     if role != "rollout" or not names:
         if requested is not None:
-            raise ConfigError(f"--pool {requested}: only rollout workers are in pools, of a run that has rollout.pools")
+            raise ConfigError(f"--pool {requested}: only rollout workers of a run with rollout.pools belong to a pool; omit --pool")
         return None
     number = worker.removeprefix(f"{role}-")
     if requested is None and number.isdigit() and int(number) < len(config.pools):
         return config.pools[int(number)]
     if requested not in config.rollout.pools:
-        raise ConfigError(f"--pool: the run's rollout workers are in pools; name the one that this worker joins: {names}")
+        raise ConfigError(f"--pool: name the pool of rollout workers that this worker joins: {names}")
     return requested
 
 

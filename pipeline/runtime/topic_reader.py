@@ -222,7 +222,7 @@ class RunReader:
         if decoder is None:
             return read
         if not self.poison.isdisjoint(record.id for record in read.records):
-            return replace(read, problem=Unusable("it has crashed the processes that decoded it", kind=POISON))
+            return replace(read, problem=Unusable("processes crashed while decoding the record", kind=POISON))
         try:
             return replace(read, payload=decoder(read.records if len(read.records) > 1 else read.record, run=self.run)[1])
         except Unusable as error:
@@ -267,7 +267,7 @@ def drain(
         silent_s = 0.0 if records else silent_s + POLL_S
         if silent_s >= silence_s:
             unread = ", ".join(f"{topic}/{partition}" for topic, partition in behind)
-            raise LogError(f"no record for {silence_s:g} s, but these partitions are not read to their ends: {unread}")
+            raise LogError(f"no record arrived for {silence_s:g} s, but these partitions were not read to their end: {unread}")
         yield from records
         behind = [at for at in behind if tail.position(at) < ends[at]]
 

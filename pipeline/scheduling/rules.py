@@ -353,10 +353,10 @@ class IdSet:
         """The set from the data of `as_json`. Raises `KeyError`, `TypeError`, `ValueError`."""
         full, count, pages = plain["full"], plain["count"], plain["pages"]
         if not isinstance(full, int) or not isinstance(count, int) or not isinstance(pages, Mapping):
-            raise TypeError("no set of numbers")
+            raise TypeError("not a set of numbers")
         ids = cls(full, {int(page): bytearray.fromhex(bits) for page, bits in pages.items()}, count)
         if any(len(bits) != PAGE_BITS // 8 for bits in ids._pages.values()):
-            raise ValueError("a page of another length")
+            raise ValueError("a page has the wrong length")
         return ids
 
     def _free_full_pages(self) -> None:

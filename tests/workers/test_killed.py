@@ -91,7 +91,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
             assert workers.ended(name) == 0, workers.text(name)
         zombie.join(300.0)
         assert sorted([zombie.exitcode, workers.ended("scorer-0")]) == [0, NO_RETRY], workers.text("scorer-0")
-        assert "is at work already" in workers.text("scorer-0") or "another process now writes" in workers.text("scorer-0")
+        assert "is already running" in workers.text("scorer-0") or "another process now writes" in workers.text("scorer-0")
         assert "Traceback" not in workers.text("scorer-0")
         killed = worker_set.report()
         drawn = duplicate_samples.count(duplicate_samples.read_samples(worker_set.log, run), stops=waves.stops)

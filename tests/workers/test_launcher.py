@@ -117,8 +117,8 @@ def test_a_killed_worker_and_a_killed_broker_cost_a_run_nothing_but_time(
     report = json.loads(printed)
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert report["groups"] == plain["groups"]
-    assert "rollout-0 was killed by SIGKILL and is started again (start 2)" in records
-    assert "the broker was killed: its log contains no error; it is started again" in records
+    assert "rollout-0 was killed by SIGKILL and is restarted (start 2)" in records
+    assert "the broker was killed: its log contains no error; restarting it" in records
     assert f"the broker at {broker} serves again" in records
 
 
@@ -164,7 +164,7 @@ def test_a_second_launcher_on_another_machine_ends_before_it_starts_a_worker(
         record = create(config, log=log, run_id=run_id, notify=said.append)
         first.acquire().close()
         monkeypatch.setenv("PENSTOCK_HOME", str(home))
-        with pytest.raises(Fenced, match=f"launcher of run {run_id} is at work already"):
+        with pytest.raises(Fenced, match=f"launcher of run {run_id} is already running"):
             launcher.watch(log, record, config, notify=said.append, live=False, quiet=True)
     finally:
         first.release()
@@ -192,7 +192,7 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
         watching.wait(lambda: watching.report()["steps"] >= begun + 2)
         assert end_in_time(*left.values())
         with launched("--resume", "off") as second:
-            assert "is attended already, by process" in second.communicate(timeout=LIMIT_S)[1]
+            assert "already has a launcher, process" in second.communicate(timeout=LIMIT_S)[1]
             assert second.returncode == 1
         running = embedded.status().pid
         assert running is not None

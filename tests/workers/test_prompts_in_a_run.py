@@ -94,11 +94,11 @@ def test_rows_that_were_solved_are_left_out_of_the_next_epoch(run_id: str, tiny_
     ("data", "mistake"),
     [
         ({"weights": [1.0]}, "data.weights: 1 weights for 2 sources"),
-        ({"rewards": {"c": ["exact_match"]}}, "data.rewards.c: is for one of several sources, and those of data.source are a, b"),
-        ({"rewards": {"a": ["exact"]}}, "data.rewards.a: 'exact' is none of reward.functions; add it there"),
+        ({"rewards": {"c": ["exact_match"]}}, "data.rewards.c: data.source has no such source; expected one of a, b"),
+        ({"rewards": {"a": ["exact"]}}, "data.rewards.a: 'exact' is not in reward.functions; add it there"),
         ({"sampling": {"a": {"max_new_tokens": 999}}}, "data.sampling.a.max_new_tokens: 999 is above sampling.max_new_tokens = 256"),
-        ({"source": ["x/a.jsonl", "y/a.jsonl"]}, "data.source: two sources would both be called 'a'; rename one"),
-        ({"skip_solved": 0.1, "skip_unsolved": 0.5}, "data.skip_solved: 0.1 is not above data.skip_unsolved = 0.5"),
+        ({"source": ["x/a.jsonl", "y/a.jsonl"]}, "data.source: two sources have the same name 'a'; rename one"),
+        ({"skip_solved": 0.1, "skip_unsolved": 0.5}, "data.skip_solved: 0.1 must be above data.skip_unsolved = 0.5"),
     ],
 )
 def test_a_mixture_that_does_not_fit_is_refused_in_one_line(data: dict[str, Any], mistake: str) -> None:

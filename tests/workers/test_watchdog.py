@@ -79,7 +79,7 @@ def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, ti
         worker_set.start("feeder")
         listener.hears("stuck: scorer, group 0", "complete since", "no scorer")
         worker_set.start("scorer")
-        listener.hears("the run moves again")
+        listener.hears("the run makes progress again")
         worker_set.wait()
     listener.view.close()
 
@@ -99,7 +99,7 @@ def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, r
         listener.hears("stuck: scorer, group 0", "complete since", "no scorer")
         workers.start("scorer")
         for name in ("rollout-0", "scorer-0"):
-            listener.hears("the run moves again")
+            listener.hears("the run makes progress again")
             workers.signal(name, signal.SIGSTOP)
             listener.hears(f"stuck: {name.partition('-')[0]}", f"{name} has been silent for")
             workers.signal(name, signal.SIGCONT)

@@ -50,7 +50,7 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
         return record
     for change in changes:
         notify(
-            f"{change['what']} has changed since the run's start ({change['before'][:12]} -> {change['after'][:12]}): the report shows it"
+            f"{change['what']} has changed since the run started ({change['before'][:12]} -> {change['after'][:12]}): the report records it"
         )
     info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
     return replace(record, info=json.dumps(info))
@@ -71,14 +71,16 @@ def require_same(record: RunRecord, config: Config, *, notify: Callable[[str], N
     keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key) and key != "kafka.bootstrap"]
     texts = {key: f"{key} = {before.get(key)} (here {after.get(key)})" for key in keys}
     if left := [text for key, text in texts.items() if _may_change(key)]:
-        notify(f"run {record.run} keeps {', '.join(left)}; `penstock run --resume {record.run} --set KEY=VALUE` changes such a key")
+        notify(f"run {record.run} keeps its {', '.join(left)}; to change a key: penstock run --resume {record.run} --set KEY=VALUE")
     other = [text for key, text in texts.items() if not _may_change(key)]
     if not other:  # otherwise the data sets are others, too
         other = [change["what"] for change in _changes(info, _made_of(config, *_opened(config)))]
         if dict(digests(config.model_directory, chat_template=config.data.chat_template)) != info["digests"]:
             other.append("tokenizer, chat template or stop ids of model.path")
     if other:
-        raise ConfigError(f"run {record.run!r} exists and differs: {', '.join(other)}; choose another --run-id, or create it as it was")
+        raise ConfigError(
+            f"run {record.run!r} already exists with other values: {', '.join(other)}; choose another --run-id, or its values"
+        )
 
 
 def _may_change(key: str) -> bool:

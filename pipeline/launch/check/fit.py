@@ -46,7 +46,7 @@ def memory_line(config: Config) -> str:
     """Expected peak memory of each worker on its GPU and on the host. Raises `ConfigError` if a GPU's memory is exceeded."""
     shape = shape_in(config.model_directory)
     if shape is None:
-        return "not estimated: the model is no decoder with dense gated layers"
+        return "not estimated, because the model is not a decoder with dense gated layers"
     gpus, memory = len(visible_gpus()), gpu_memory(visible_gpus())
     workers, counts = estimates(config, shape, gpu=gpus > 0), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
     free = psutil.virtual_memory().available
@@ -162,7 +162,7 @@ def _advice(config: Config, shape: Shape, memory: Sequence[int]) -> str:
     """The smallest change of a configuration with which it fits."""
     fitting = [variant for variant in _variants(config, shape, len(memory)) if exceeded(variant, shape, memory) is None]
     if not fitting:
-        return "no setting fits on these GPUs: take a smaller model, or GPUs with more memory"
+        return "no setting fits on these GPUs: use a smaller model, or GPUs with more memory"
     changes = min((_changes(config, variant) for variant in sorted(fitting, key=_cost_in(shape, memory))), key=_weight)
     return f"set {', '.join(f'{key} = {json.dumps(value)}' for key, value in changes.items())}"
 
@@ -196,7 +196,7 @@ def proposals(config: Config, shape: Shape, memory: Sequence[int]) -> dict[tuple
     fitting = [variant for variant, excess in everything if excess is None]
     if not fitting:
         least = min((excess for _, excess in everything if excess), key=lambda need: need.share)
-        raise ConfigError(f"{least}, and no setting needs less: take a smaller model, or GPUs with more memory")
+        raise ConfigError(f"{least}, and no setting needs less: use a smaller model, or GPUs with more memory")
     fitting = [variant for variant in fitting if not variant.trainer.lora_rank] or fitting
     best = {}
     for variant in sorted(fitting, key=cost, reverse=True):
@@ -208,7 +208,7 @@ def memory_or_usual(gpus: Sequence[str], notify: Callable[[str], None]) -> tuple
     """Memory of each GPU; the usual one, with a notice, if it is unknown."""
     memory = gpu_memory(gpus)
     if gpus and not memory:
-        notify(f"the memory of the GPUs is unknown, {size(USUAL_MEMORY)} are assumed; {MEMORY} sets it in GiB")
+        notify(f"the memory of the GPUs is unknown, assuming {size(USUAL_MEMORY)}; set {MEMORY} to their GiB")
         return (USUAL_MEMORY,) * len(gpus)
     return memory
 
@@ -222,7 +222,7 @@ def planned(
     """
     shape, gpus = shape_in(model), len(memory)
     if shape is None:
-        raise ConfigError(f"--model {model}: not estimated, because it is no decoder with dense gated layers; leave --model out")
+        raise ConfigError(f"--model {model}: memory cannot be estimated, because it is not a decoder with dense gated layers; omit --model")
     tokens = int(longest) if math.isfinite(longest) else USUAL_COMPLETION
     table = {
         "run": {"steps": 1}, "model": {"path": str(model)}, "sampling": {"max_new_tokens": tokens},

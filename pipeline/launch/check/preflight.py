@@ -98,7 +98,7 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
     scores = list[rewards.Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores, wrong = score_references(config, kinds)
-        note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(_number(score.rewards[0]) for score in scores)}")
+        note("reward", f"of the reference answers of {len(scores)} rows: {', '.join(_number(score.rewards[0]) for score in scores)}")
         own = [score.rewards[0] for row, score in zip(kinds, scores, strict=True) if row.columns.get("answer") is not None]
         if problem := unrewarded(own, wrong):
             note("warning", problem)
@@ -119,7 +119,7 @@ def check_devices(config: Config) -> None:
         raise ConfigError(problem)
     for section, device in (("trainer", config.trainer.device), ("rollout", config.rollout.device)):
         if device.startswith("cuda") and not gpus:
-            raise ConfigError(f'{section}.device: {device!r}, but no GPU is visible here; set "auto" or "cpu"')
+            raise ConfigError(f'{section}.device: {device!r}, but no GPU is visible on this machine; set it to "auto" or "cpu"')
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
 def _shown(sample: Mapping[str, Any]) -> str:
     prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
     reference = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
-    cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
+    cut_off = ", truncated at sampling.max_new_tokens" if sample["finish"] == "length" else ""
     earned = f"reward {_number(sample['reward'])}, {len(sample['token_ids'])} tokens{cut_off}"
     return f"{earned}\n  prompt      {prompt}{reference}\n  completion  {completion}"
 
@@ -185,8 +185,8 @@ def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: S
     pairs = zip(right, wrong, strict=True)
     if rows and all(own is not None and other is not None and own < other for own, other in pairs):
         raise PenstockError(
-            f"reward.functions: a wrong answer earns more than the right one: for {rows[0].origin} its own answer has the reward "
-            f"{right[0]:g}, the answer of {rows[1].origin} has {wrong[0]:g}; correct the reward's sign, or the answers (data.answer_field)"
+            f"reward.functions: a wrong answer earns more than the right one: for {rows[0].origin} the right answer has the reward "
+            f"{right[0]:g}, that of {rows[1].origin} has {wrong[0]:g}; correct the reward's sign, or the answers (data.answer_field)"
         )
 
 
@@ -196,7 +196,7 @@ def unrewarded(right: Sequence[float | None], wrong: Sequence[float | None]) -> 
     if not earned or max(earned) > 0.0 or (others and max(earned) > min(others)):
         return None
     tried = "the first row" if len(earned) == 1 else f"all {len(earned)} rows tried"
-    return f"the right answer has a reward of at most {max(earned):g} for {tried}: correct the reward, or the answers (data.answer_field)"
+    return f"the right answer earns at most {max(earned):g} for {tried}: correct the reward function, or the answers (data.answer_field)"
 
 
 def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
@@ -208,8 +208,8 @@ def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
     if position is None or position >= LOW:
         return None
     problem = (
-        f"all {len(rewards)} sampled completions have the reward {rewards[0]:g}, in a range of {scale.low:g} to {scale.high:g}: nothing is "
-        f"learnt from equal rewards; {scale.advice(rewards[0])}, or a larger sampling.max_new_tokens if they are cut off"
+        f"all {len(rewards)} sampled completions have the reward {rewards[0]:g}, in a range of {scale.low:g} to {scale.high:g}: equal "
+        f"rewards give no gradient; {scale.advice(rewards[0])}, or a larger sampling.max_new_tokens if completions are truncated"
     )
     if len(rewards) >= ENOUGH:
         raise PenstockError(problem)
@@ -268,7 +268,7 @@ def score_references(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.
     tried, completions = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
     scores = score(config, tried, [[text] for text in completions], [[decoder.encode(text)] for text in completions], [None] * len(tried))
     if rows and not any(score.scored for score in scores[: len(rows)]):
-        raise PenstockError(f"the reward of {rows[0].origin}: every reward function returned None, as for all rows tried")
+        raise PenstockError(f"no reward for {rows[0].origin}: every reward function returned None for all rows tried")
     right, wrong = [scores[own].rewards[0] for own, _ in pairs], [score.rewards[0] for score in scores[len(rows) :]]
     refuse_reversed(tried[len(rows) :], right, wrong)
     return scores[: len(rows)], wrong

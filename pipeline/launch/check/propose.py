@@ -116,7 +116,7 @@ def look(
     dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
     scoring = rewards.resolve([absolute_source(name, base) for name in functions])
     scoring.check(dataset[0].columns, not_json=dataset[0].not_json)
-    notify(f"measuring prompts and references of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
+    notify(f"measuring the lengths of prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}
     gpus, cpu = len(visible_gpus()), this_cpu()
@@ -134,7 +134,7 @@ def look(
 def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[str], source: str) -> str:
     """The named column, else the first with a usual name."""
     if column is not None and column not in names:
-        raise ConfigError(f"--{what}-field {column}: the rows have {', '.join(names)}{nearest(column, names)}")
+        raise ConfigError(f"--{what}-field {column}: no such column; the rows have {', '.join(names)}{nearest(column, names)}")
     name = column or next((name for name in usual if name in names), None)
     if name is None:
         raise ConfigError(f"{source}: no column looks like a {what} (the rows have: {', '.join(names)}); name one with --{what}-field")
@@ -268,10 +268,10 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
         "[schedule]",
         _line("mode", mode, f"{why}; docs/explanation/schedules.md"),
         _line("prompts_per_step", 32 if inputs.gpus else 4, "groups in an optimizer step"),
-        _line("samples_per_prompt", 8, "completions in a group; more where rewards are seldom"),
+        _line("samples_per_prompt", 8, "completions in a group; use more if rewards are rare"),
         "",
         "[sampling]",
-        _line("max_new_tokens", inputs.completion_room, "what is longer is cut off; costs time in proportion"),
+        _line("max_new_tokens", inputs.completion_room, "longer completions are truncated; time grows with it"),
         _line("temperature", 1.0),
         "",
         "[algorithm]",
@@ -280,7 +280,7 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
 
 
 def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str]:
-    why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not here, or cannot load this model"
+    why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not installed, or cannot load this model"
     lines = [
         "[rollout]",
         _line("engine", engine, why),
@@ -292,7 +292,7 @@ def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str
     lines += [_line("gpus_per_worker", 1 if fitting is None else fitting.rollout.gpus_per_worker)] if inputs.gpus > 1 else []
     if engine != "vllm":
         return lines
-    lines += [_line("kv_cache", "keep", "the cache stays valid under new weights; recompute: prefill all samples in flight again")]
+    lines += [_line("kv_cache", "keep", "keep the KV cache under new weights; recompute: prefill all samples in flight again")]
     if fitting is not None:
         lines += [_line("concurrency", fitting.rollout.concurrency, "samples of maximum length that the cache holds, at most 512")]
     vllm = {"gpu_memory_utilization": UTILIZATION, **({} if fitting is None else fitting.rollout.vllm)}

@@ -120,7 +120,7 @@ class ReplacedText:
         more = f" and {len(self._rows) - SHOWN_ROWS:,} more rows" if len(self._rows) > SHOWN_ROWS else ""
         return (
             f"{', '.join(self._rows[:SHOWN_ROWS])}{more}: {self._characters:,} lone surrogate{'s' if self._characters > 1 else ''} "
-            "(half a character, as text that was cut by bytes has it), replaced by U+FFFD"
+            "(halves of characters, as in text truncated by bytes), replaced by U+FFFD"
         )
 
 
@@ -136,6 +136,6 @@ def endless_warning(config: Config, stop_ids: Sequence[int], renderer: Renderer)
     )
     masked = ', and with algorithm.truncated = "mask" none is trained' if config.algorithm.truncated == "mask" else ""
     return (
-        f"nothing ends a completion: {cause}. Each is cut at sampling.max_new_tokens = {sampling.max_new_tokens}{masked}: "
+        f"no completion can end: {cause}. Each is truncated at sampling.max_new_tokens = {sampling.max_new_tokens}{masked}: "
         "set eos_token_id in generation_config.json, or sampling.stop"
     )

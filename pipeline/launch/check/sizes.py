@@ -60,7 +60,7 @@ def _gpus(config: Config) -> str:
     try:
         return str(place(config, visible_gpus()))
     except ConfigError as error:  # examining a configuration for another machine is no error
-        return f"not on this machine: {error}"
+        return f"the run cannot be placed on this machine: {error}"
 
 
 OPTIMIZER_BYTES = 12
@@ -194,7 +194,7 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Callable[[str, str
         less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
         fewer = "set kafka.keep_steps, " if config.kafka.keep_steps is None and steps * likely.samples > free // 4 else ""
         raise PenstockError(
-            f"the disk would be full after step {full} of {steps}: the run writes about {size(likely.here(steps))}, {size(free)} are free: "
+            f"the disk would be full after step {full} of {steps}: the run writes {size(likely.here(steps))}, but {size(free)} are free; "
             f'{less}{fewer}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
             "or set PENSTOCK_HOME to a larger disk"
         )

@@ -81,7 +81,7 @@ def read(log: Log, run: str) -> RunTimes:
             record.versions[entry.version] = entry.time_ns / 1e9
     record.load_s = _load_times(recorded_run.reader)
     if len(record.steps) < LEAST_STEPS:
-        raise ValueError(f"run {run} has {len(record.steps)} steps; measuring its times needs at least {LEAST_STEPS}")
+        raise ValueError(f"run {run} has {len(record.steps)} steps; estimating its speed needs at least {LEAST_STEPS}")
     return record
 
 

@@ -107,7 +107,7 @@ def parse(text: str) -> LengthDistribution:
         raise ValueError(f"lengths {text!r}: neither a file nor constant:N, uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST]")
     listed = np.array(_numbers(":".join(path.read_text(encoding="utf-8").split()), text))
     if not listed.size or listed.min() < 1:
-        raise ValueError(f"lengths {text!r}: the file needs a length of at least 1 in each line")
+        raise ValueError(f"lengths {text!r}: each line of the file must contain a length of at least 1")
     return LengthDistribution(path.name, lambda random, count: random.choice(listed, count), float(listed.mean()), float(listed.max()))
 
 
@@ -115,7 +115,7 @@ def _numbers(text: str, whole: str) -> list[float]:
     try:
         numbers = [float(word) for word in text.split(":") if word]
     except ValueError:
-        raise ValueError(f"lengths {whole!r}: {text[:40]!r} holds something other than numbers") from None
+        raise ValueError(f"lengths {whole!r}: {text[:40]!r} contains something other than numbers") from None
     if not np.isfinite(numbers).all():
         raise ValueError(f"lengths {whole!r}: a length must be finite")
     return numbers
@@ -158,12 +158,12 @@ def from_speeds(points: Sequence[tuple[int, float]]) -> DecodeTimes:
     """
     ordered = sorted(points)
     if not ordered or any(samples < 1 or not speed > 0 for samples, speed in ordered):
-        raise ValueError("--speed: give at least one SAMPLES:TOKENS_PER_S, both above 0")
+        raise ValueError("--speed: expected at least one SAMPLES:TOKENS_PER_S, both above 0")
     if len({samples for samples, _ in ordered}) < len(ordered):
-        raise ValueError("--speed: a number of samples is given twice; give each number of concurrent samples once")
+        raise ValueError("--speed: a number of concurrent samples is given twice; give each number once")
     times = [samples / speed for samples, speed in ordered]
     if any(later < earlier * 0.999 for earlier, later in itertools.pairwise(times)):
-        raise ValueError("--speed: a decode step gets faster with more concurrent samples; give tokens/s of all samples together")
+        raise ValueError("--speed: a decode step would get faster with more concurrent samples; give the tokens/s of all samples together")
     return DecodeTimes(tuple(float(samples) for samples, _ in ordered), tuple(times))
 
 

@@ -65,13 +65,13 @@ def read_key(file: Path) -> bytes:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot read the run's key: {getattr(error, 'strerror', None) or error}") from error
     if mode not in MODES:
-        raise ConfigError(f"{file} has mode {mode:04o}: a run's key has 0600, 0400 or 0440; chmod 600 it if no other user has read it")
+        raise ConfigError(f"{file} has mode {mode:04o}, a run's key needs 0600, 0400 or 0440; chmod 600 it if no other user has read it")
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
-        raise ConfigError(f"{file} holds no run's key: expected {2 * KEY_BYTES} hexadecimal digits; copy runs/RUN/{KEY_FILE} again")
+        raise ConfigError(f"{file} does not contain a run's key ({2 * KEY_BYTES} hexadecimal digits); copy runs/RUN/{KEY_FILE} again")
     return key
 
 

@@ -95,8 +95,8 @@ def _signed(log: Log, record: RunRecord) -> RunRecord:
         return signed(record, key, revision=1 if last is None else (last.revision or 0) + 1)
     if any(made.mac is not None for made in earlier):
         raise ConfigError(
-            f"run {record.run}: its configuration is changed with its key, which is not on this machine: copy runs/{record.run}/{KEY_FILE} "
-            "of the machine that made the run, or resume it there"
+            f"run {record.run}: changing the configuration needs the run's key, missing on this machine: copy runs/{record.run}/{KEY_FILE} "
+            "from the machine that created the run, or resume the run there"
         )
     return replace(record, revision=None, mac=None)
 
@@ -198,5 +198,5 @@ def _latest(runs: list[RunRecord], *, executes: bool) -> str:
     names = {record.run for record in runs}
     own = [name for name in own_runs() if name in names]
     if not own:
-        raise ConfigError("latest: no run on this broker was made by this user on this machine; give the run's id, see `penstock runs`")
+        raise ConfigError("latest: this user has created no run from this machine on this broker; pass a run id, see `penstock runs`")
     return own[-1]

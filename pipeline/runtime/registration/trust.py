@@ -143,20 +143,20 @@ def require_trusted(registered: Registration, *, trust: Trust, notify: Notify, c
     run = registered.run
     if registered.ignored:
         offsets = ", ".join(map(str, registered.ignored[:5])) + (", …" if len(registered.ignored) > 5 else "")
-        notify(f"{run}.run: records that do not fit the run's key are ignored: {len(registered.ignored)}, at offsets {offsets}")
+        notify(f"{run}.run: ignoring {len(registered.ignored)} records that the run's key did not sign, at offsets {offsets}")
     if code is not None and not code and registered.record is not None and not registered.own:
         return registered.record  # an archive of an earlier release, of which nothing is executed
     record = require_own(registered)
     if registered.keyed and not registered.signed and not trust.code:
-        raise ConfigError(f"run {run}: no record of {run}.run fits the run's key. Inspect and sign it: penstock topics adopt {run}")
+        raise ConfigError(f"run {run}: the run's key has signed no record of {run}.run. Inspect and sign it: penstock topics adopt {run}")
     named: Collection[Named] = ()
     if not registered.signed and not trust.code:
         named = user_code(from_json(record.config)) if code is None else code
     if named:
         notify(as_block(run, named))
         raise ConfigError(
-            f"run {run} names code, and no key on this machine has signed it: copy runs/{run}/{KEY_FILE} of the machine that made the run "
-            "(penstock worker --run-key FILE), or give --trust-code to run what is shown"
+            f"run {run} would execute code that no key on this machine has signed: copy runs/{run}/{KEY_FILE} from the machine that "
+            "created the run (penstock worker --run-key FILE), or pass --trust-code to execute the code shown above"
         )
     return record
 
@@ -168,8 +168,8 @@ def require_own_server(registered: Registration, config: Config, *, trust: Trust
         return
     if uri != os.environ.get("MLFLOW_TRACKING_URI"):
         raise ConfigError(
-            f"run {registered.run}: mlflow.tracking_uri = {without_password(uri)!r}, which no key on this machine has signed, would get "
-            f"{secrets[0]}: set MLFLOW_TRACKING_URI to it if it is yours, unset {secrets[0]}, or give --run-key or --trust-code"
+            f"run {registered.run}: mlflow.tracking_uri = {without_password(uri)!r}, which no key on this machine has signed, would "
+            f"receive {secrets[0]}: set MLFLOW_TRACKING_URI to it if you trust it, unset {secrets[0]}, or pass --run-key or --trust-code"
         )
 
 
@@ -180,8 +180,8 @@ def require_own(registered: Registration) -> RunRecord:
         raise RunNotFound(run)
     if not registered.own:
         raise ConfigError(
-            f"run {run} has no record in {run}.run, and {RUNS_TOPIC} configures nothing: if you made it with an earlier release, "
-            f"`penstock topics adopt {run}` shows what it is and makes its key"
+            f"run {run} has no signed configuration in {run}.run: if you created it with an earlier release, inspect and sign it "
+            f"with `penstock topics adopt {run}`"
         )
     return registered.record
 
@@ -189,7 +189,7 @@ def require_own(registered: Registration) -> RunRecord:
 def as_block(run: str, named: Collection[Named]) -> str:
     """The code that a run names, one line each, with control characters spelled out."""
     width = max((len(key) for key, _ in named), default=0)
-    return "\n".join([f"run {run} names this code:", *(f"  {_visible(key):<{width}}  {_visible(text)}" for key, text in named)])
+    return "\n".join([f"run {run} would execute this code:", *(f"  {_visible(key):<{width}}  {_visible(text)}" for key, text in named)])
 
 
 def _visible(text: str) -> str:
@@ -204,7 +204,7 @@ def shown(log: Log, run: str) -> str | None:
     record, topic = _record(log, run)
     config = from_json(record.config)
     code = user_code(config)
-    text = as_block(run, code) if code else f"run {run} names no code"
+    text = as_block(run, code) if code else f"run {run} executes no user code"
     return f"{text}\nfrom {topic}; model {config.model.path!r}, data {', '.join(map(repr, config.data_sources))}"
 
 
@@ -235,5 +235,5 @@ def _record(log: Log, run: str) -> tuple[RunRecord, str]:
         return registered.record, RUNS_TOPIC
     details = json.loads(ledger_state.opened.details or "{}")
     if not all(isinstance(details.get(name), dict) for name in ("config", "info")):
-        raise ConfigError(f"{run}.ledger: its first entry has no configuration; the run cannot be signed")
+        raise ConfigError(f"the first entry of {run}.ledger has no configuration, so the run cannot be signed")
     return replace(registered.record, config=json.dumps(details["config"]), info=json.dumps(details["info"])), topic_name(run, "ledger")

@@ -66,12 +66,12 @@ class Health:
         silent_s, busy = now_s - turned_s, spent_s - before_s > BUSY_SHARE * (now_s - since_s)
         if silent_s <= TURN_S or now_s - since_s < TURN_S / 2 or busy:
             return None
-        return f"the main loop has not turned for {silent_s:.0f} s, and the process computes nothing"
+        return f"the main loop has not run for {silent_s:.0f} s, and the process uses no CPU time"
 
     def unready(self) -> str | None:
         """Reason why the worker cannot work now; None if it can."""
         if self.stopping.is_set():
-            return "it was asked to stop"
+            return "a stop was requested"
         if self.reporter is None:
             return "waiting for the broker or the run"
         return None if self.over or "startup_s" in self.reporter.values else self.reporter.labels.get("doing", "starting")
@@ -117,7 +117,7 @@ def serve(health: Health, text: str | None = None, *, notify: Callable[[str], No
     try:
         server = make_server(host, port, _application(health), server_class=_Server, handler_class=_Silent)
     except OSError as error:
-        raise ConfigError(f"--health {address}: {error.strerror or error}; take another port") from error
+        raise ConfigError(f"--health {address}: {error.strerror or error}; choose another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
     notify(f"health and metrics at http://{host}:{server.server_port}")
 

@@ -50,7 +50,7 @@ class IpcWeightSender:
         try:
             self._memory.claim()
         except OSError as error:
-            self._notify(f"weights.transport: this machine's workers cannot map the trainer's memory ({error}): they read the log")
+            self._notify(f"weights.transport: workers here cannot map the trainer's memory ({error}); they read weights from the log")
         return ordered
 
     def close(self) -> None:

@@ -129,7 +129,7 @@ def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> Non
     except ValueError as error:
         raise LogError(f"weights of version {manifest.version}: {error}") from error
     if manifest.nbytes != len(copy.data):
-        raise LogError(f"weights of version {manifest.version}: its chunks have {manifest.nbytes} bytes, its tensors {len(copy.data)}")
+        raise LogError(f"weights of version {manifest.version}: the chunks have {manifest.nbytes} bytes, the tensors {len(copy.data)}")
     _collect(manifest, reader, copy.data)
 
 
@@ -211,7 +211,7 @@ class ChunkReader:
                 looked = now
                 self._check_retained(manifest, left)
             if now - last > self.silence_s:
-                raise LogError(f"weights of version {manifest.version}: no chunk came for {self.silence_s:g} s, {len(left)} are missing")
+                raise LogError(f"weights of version {manifest.version}: no chunk arrived for {self.silence_s:g} s, {len(left)} are missing")
             self._check_passed(manifest, left, tail)
 
     def _aim(self, left: Collection[tuple[int, int]]) -> Tail:
@@ -240,11 +240,11 @@ class ChunkReader:
         try:
             chunk = weights.read_chunk(record, run=self.run)[1]
         except Unusable as error:
-            raise LogError(f"{what} is broken: {error}") from error
+            raise LogError(f"{what} is damaged: {error}") from error
         if (chunk.version, chunk.index) != (manifest.version, index):
-            raise LogError(f"{what} is chunk {chunk.index} of version {chunk.version}, expected is chunk {index}")
+            raise LogError(f"{what} contains chunk {chunk.index} of version {chunk.version}, expected chunk {index}")
         if len(chunk.data) != manifest.chunk_sizes[index] or hashlib.sha256(chunk.data).hexdigest() != manifest.chunk_sha256[index]:
-            raise LogError(f"{what} is broken: its bytes are not those that the manifest lists")
+            raise LogError(f"{what} is damaged: its SHA-256 differs from that in the manifest")
         self.nbytes += len(chunk.data)
         return chunk
 

@@ -182,7 +182,9 @@ class WeightPrefetch:
     def _check_same(self, version: int, digest: str) -> None:
         if self._ahead is not None and self._ahead != (version, digest):
             loaded, had = self._ahead
-            raise LogError(f"version {loaded} was loaded before it was published, with digest {had}; version {version} has {digest}")
+            raise LogError(
+                f"version {loaded} was loaded before its publication, with digest {had}, but version {version} was published with {digest}"
+            )
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a version or the end of the run; raises the error of the thread."""
@@ -245,7 +247,7 @@ class WeightPrefetch:
                 self._request_at = time.monotonic() + REQUEST_EVERY_S
                 self._attach(self._memory)
         except OSError as error:
-            self._notify(f"weights cannot be shared with this machine's other workers ({error}): this one reads for itself")
+            self._notify(f"weights cannot be shared with other workers on this machine ({error}): this worker reads its own copy")
             self._leave()
             self._shared, self._copy = False, WeightCopy()
         return not self._shared
@@ -289,11 +291,11 @@ class WeightPrefetch:
             raise
         except LogError as error:
             if self._refused is None or self._refused.version != version:
-                self._notify(f"version {version} cannot be read: {error}; this worker keeps its weights and retries")
+                self._notify(f"weight version {version} cannot be read: {error}; this worker keeps its current weights and retries")
             self._refused, self._retry_at = manifest, time.monotonic() + RETRY_S
             return
         if self._refused is not None:
-            self._notify(f"version {version} was fetched")
+            self._notify(f"weight version {version} was read")
             self._refused = None
 
     def _bring(self, version: int) -> None:

@@ -59,7 +59,7 @@ def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_i
     topic = f"{run_id}.groups"
     groups = {topic: topics_of(run_id, partitions=1)[topic]}
     assert log.create_topics(groups) == []
-    assert found_by_the_doctor(broker) == [("ok", "no setting lets a lost broker take acknowledged records along")]
+    assert found_by_the_doctor(broker) == [("ok", "no broker setting allows acknowledged records to be lost with one broker")]
     monkeypatch.setattr(Admin, "brokers", lambda _: [1, 1, 1])
     monkeypatch.setattr(Admin, "topics", lambda *_: [topic])
     allowed = Copies(replicas=3, in_sync=1, loss_allowed=True)

@@ -132,7 +132,7 @@ def set_unclean(cluster: ThreeBrokers, kind: ConfigResourceType, name: str, valu
 def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_a_run_is_created(
     cluster: ThreeBrokers, log: KafkaLog
 ) -> None:
-    whole = [("ok", "no setting lets a lost broker take acknowledged records along")]
+    whole = [("ok", "no broker setting allows acknowledged records to be lost with one broker")]
     assert found_by_the_doctor(cluster) == whole
     runs, groups = {RUNS_TOPIC: RUNS_SPEC}, {"durable.groups": topics_of("durable", partitions=1)["durable.groups"]}
     assert log.create_topics(groups) == []
@@ -221,7 +221,7 @@ def test_an_end_that_the_cluster_has_lost_is_found_and_written_as_it_was_decided
     assert (found.topic, found.partition, found.offset, found.transactional_id, found.committed) == (topic, 0, 0, writer, commit)
     assert log.end_offsets([(topic, 0)])[topic, 0] == 0
     unblock(log, run, said.append)
-    assert said == [f"{found}; its end is written now"]
+    assert said == [f"{found}; the end marker has now been written"]
     assert values(log, topic) == [b"decided"] * commit
     assert log.hanging([topic], patience_s=0.1) == []
 

@@ -302,10 +302,10 @@ def test_bwrap_where_it_does_not_work_is_a_line_and_auto_does_without(
         (
             "reward",
             {"isolate": "auto", "functions": ["exact_match", "http://judge:8000/x"]},
-            "what http: names is reached over the network",
+            "http needs the network",
         ),
-        ("environment", {"isolate": "bwrap", "source": "openenv:ws://game:80"}, "what openenv: names is reached over the network"),
-        ("environment", {"isolate": "bwrap", "source": "agent:python a.py"}, "what agent: names is reached over the network"),
+        ("environment", {"isolate": "bwrap", "source": "openenv:ws://game:80"}, "openenv needs the network"),
+        ("environment", {"isolate": "bwrap", "source": "agent:python a.py"}, "agent needs the network"),
     ],
 )
 def test_an_isolated_network_needs_bwrap_and_code_that_does_without(section: str, keys: dict[str, Any], words: str) -> None:

@@ -78,7 +78,10 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
     status, text = create(*own, "--if-absent", "--set", "trainer.checkpoint_every=7")
     assert (status, "keeps trainer.checkpoint_every = " in text) == (OK, True), text
     status, text = create(*own, "--if-absent", "--set", "trainer.lr=0.5", "--set", "run.seed=9")
-    assert (status, f"penstock: run '{run_id}' exists and differs: run.seed = 0 (here 9), trainer.lr = " in text) == (USAGE, True), text
+    assert (status, f"penstock: run '{run_id}' already exists with other values: run.seed = 0 (here 9), trainer.lr = " in text) == (
+        USAGE,
+        True,
+    ), text
     rows.write_text(rows.read_text().replace("3+1=", "4+1="))
     status, text = create(*own, "--if-absent")
     assert (status, f"differs: data.source {rows}; choose another --run-id" in text) == (USAGE, True), text

@@ -68,7 +68,7 @@ def test_unseeded_samples_are_asked_of_vllm_alone(file: Path) -> None:
     config = load(file, ["sampling.seeded=false"])
     request = request_of(a_prompt(), [0], config=config, stop_ids=[2])
     assert not request.sampling.seeded and request_of(a_prompt(), [0], config=load(file), stop_ids=[2]).sampling.seeded
-    with pytest.raises(ConfigError, match=r"sampling.seeded: false is for rollout.engine = 'vllm'; 'toy' always seeds each sample"):
+    with pytest.raises(ConfigError, match=r"sampling.seeded: only rollout.engine = 'vllm' supports false; 'toy' always seeds each sample"):
         load(file, ["sampling.seeded=false", "rollout.engine=toy"])
 
 

@@ -38,7 +38,7 @@ def test_a_name_is_resolved_to_a_commit_whose_directory_does_not_change_with_the
 
 @pytest.mark.usefixtures("cache")
 def test_a_model_that_is_neither_in_the_cache_nor_to_be_had_is_one_line() -> None:
-    with pytest.raises(BackendError, match=r"hf:org/other is not in the cache .*hf download org/other"):
+    with pytest.raises(BackendError, match=r"hf:org/other is not in the local cache .*hf download org/other"):
         hub.local_model("hf:org/other")
 
 

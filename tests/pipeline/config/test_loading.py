@@ -16,7 +16,7 @@ BASE = {"run": "steps = 1", "model": 'path = "m"', "data": 'source = "rows.jsonl
         ("model", 'path = "a\\u0000b"', "model.path: embedded null byte"),
         ("model", 'path = "~no_such_user_at_all/m"', "model.path: Could not determine home directory"),
         ("data", 'source = "a/b\\u0000.jsonl"', "data.source: embedded null byte"),
-        ("model", 'path = "' + "x" * 300 + '"', "model.path: x{40}… has 300 bytes, a file's name at most 255"),
+        ("model", 'path = "' + "x" * 300 + '"', "model.path: the file name x{40}… has 300 bytes, limit 255"),
         ("kafka", "security = 7", "kafka.security = 7: is a section"),
         ("kafka", 'security = "x"', "kafka.security = 'x': is a section"),
         ("mlflow", 'tracking_uri = "http://["', "mlflow.tracking_uri = 'http://\\[': Invalid IPv6 URL"),

@@ -45,22 +45,22 @@ def test_a_worker_is_in_the_pool_of_its_number_or_in_the_one_it_asks_for() -> No
     assert pool_of_worker(config, role="rollout", worker="rollout-host-12ab", requested="small") == "small"
     assert pool_of_worker(config, role="scorer", worker="scorer-0", requested=None) is None
     for asked, worker in ((None, "rollout-3"), (None, "rollout-host-12ab"), ("huge", "rollout-0")):
-        with pytest.raises(ConfigError, match=r"^--pool: .*name the one that this worker joins: big, small"):
+        with pytest.raises(ConfigError, match=r"^--pool: .*name the pool of rollout workers that this worker joins: big, small"):
             pool_of_worker(config, role="rollout", worker=worker, requested=asked)
-    with pytest.raises(ConfigError, match=r"^--pool big: only rollout workers are in pools"):
+    with pytest.raises(ConfigError, match=r"^--pool big: only rollout workers of a run with rollout.pools belong to a pool"):
         pool_of_worker(config_with({}, tag_field=None), role="rollout", worker="rollout-0", requested="big")
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"tag_field": None}, "rollout.pools: need data.tag_field"),
-        ({"pools": {}}, "data.tag_field: selects one of rollout.pools"),
-        ({"workers": 2}, "rollout.workers: 2, but rollout.pools have 3 together"),
-        ({"pools": {"a": {"tags": ["x"]}, "b": {"tags": ["x"], "workers": 2}}}, "two of them have the tag 'x'"),
-        ({"pools": {"a": {}, "b": {"workers": 2}}}, "two of them have no tags"),
-        ({"pools": {"a": {"fallback": ["c"]}, "b": {"tags": ["x"], "workers": 2}}}, "rollout.pools.a.fallback: 'c' is no other pool"),
-        ({"pools": {"a": {"fallback": ["a"], "workers": 3}}}, "rollout.pools.a.fallback: 'a' is no other pool"),
+        ({"tag_field": None}, "rollout.pools: set data.tag_field"),
+        ({"pools": {}}, "data.tag_field: the key selects a pool"),
+        ({"workers": 2}, "rollout.workers: 2, but rollout.pools have 3 workers in all"),
+        ({"pools": {"a": {"tags": ["x"]}, "b": {"tags": ["x"], "workers": 2}}}, "two pools have the tag 'x'"),
+        ({"pools": {"a": {}, "b": {"workers": 2}}}, "two pools have no tags"),
+        ({"pools": {"a": {"fallback": ["c"]}, "b": {"tags": ["x"], "workers": 2}}}, "rollout.pools.a.fallback: 'c' is not another pool"),
+        ({"pools": {"a": {"fallback": ["a"], "workers": 3}}}, "rollout.pools.a.fallback: 'a' is not another pool"),
     ],
 )
 def test_a_mistake_is_one_line(changes: dict[str, Any], line: str) -> None:

@@ -29,7 +29,7 @@ def test_any_other_key_is_refused_in_one_line_that_names_the_command_to_change_i
     with pytest.raises(ConfigError) as refused:
         changed(config_of(), ["trainer.threads=2", text], run="demo")
     line = str(refused.value)
-    assert line.startswith(f"--set {text.partition('=')[0]}: demo keeps the value that it was created with; ")
+    assert line.startswith(f"--set {text.partition('=')[0]}: demo must keep the value that it was created with; ")
     assert f"penstock fork demo --set trainer.threads=2 --set {text} --start" in line and "\n" not in line
 
 
@@ -40,8 +40,8 @@ def test_any_other_key_is_refused_in_one_line_that_names_the_command_to_change_i
         ("trainer.initial_steps=4", "so does a fork, which sets trainer.initial_steps itself"),
         ("run.epochs=2", "a fork has a number of steps instead: penstock fork demo --set run.steps=N --start"),
         ("trainer.dtype=bfloat16", "penstock fork demo --from-step 0 --set trainer.threads=2 --set trainer.dtype=bfloat16 --start"),
-        ("trainer.lora_rank=4", "the optimizer's state was written under this trainer.lora_rank, so only a fork from the beginning"),
-        ("trainer.backend=deepspeed", "only a fork from the beginning can change it"),
+        ("trainer.lora_rank=4", "the optimizer state depends on trainer.lora_rank, so only a fork from step 0"),
+        ("trainer.backend=deepspeed", "only a fork from step 0 can change it"),
         ("run.steps=9", "run.steps counts the fork's own steps"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_key_that_does_not_exist_is_named_with_the_nearest(text: str) -> None:
 
 def test_workers_may_change_as_far_as_the_partitions_reach() -> None:
     assert changed(config_of(), ["rollout.workers=1"], run="demo").rollout.workers == 1
-    with pytest.raises(ConfigError, match="the run has 8 partitions, made for at most 2 rollout workers"):
+    with pytest.raises(ConfigError, match="the run has 8 partitions, enough for at most 2 rollout workers"):
         changed(config_of(), ["rollout.workers=9"], run="demo")
 
 

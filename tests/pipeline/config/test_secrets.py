@@ -99,7 +99,7 @@ HELD = [
 def test_a_secret_in_a_configuration_is_refused_with_its_key_and_is_not_quoted(section: str, name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_secrets({section: {name: value}})
-    assert str(caught.value).startswith(f"{section}.{name}: holds a password or token, which the log would keep; ")
+    assert str(caught.value).startswith(f"{section}.{name}: the value contains a password or token, which the log would record; ")
     assert "hush" not in str(caught.value)
     assert "\n" not in str(caught.value)
 

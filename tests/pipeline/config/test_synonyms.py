@@ -33,7 +33,7 @@ def test_every_key_that_a_synonym_leads_to_exists(ours: str) -> None:
         ("trainer", "use_peft", "did you mean 'trainer.lora_rank'?"),
         ("trainer", "report_to", "did you mean 'wandb.enabled'?"),
         ("rollout", "tensor_parallel", "did you mean 'rollout.vllm.tensor_parallel_size'?"),
-        ("run", "push_to_hub", "there is nothing of the kind, see docs/reference/configuration.md"),
+        ("run", "push_to_hub", "no such key, see docs/reference/configuration.md"),
         ("algorithm", "foo", "unknown key; see docs/reference/configuration.md"),
     ],
 )
@@ -46,6 +46,9 @@ def test_an_unknown_value_is_answered_by_its_meaning() -> None:
 
 
 def test_a_list_and_a_section_are_asked_for_in_the_words_of_toml() -> None:
-    assert answer("reward", "functions", "rew.py:f") == "reward.functions = 'rew.py:f': is a list; write reward.functions = [\"rew.py:f\"]"
-    with pytest.raises(ConfigError, match=r"model = 'x': is a section; write \[model\] and its keys below it"):
+    assert (
+        answer("reward", "functions", "rew.py:f")
+        == "reward.functions = 'rew.py:f': a list is expected; write reward.functions = [\"rew.py:f\"]"
+    )
+    with pytest.raises(ConfigError, match=r"model = 'x': model is a section; write \[model\] with its keys below it"):
         from_table({**LEAST, "model": "x"})

@@ -72,7 +72,7 @@ def test_logs_show_the_last_lines_of_a_role_and_name_what_there_is(capsys: pytes
 def test_looking_starts_no_broker(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["runs"], ["status", "latest"], ["report", "latest"], ["sql", "latest", "select 1"], ["runs", "rm", "one"]):
         assert cli.main(command) == FAILED
-        assert capsys.readouterr().err.endswith("the broker of this machine does not run; start it: `penstock broker start`\n")
+        assert capsys.readouterr().err.endswith("the broker of this machine is not running; start it with `penstock broker start`\n")
     assert not (home / "broker" / "data").exists()
 
 

@@ -42,7 +42,7 @@ def test_a_broker_that_gets_sigterm_with_its_workers_serves_until_they_have_left
             for process in (*psutil.Process(broker.pid).children(recursive=True), broker):  # as Slurm does
                 os.kill(process.pid, signal.SIGTERM)
             assert broker.stderr is not None
-            assert any("stop requested: waits until no client is connected, 300 s at most" in line for line in broker.stderr)
+            assert any("stop requested: waiting until no client is connected, at most 300 s" in line for line in broker.stderr)
         assert write(worker, topic, [b"last words"]) == [0]
         if end == "second signal":
             broker.send_signal(signal.SIGTERM)

@@ -69,7 +69,7 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tm
     records, problem = found(configured(project(tmp_path)))
     assert problem is None
     assert records["data"].startswith("50 rows")
-    assert records["reward"] == "of the first 2 rows' own answers: 1, 1"
+    assert records["reward"] == "of the reference answers of 2 rows: 1, 1"
 
 
 def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_for(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
     [
         ({"data": {"prompt_field": "prompt"}}, "no field 'prompt'"),
         ({"reward": {"functions": ["rew.py:wrong"]}}, "there is no file"),
-        ({"trainer": {"device": "cuda"}}, "no GPU is visible here"),
+        ({"trainer": {"device": "cuda"}}, "no GPU is visible on this machine"),
         ({"trainer": {"gpus": 1}}, "1 GPUs are required"),
-        ({"sampling": {"max_new_tokens": 4000}}, "the model's context is 512 tokens"),
+        ({"sampling": {"max_new_tokens": 4000}}, "exceeds the model's context of 512 tokens"),
         ({"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}}, "is hf:HuggingFaceTB/SmolLM2-135M-Instruct;"),
     ],
     ids=["column", "reward file", "device", "GPUs", "context", "hub name"],
@@ -170,7 +170,7 @@ def test_a_model_that_is_no_causal_language_model_is_refused_by_its_configuratio
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}), encoding="utf-8")
     problem = found(configured(tmp_path))[1]
     assert (problem is None) == (kind is None), problem
-    assert kind is None or f"is {kind}, no causal language model; take one whose architectures" in (problem or "")
+    assert kind is None or f"is {kind}, no causal language model; use a model whose architectures" in (problem or "")
 
 
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "awq", "bits": 4}}), encoding="utf-8"
     )
-    assert "is quantised (awq), so that it cannot be trained" in (found(configured(tmp_path))[1] or "")
+    assert "is quantised (awq) and cannot be trained" in (found(configured(tmp_path))[1] or "")
 
 
 def with_weights(folder: Path, shape: tuple[int, ...], *, there: int | None = None) -> None:
@@ -346,7 +346,7 @@ def test_init_prints_a_configuration_and_nothing_else_on_stdout(
     monkeypatch.chdir(project(tmp_path))
     assert cli.main(["init", "--model", "model", "--data", "rows.jsonl", "--reward", "rew.py:right"]) == OK
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[0].endswith("measuring prompts and references of 50 rows with the model's tokenizer")
+    assert captured.err.splitlines()[0].endswith("measuring the lengths of prompts and answers of 50 rows with the model's tokenizer")
     (tmp_path / "my.toml").write_text(captured.out, encoding="utf-8")
     assert load(tmp_path / "my.toml").data.source == str(tmp_path / "rows.jsonl")
 
@@ -414,7 +414,7 @@ def refused(answers: list[str], reward: Callable[[str, str], float]) -> str | No
 def test_a_reward_that_prefers_wrong_answers_is_refused_with_both_rewards(reward: Callable[[str, str], float]) -> None:
     line = str(refused(["4", "4", "7"], reward))
     assert line.startswith(
-        "reward.functions: a wrong answer earns more than the right one: for rows.jsonl line 1 its own answer has the reward "
+        "reward.functions: a wrong answer earns more than the right one: for rows.jsonl line 1 the right answer has the reward "
     )
     assert "the answer of rows.jsonl line 3" in line and "\n" not in line
 

@@ -127,7 +127,7 @@ def test_init_writes_what_fits_or_refuses_in_one_line_and_plan_compares_the_same
 ) -> None:
     row, memory, model = CELLS[name, gpus, "x", gib], (int(gib) * GIB,) * int(gpus), sparse_model(tmp_path / "model", name)
     if " needs " in row:
-        refusal = f"^{re.escape(row)} .*, and no setting needs less: take a smaller model, or GPUs with more memory$"
+        refusal = f"^{re.escape(row)} .*, and no setting needs less: use a smaller model, or GPUs with more memory$"
         with pytest.raises(ConfigError, match=refusal):
             proposal(name, gpus=int(gpus), gib=int(gib))
         if gpus != "1":

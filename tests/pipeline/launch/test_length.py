@@ -37,7 +37,7 @@ def test_a_warm_up_up_to_the_last_step_is_as_it_was_set(warmup: int) -> None:
 
 @pytest.mark.parametrize(("epochs", "rows", "prompts"), [(1.0, 3, 8), (2.0, 3, 8), (0.5, 8, 8), (1.0, 1, 2), (0.01, 100, 4)])
 def test_epochs_that_are_shorter_than_a_step_are_refused(epochs: float, rows: int, prompts: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^run\.epochs = {epochs:g}: of {rows} rows .* fewer than one step takes; "):
+    with pytest.raises(ConfigError, match=rf"^run\.epochs = {epochs:g}: of {rows} rows .* fewer than one step needs; "):
         said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
 
 
@@ -51,7 +51,7 @@ def test_epochs_without_a_single_prompt_are_to_be_raised() -> None:
 )
 def test_prompts_of_the_epochs_that_fill_no_step_are_said(epochs: float, rows: int, prompts: int, rest: int) -> None:
     lines = said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
-    assert [f"the last {rest} are no step and not trained" in line for line in lines] == [True] * (rest > 0)
+    assert [f"the last {rest} are not trained on" in line for line in lines] == [True] * (rest > 0)
 
 
 @pytest.mark.parametrize(("run", "rows", "prompts"), [({"steps": 2}, 1, 2), ({"steps": 2}, 3, 8), ({"epochs": 10.0}, 3, 8)])
@@ -80,7 +80,7 @@ def test_evaluation_is_switched_off_by_an_empty_override(tmp_path: Path, overrid
 
 @pytest.mark.parametrize("source", ["", [], [""], ["d.jsonl", ""]])
 def test_an_empty_source_of_prompts_is_refused_by_its_key(source: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.source: is empty"):
+    with pytest.raises(ConfigError, match=r"^data\.source: empty value"):
         config_of(data={"source": source})
 
 

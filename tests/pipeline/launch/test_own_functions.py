@@ -74,12 +74,12 @@ def test_functions_that_work_pass_the_trial(mine: Path, settings: dict[str, Any]
     ("algorithm", "said"),
     [
         ({"loss": "total"}, "algorithm.loss: .*:total returned a Tensor, expected \\(loss sum, statistics\\)"),
-        ({"loss": "by_token"}, "returned no loss to differentiate: expected the sum over the trained tokens"),
-        ({"loss": "cut_off"}, "returned no loss to differentiate"),
-        ({"loss": "everywhere"}, "has a gradient outside of batch.completion_mask"),
+        ({"loss": "by_token"}, "returned a loss without a gradient: expected the sum over the trained tokens"),
+        ({"loss": "cut_off"}, "returned a loss without a gradient"),
+        ({"loss": "everywhere"}, "returned a loss with a gradient for prompt or padding tokens"),
         ({"loss": "not_finite"}, "missing or not finite"),
         ({"loss": "told_tensors"}, "expected a dict of name to number"),
-        ({"loss": "strict"}, "fails on synthetic samples: TypeError: strict\\(\\) got an unexpected keyword argument"),
+        ({"loss": "strict"}, "raises an error on synthetic samples: TypeError: strict\\(\\) got an unexpected keyword argument"),
         ({"loss": "plian"}, "has no function 'plian'; did you mean 'plain'"),
         ({"advantage": "ranks?by=2"}, "algorithm.advantage: .*unexpected keyword argument 'by'"),
         ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
@@ -96,7 +96,7 @@ def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mi
     ("algorithm", "said"),
     [
         ({"loss": "not_finite", "aggregate": "token_mean"}, "algorithm.loss: .*:not_finite gave the loss .* missing or not finite"),
-        ({"loss": "strict", "aggregate": "token_mean"}, "algorithm.loss: .*:strict fails on synthetic samples: TypeError: "),
+        ({"loss": "strict", "aggregate": "token_mean"}, "algorithm.loss: .*:strict raises an error on synthetic samples: TypeError: "),
         ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
     ],
 )
@@ -131,14 +131,12 @@ def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_r
 def test_groups_of_one_sample_need_an_advantage_that_is_not_relative_to_the_group(mine: Path) -> None:
     table = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "/d.jsonl"}, "schedule": {"samples_per_prompt": 1}}
     check_user_functions(from_table({**table, "algorithm": {"advantage": f"{mine}:ranks"}}))
-    with pytest.raises(ConfigError, match="1 leaves every group advantage at zero; use at least 2, or an "):
+    with pytest.raises(ConfigError, match="1 leaves every group advantage at zero; use at least 2, or a custom "):
         from_table(table)
 
 
 def test_an_own_loss_has_to_say_what_it_is_divided_by_unless_an_older_record_does_not(mine: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithm.aggregate: is required with an own loss, .*'token_mean' by the step's trained tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"algorithm.aggregate: a custom loss needs it, .*'token_mean' by the step's trained tokens"):
         config_of(loss=f"{mine}:plain")
     text = to_json(config_of(loss=f"{mine}:plain", aggregate="token_mean"))
     older = from_json(text.replace('"defaults":2,', "").replace('"aggregate":"token_mean"', '"aggregate":null'))

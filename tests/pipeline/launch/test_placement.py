@@ -46,7 +46,7 @@ def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_
     with pytest.raises(ConfigError, match=r"or set launch.placement = 'colocated' and trainer.backend = 'torch': .* time-share") as caught:
         place(load(EXAMPLE, gpus=1), ["4"])
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"'deepspeed' does not free it; set trainer\.backend = 'torch'"):
+    with pytest.raises(ConfigError, match=r"which 'deepspeed' does not; set trainer\.backend = 'torch'"):
         load(EXAMPLE, ["launch.placement=colocated"], gpus=1)
     shared = place(load(EXAMPLE, ["launch.placement=colocated", "trainer.backend=torch"], gpus=1), ["4"])
     assert str(shared) == "trainer, rollout-0: GPU 4, time-shared; the other workers: none"
@@ -58,7 +58,7 @@ def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_
 def test_a_device_is_shared_by_two_on_a_cpu_too_and_by_no_more() -> None:
     config = config_of(rollout={"workers": 1}, placement="colocated")
     assert str(place(config, [])) == "trainer and rollout worker time-share the CPU" and place(config, []).environment("trainer") == {}
-    with pytest.raises(ConfigError, match=r"rollout.gpus_per_worker: 2, but launch.placement = 'colocated' is for one GPU"):
+    with pytest.raises(ConfigError, match=r"rollout.gpus_per_worker: 2, but launch.placement = 'colocated' shares a single GPU"):
         place(config_of(rollout={"workers": 1, "gpus_per_worker": 2}, placement="colocated"), ["0", "1"])
     for trainer, rollout, evaluated, said in (
         ({}, {"workers": 2}, False, "set rollout.workers = 1, not 2"),

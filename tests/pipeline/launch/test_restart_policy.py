@@ -129,5 +129,5 @@ def test_only_who_neither_reports_nor_computes_is_hung(silent_s: float, share: f
 
 def test_a_death_is_told_by_the_signals_name():
     assert how(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert how(1) == "ended with status 1"
+    assert how(1) == "exited with status 1"
     assert how(-64) in ("was killed by SIGRTMAX", "was killed by signal 64")

@@ -188,7 +188,7 @@ UNENDED = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
         (UNENDED, True, [], "the chat template writes none of the model's end tokens (ids 257) after a completion"),
         (UNENDED, True, ["\n"], None),
         (ENDS, False, [], "config.json, generation_config.json and the tokenizer name no eos token"),
-        (None, False, [], 'cut at sampling.max_new_tokens = 8, and with algorithm.truncated = "mask" none is trained'),
+        (None, False, [], 'truncated at sampling.max_new_tokens = 8, and with algorithm.truncated = "mask" none is trained'),
         (None, False, ["\n"], None),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_killed_worker_is_replaced_at_once_and_the_list_and_the_log_say_so(tmp
         until(lambda: tend(worker_set) or pids(tmp_path) != before)
         after = pids(tmp_path)
         assert {name for name in before if before[name] != after[name]} == {"scorer-0"}
-        assert said == ["scorer-0 was killed by SIGKILL and is started again (start 2)"]
+        assert said == ["scorer-0 was killed by SIGKILL and is restarted (start 2)"]
         log = (tmp_path / "logs" / "scorer-0.log").read_text()
         assert "scorer-0: start 1\n" in log
         assert "scorer-0: start 2, scorer-0 was killed by SIGKILL before\n" in log
@@ -115,10 +115,10 @@ def test_a_worker_that_fails_again_and_again_is_given_up_with_the_last_words_of_
     said: list[str] = []
     with working(worker_set_of(tmp_path, said=said, programs={"feeder": FAILING}, max_restarts=2)) as worker_set:
         failure = until(lambda: tend(worker_set))
-        assert "feeder ended with status 1 (3 times in a row, run.max_restarts = 2)" in failure.line
+        assert "feeder exited with status 1 (3 times in a row, run.max_restarts = 2)" in failure.line
         assert str(tmp_path / "logs" / "feeder.log") in failure.line
         assert failure.last_words == "  | the reason"
-        assert said == [f"feeder ended with status 1 and is started again (start {start}): the reason" for start in (2, 3)]
+        assert said == [f"feeder exited with status 1 and is restarted (start {start}): the reason" for start in (2, 3)]
         assert len(pids(tmp_path)) == 5
 
 
@@ -151,7 +151,7 @@ def test_who_leaves_too_early_is_missed_and_who_leaves_a_closed_run_is_not(tmp_p
         assert tend(worker_set) is None
         missed = tend(worker_set, later_s=11.0)
         assert missed is not None
-        assert "scorer-0 exited although the run is not over" in missed.line
+        assert "scorer-0 exited although the run is not finished" in missed.line
 
 
 @pytest.mark.parametrize("name", ["tracker", "rollout-0"])
@@ -243,7 +243,7 @@ def test_a_stopped_process_that_was_ready_is_killed_after_two_stalls_and_a_silen
         until(lambda: worker_named(worker_set, "scorer-0").status == -signal.SIGKILL)
         until(lambda: looked() and time.monotonic() - began > 1.5)
         assert worker_named(worker_set, "trainer").status is None
-        assert all("scorer-0 has reported nothing" in line for line in said)
+        assert all("scorer-0 has sent no report" in line for line in said)
 
 
 def test_who_does_not_end_when_asked_is_killed(tmp_path: Path):
@@ -285,7 +285,7 @@ def test_a_run_has_one_launcher_and_a_killed_one_makes_room(tmp_path: Path):
     with child([sys.executable, "-c", ATTENDED, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"in\n"
-        with pytest.raises(PenstockError, match=f"run r is attended already, by process {other.pid}"), run_lock.attending(tmp_path, "r"):
+        with pytest.raises(PenstockError, match=f"run r already has a launcher, process {other.pid}"), run_lock.attending(tmp_path, "r"):
             pass
     with run_lock.attending(tmp_path, "r"):
         pass

@@ -52,7 +52,7 @@ def test_a_worker_is_ready_once_it_has_said_so_and_until_it_is_asked_to_stop(hea
     health.reporter.values["startup_s"] = 3.0
     assert asked(f"{url}/readyz") == (200, "ok\n")
     health.stopping.set()
-    assert asked(f"{url}/readyz") == (503, "it was asked to stop\n")
+    assert asked(f"{url}/readyz") == (503, "a stop was requested\n")
     assert asked(f"{url}/what")[0] == 404
 
 
@@ -155,7 +155,7 @@ def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_
         with pytest.raises(ConfigError, match=r"--health .*: expected PORT or HOST:PORT"):
             address_of(text)
     monkeypatch.setenv(HEALTH, url.rpartition(":")[2])
-    with pytest.raises(ConfigError, match="Address already in use; take another port"):
+    with pytest.raises(ConfigError, match="Address already in use; choose another port"):
         serve(health)
 
 

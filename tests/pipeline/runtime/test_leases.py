@@ -37,7 +37,7 @@ def entry(value: bytes) -> list[Outgoing]:
 def test_a_place_whose_owner_is_alive_is_not_taken(log: MemoryLog) -> None:
     owner = lease_of(log)
     writer = owner.acquire()
-    with pytest.raises(Fenced, match="trainer of run places is at work already"):
+    with pytest.raises(Fenced, match="trainer of run places is already running"):
         lease_of(log, watch_s=300.0).acquire()
     writer.commit(entry(b"1"))
     lease_of(log, writer="feeder").acquire()
@@ -116,7 +116,7 @@ def test_of_two_launchers_that_found_the_place_free_the_one_that_claims_first_ha
 ) -> None:
     first, second = (lease_of(log, writer="launcher", first_wins=True) for _ in range(2))
     let_it_claim(first, log, monkeypatch)
-    with pytest.raises(Fenced, match="launcher of run places is at work already"):
+    with pytest.raises(Fenced, match="launcher of run places is already running"):
         second.acquire()
     first.release()
 

@@ -41,7 +41,7 @@ def test_a_record_that_killed_three_times_is_refused_by_the_fourth_process_and_b
         killed_while_reading(path, OTHER, RECORD)
     for _ in range(2):
         attempts = Attempts(path)
-        with pytest.raises(Unusable, match="3 processes of this name ended") as error:
+        with pytest.raises(Unusable, match="3 processes of this worker crashed") as error:
             read(attempts, RECORD)
         assert error.value.kind == "poison"
         read(attempts, OTHER)

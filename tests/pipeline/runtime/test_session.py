@@ -43,7 +43,7 @@ def test_what_a_worker_does_is_printed_now_and_then_where_it_has_changed(
 
 
 @pytest.mark.parametrize(
-    ("finishing", "text"), [(None, "finishes its current work: loading"), (lambda: "hands 3 groups back", "hands 3 groups back")]
+    ("finishing", "text"), [(None, "finishes the current work: loading"), (lambda: "hands 3 groups back", "hands 3 groups back")]
 )
 def test_a_worker_that_is_asked_to_stop_says_what_it_still_finishes(finishing, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = log_with()

@@ -47,5 +47,5 @@ def test_a_worker_ends_with_1_without_a_broker_in_time_and_with_2_before_it_conn
         started("--wait-broker", "600", "--health", str(taken.getsockname()[1])) as second,
     ):
         assert "no broker was reachable within 0.1 s (--wait-broker): cannot reach" in late.communicate(timeout=100.0)[1]
-        assert "take another port" in second.communicate(timeout=100.0)[1]
+        assert "choose another port" in second.communicate(timeout=100.0)[1]
     assert (late.returncode, second.returncode) == (1, 2)

@@ -192,5 +192,5 @@ def test_silence_is_limited_and_not_how_long_a_reading_takes() -> None:
     patient: Any = Tail([few] * 20)
     assert len(list(drain(patient, {("t", 0): 20}, silence_s=1.0))) == 20
     silent: Any = Tail([0, few + 1])
-    with pytest.raises(LogError, match="no record for 1 s, but these partitions are not read to their ends: t/0"):
+    with pytest.raises(LogError, match="no record arrived for 1 s, but these partitions were not read to their end: t/0"):
         list(drain(silent, {("t", 0): 2}, silence_s=1.0))

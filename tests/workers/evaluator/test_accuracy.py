@@ -63,5 +63,5 @@ def test_an_evaluation_has_the_runs_functions_and_their_best_reward_as_threshold
 def test_several_sources_are_told_apart_by_name() -> None:
     assert config_of(source="a.jsonl").eval_sources == ["a.jsonl"]
     assert config_of(source=["a.jsonl", "tiny:successor"]).eval_sources == ["a.jsonl", "tiny:successor"]
-    with pytest.raises(ConfigError, match=r"eval\.source: two sources would both be called 'a'"):
+    with pytest.raises(ConfigError, match=r"eval\.source: two sources have the same name 'a'"):
         config_of(source=["x/a.jsonl", "y/a.jsonl"])

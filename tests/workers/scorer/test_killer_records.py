@@ -109,7 +109,7 @@ def judge(report: Any, found: list[DeadLetter], *, plain: Callable[[], Any], ski
         assert report["weights"]["digest"] == plain()["weights"]["digest"]
         return
     assert sorted((letter.topic.rpartition(".")[2], letter.kind) for letter in found) == [(topic, "poison") for topic in sorted(skipped)]
-    assert all("3 processes of this name ended" in letter.reason for letter in found)
+    assert all("3 processes of this worker crashed" in letter.reason for letter in found)
     assert report["groups"]["stale"] == 1
     assert report["groups"]["trained"] == 16
 

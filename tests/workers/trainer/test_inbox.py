@@ -110,7 +110,7 @@ def test_a_group_that_is_too_old_is_left_to_its_caller_to_record_and_its_payload
 def test_a_group_whose_payload_must_not_be_decoded_is_refused_once(*, settled: bool) -> None:
     @contextmanager
     def deadly(_: Record) -> Iterator[None]:
-        raise Unusable("3 processes of this name ended while they decoded it", kind="poison")
+        raise Unusable("3 processes of this worker crashed while decoding the record", kind="poison")
         yield
 
     inbox, parts = Inbox(decoding=deadly), records_of(1)

@@ -38,7 +38,7 @@ def test_of_two_trainers_in_containers_one_goes_on_and_the_other_ends_for_good(
         second = contained(command)
         said, _ = second.communicate(timeout=LIMIT_S)
         assert second.returncode == 2, said
-        assert "is at work already" in said.splitlines()[-1]
+        assert "is already running" in said.splitlines()[-1]
         assert first.poll() is None
 
         signalled(first, signal.SIGSTOP)  # its machine is cut off: a third one takes its place

@@ -109,7 +109,7 @@ def test_the_register_configures_nothing_and_only_a_run_that_exists_is_refused_f
     append(log, RUNS_TOPIC, CODE)
     refused = tried(log, Trust(code=True)) or ""
     assert "penstock topics adopt" in refused
-    assert "penstock.runs configures nothing" in refused
+    assert "has no signed configuration" in refused
     log.delete_topics([topic_name(RUN, name) for name in ("run", "ledger")])
     stop = threading.Event()
     threading.Timer(0.05, stop.set).start()  # a run that is only in the register is waited for
@@ -123,7 +123,7 @@ def test_a_run_of_an_earlier_release_is_adopted_as_its_ledger_says_it_is() -> No
     append(log, RUNS_TOPIC, CODE)
     text = shown(log, RUN)
     assert text is not None
-    assert "names no code" in text
+    assert "executes no user code" in text
     assert f"from {RUN}.ledger" in text
     adopt_run(log, RUN)
     found = registration(log, RUN)
@@ -157,7 +157,7 @@ def test_scoring_again_loads_what_the_record_names_only_when_it_is_trusted() -> 
     said: list[str] = []
     with pytest.raises(ConfigError, match="--trust-code"):
         score_run(log, RUN, RescoreRequest(), notify=said.append)
-    assert [line.startswith(f"run {RUN} names this code") for line in said] == [True]
+    assert [line.startswith(f"run {RUN} would execute this code") for line in said] == [True]
     for request in (
         RescoreRequest(functions=["exact_match"]),
         RescoreRequest(overrides=['reward.functions=["exact_match"]']),
@@ -194,7 +194,7 @@ def test_latest_is_this_users_newest_run_whatever_date_others_register() -> None
     log, now_ns = log_with([]), time.time_ns()
     for run, created_ns in (("mine-1", 5), ("theirs", now_ns), ("mine-2", 4), ("mallory", now_ns + 10**18)):
         registered(log, run, created_ns)
-    with pytest.raises(ConfigError, match="give the run's id"):
+    with pytest.raises(ConfigError, match="pass a run id"):
         resolve(log, "latest", executes=True)
     assert resolve(log, "latest") == "theirs"
     for number, run in enumerate(("mine-1", "mine-2", "elsewhere")):

@@ -131,7 +131,7 @@ def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_ver
     wrong = Chunk(version=2, index=0, data=bytes(data))
     value = weights.encode_chunk(wrong)
     trainer.log.replace(replace(record, value=value, headers=weights.chunk_headers(wrong, run=RUN).encode(value)))  # type: ignore[attr-defined]
-    with pytest.raises(LogError, match="is broken: its bytes are not those that the manifest lists"):
+    with pytest.raises(LogError, match="is damaged: its SHA-256 differs from that in the manifest"):
         bring(copy, trainer.log, trainer.manifests, 2, run=RUN, below=below)
     assert copy.holds(1, trainer.manifests[1].digest)
     listed = trainer.manifests | {2: replace(sound, chunk_sha256=(hashlib.sha256(wrong.data).hexdigest(),))}

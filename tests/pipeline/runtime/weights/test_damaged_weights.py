@@ -208,7 +208,7 @@ def test_a_version_may_take_any_time_as_long_as_chunks_come(published: Published
     monkeypatch.setattr(read, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(published.log, "tail", lambda starts, **_: SlowTail(follow(starts), clock, poll_s=poll_s, silent=silent))
     if silent:
-        with pytest.raises(LogError, match="weights of version 1: no chunk came for 60 s, 4 are missing"):
+        with pytest.raises(LogError, match="weights of version 1: no chunk arrived for 60 s, 4 are missing"):
             bring(WeightCopy(), published.log, published.manifests, ANCHOR, run=RUN)
         return
     copy = WeightCopy()
