@@ -61,7 +61,7 @@ RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": 
 
 
 def is_run_id(run: str) -> bool:
-    """True for a text that can be a topic prefix and a folder name, and is no option or keyword of a command."""
+    """True for a text that can be a topic prefix and a folder name, and that no command reads as an option or keyword."""
     return _RUN_ID.fullmatch(run) is not None
 
 
@@ -96,7 +96,7 @@ def control_topic(run: str, role: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """True if a topic of a cluster belongs to a run or to all of them.
+    """True if a topic of the cluster belongs to Penstock: to one run, or to all runs.
 
     Example:
         is_ours("demo-1.groups")  # -> True
@@ -120,7 +120,7 @@ def topics_of(
     sample_segment_bytes: int | None = None,
     turns: bool = False,
 ) -> dict[str, TopicSpec]:
-    """A run's topics by Kafka name, in a fixed order.
+    """All topics of a run by Kafka name, in a fixed order.
 
     `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group has the same partition number in
     all; their segments have `sample_segment_bytes`, if None the broker's default. `weights` has one partition for manifests, one for

@@ -62,12 +62,12 @@ class DeadLetter:
 
     @property
     def record_id(self) -> RecordId:
-        """The refused record."""
+        """Identity of the unusable record in the log."""
         return RecordId(self.topic, self.partition, self.offset)
 
 
 def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns: int) -> DeadLetter:
-    """The dead letter about a record."""
+    """Make the dead letter about a record."""
     return DeadLetter(
         topic=record.topic,
         partition=record.partition,
@@ -84,7 +84,7 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
 
 
 def to_record(dead_letter: DeadLetter) -> Record:
-    """The refused record, unchanged."""
+    """Return the unusable record as it was, from its dead letter."""
     return Record(
         topic=dead_letter.topic,
         partition=dead_letter.partition,
@@ -97,7 +97,7 @@ def to_record(dead_letter: DeadLetter) -> Record:
 
 
 def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worker: str, time_ns: int) -> DeadLetter:
-    """The dead letter about an offset range that cannot be read."""
+    """Make the dead letter about an offset range that cannot be read."""
     return DeadLetter(
         topic=topic,
         partition=partition,
@@ -133,7 +133,7 @@ def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, i
 
 
 def claimed_group(dead_letter: DeadLetter) -> int | None:
-    """The group that the refused record names in its header, else in its key; None if it names none."""
+    """The group number in the unusable record's header, else in its key; None if neither has one."""
     if dead_letter.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
         return None  # keys of other topics are no group numbers
     claim = (dict(dead_letter.headers).get("group") or dead_letter.key or b"").decode("ascii", "replace")

@@ -65,6 +65,7 @@ CODEC = Codec(
 
 
 def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
+    """The codec of a group record without the nullable columns that no sample uses: reward times, sampling support, reward notes."""
     omitted = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
     sample = pa.struct([
         column("reward", pa.float64()) if field.name == "reward" and not noted else field
@@ -90,7 +91,7 @@ _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSample:
-    """One sample and its rewards."""
+    """One sample with its rewards, total and by function."""
 
     rollout: Rollout
     completion: str
@@ -233,7 +234,7 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def lacks_rewards(samples: int | None, no_reward: int | None) -> bool:
-    """True if a group has samples without a reward and fewer than two with one: its mean reward is no measure of its prompt."""
+    """True if a group has samples without a reward and fewer than two with one, so that its mean reward says nothing about the prompt."""
     return bool(no_reward) and (samples or 0) - (no_reward or 0) < 2
 
 
@@ -284,13 +285,13 @@ def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Grou
 
 
 class GroupAssembler:
-    """Collects the parts of an outcome, which one transaction wrote: they share its digest and follow each other."""
+    """Collects the parts of a group, which one transaction wrote: they share a digest and follow each other in the log."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int | None, str | None], list[Record]] = {}
 
     def add(self, record: Record, headers: Headers) -> list[Record] | None:
-        """All parts in order once the last is added; `headers` comes from `check`. Raises `Unusable` for a part out of order."""
+        """Add a part; with the last one returns all parts in order, else None. `headers`: from `check`. Raises `Unusable` for a gap."""
         outcome = headers.group, headers.sha256
         parts = self._parts.get(outcome, [])
         if headers.part != len(parts):
@@ -299,12 +300,12 @@ class GroupAssembler:
         return self._parts.pop(outcome) if len(parts) + 1 == headers.parts else None
 
     def held(self) -> Iterator[Record]:
-        """First parts of outcomes that still lack other parts."""
+        """First parts of groups whose other parts are still missing."""
         return (parts[0] for parts in self._parts.values())
 
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Range of samples of each part; sizes are upper bounds, at four bytes a character."""
+    """The range of samples in each part; sizes are upper bounds, at four bytes a character."""
     fixed = _FIXED_BYTES + 4 * (
         len(group.prompt) + len(group.columns) + len(group.reason or "") + len(group.metrics or "") + sum(map(len, group.reward_names))
     )
@@ -321,6 +322,7 @@ def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _encode(group: Group, *, part: int, parts: int) -> bytes:
+    """Encode some samples of a group as one part. Raises `ValueError` for a sample of another group."""
     for sample in group.samples:
         if sample.rollout.group != group.group:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")

@@ -52,7 +52,7 @@ _REQUIRED = ("outcome",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One group of a step's plan: the digest identifies what was trained; partition and offset are where a reader looks first."""
+    """One group of a step's plan: its digest identifies the trained record; partition and offset are where a reader looks first."""
 
     group: int
     sha256: str
@@ -96,7 +96,7 @@ class Entry:
 
 
 def digest(value: Payload) -> str:
-    """Hex SHA-256 of an entry's payload, which the entry after it has as `previous`."""
+    """Hex SHA-256 of an entry's payload, which the next entry contains as `previous`."""
     return hashlib.sha256(value).hexdigest()
 
 
@@ -149,7 +149,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
 
 
 def continues(entry: Entry, *, after: int) -> bool:
-    """True if an entry is the next after entry `after` (-1: none yet), False if it repeats an earlier one.
+    """True if `entry` is the next one after entry number `after` (-1: none yet), False if it repeats an earlier one.
 
     Raises `Unusable(kind="mismatch")` for an entry after a gap: accepted, it would make the missing entries look like repeats.
     """

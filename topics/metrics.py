@@ -242,7 +242,7 @@ _PLACEHOLDERS = {
 
 
 class Activity(StrEnum):
-    """Activity of a worker: the label `activity` of its status, next to the free text `doing`, which no reader interprets."""
+    """Activity of a worker: the label `activity` of its status, next to the free text `doing`, which no program interprets."""
 
     BUSY = "busy"
     """Works and reports each second."""
@@ -277,7 +277,7 @@ class Activity(StrEnum):
 
     @property
     def kind(self) -> ActivityKind:
-        """The only definition of work and waiting.
+        """Work, or the kind of waiting that the activity is; no other code decides this.
 
         Example:
             Activity.NO_PROMPTS.kind  # -> "wait"
@@ -288,12 +288,12 @@ class Activity(StrEnum):
 
     @property
     def reports(self) -> bool:
-        """True if a worker reports each second during this activity; the others may last for minutes without a report."""
+        """True if a worker reports every second during this activity; during the others it may be silent for minutes."""
         return self not in (Activity.COMPUTE, Activity.STOP, Activity.LOAD, Activity.SAVE, Activity.START)
 
 
 def activity_of(labels: Mapping[str, str]) -> Activity:
-    """The activity in the labels of a status; `BUSY` if the writer's release has none or one that this release does not have."""
+    """The activity in the labels of a status; `BUSY` if another release wrote none, or one that is unknown here."""
     try:
         return Activity(labels.get("activity", Activity.BUSY))
     except ValueError:
@@ -302,7 +302,7 @@ def activity_of(labels: Mapping[str, str]) -> Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Figures of one worker at one moment."""
+    """Metrics of one worker at one time."""
 
     worker: str
     role: str
@@ -369,7 +369,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
 
 
 def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
-    """The table of a metric by its full name, its key there, and the variable parts of its name; None if it has no meaning.
+    """Find a metric by its full name: its table, its key there, and the variable parts of the name; None if it is not documented.
 
     Example:
         entry_of("train/tokens_at_lag_3")  # -> ("train", "tokens_at_lag_N", {"n": "3"})
@@ -385,7 +385,7 @@ def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
 
 
 def meaning_of(point: str) -> str | None:
-    """The meaning of a metric by its full name; None if it has none.
+    """The meaning of a metric by its full name; None if it is not documented.
 
     Example:
         meaning_of("train/tokens_at_lag_3")  # -> "share of trained tokens with that lag"

@@ -86,7 +86,7 @@ def decode(value: Payload) -> Prompt:
 
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
-    """The headers of a prompt; `policy-version-min` is the oldest version it may be sampled from, `attempt` is 1 if it is a retry."""
+    """The headers of a prompt; `policy-version-min` is the oldest version that may generate its samples, `attempt` is 1 for a retry."""
     attempt = None if prompt.again is None else 1
     return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker, attempt=attempt)
 

@@ -43,7 +43,7 @@ _FACTS = (
 
 
 def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_bytes: int = MAX_BYTES) -> Iterator[list[Rollout]]:
-    """Split samples of one group into records, in order; one sample is never split."""
+    """Split the samples of one group into records, in order; a sample is never split."""
     batch: list[Rollout] = []
     size = 0
     for sample in samples:
@@ -58,7 +58,7 @@ def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_b
 
 
 def encode(*samples: Rollout) -> bytes:
-    """The payload of samples of one group, by number. Raises `ValueError` if they or their arrays do not match."""
+    """The payload of samples of one group in ascending order. Raises `ValueError` if they or their arrays do not match."""
     if problem := _unlike(samples):
         raise ValueError(problem)
     codec = UNLIMITED if all(sample.support is None for sample in samples) else CODEC

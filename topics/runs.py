@@ -68,13 +68,13 @@ class RunRecord:
 
 
 def status_of(record: RunRecord) -> RunRecord:
-    """The record for the topic that all runs share: no value in it is executed or names a file."""
+    """The record for the shared runs topic, without the configuration: no value in it is executed or names a file."""
     steps = {name: value for name, value in json.loads(record.info).items() if name == "steps"}
     return replace(record, config=NOTHING, info=json.dumps(steps), revision=None, mac=None)
 
 
 def with_status(made: RunRecord, status: RunRecord) -> RunRecord:
-    """A run's definition with the status of another record of the run."""
+    """The definition of a run with the status in another record of the run."""
     return replace(made, status=status.status, updated_ns=status.updated_ns)
 
 
@@ -95,7 +95,7 @@ def decode(value: Payload) -> RunRecord:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Refuse anything but the tables of a configuration."""
+    """Raise `Unusable` for a value that is not the tables of a configuration."""
     flat = [name for name, table in config.items() if not isinstance(table, dict)]
     require(not flat, f"config has {flat[:1]} where a table belongs")
     path = config.get("model", {}).get("path", "")
@@ -103,7 +103,7 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _check_info(info: dict[str, Any]) -> None:
-    """Refuse values that a list of runs or a worker cannot read: `steps`, `versions` and `prompts` are counts, a parent is a run id."""
+    """Raise `Unusable` unless `steps`, `versions` and `prompts` are counts and the parent is a run id, as readers expect."""
     for name in ("steps", "versions", "prompts"):
         value = info.get(name)
         sound = value is None or (type(value) is int and 0 <= value <= MAX_COUNT)

@@ -75,7 +75,7 @@ ENVIRONMENT = "environment"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A part of a trajectory with one source; tokens [start, end) of its `token_ids`."""
+    """One part of a trajectory, from the policy or the environment: tokens [start, end) of the sample's `token_ids`."""
 
     start: int
     end: int
@@ -131,7 +131,7 @@ class Rollout(ByValue):
 
     @property
     def broken(self) -> str | None:
-        """Cause for which its environment ended it, or None. A broken sample has no valid reward and no trained tokens."""
+        """The reason for which the environment ended this sample, or None. A broken sample has no valid reward and no trained tokens."""
         return cause_of(self.turns)
 
     @property
@@ -141,19 +141,19 @@ class Rollout(ByValue):
 
     @property
     def version_min(self) -> int:
-        """The oldest policy version of its trained tokens; of all tokens if none is trained."""
+        """The oldest policy version of the sample's trained tokens; of all tokens if none is trained."""
         if len(self.span_versions) > 1 and not self.loss_mask.all() and self.loss_mask.any():
             return int(self.token_versions[self.loss_mask].min())
         return min(map(int, self.span_versions))
 
     @property
     def version_max(self) -> int:
-        """The newest policy version of any token."""
+        """The newest policy version of any token of the sample."""
         return max(map(int, self.span_versions))
 
 
 def generated(sample: Any) -> Int32s:
-    """[G] ids that the policy generated for a `Rollout` or an engine's completion: without the environment's tokens.
+    """[G] token ids that the policy generated, without the environment's, of a `Rollout` or an engine's completion.
 
     Rewards, lengths and token counts are of these.
     """
@@ -171,7 +171,7 @@ def reward_of(turns: Sequence[Turn] | None) -> float | None:
 
 
 def cause_of(turns: Sequence[Turn] | None) -> str | None:
-    """Cause for which a trajectory's environment ended it early, or None.
+    """The reason for which the environment ended a trajectory early, or None.
 
     Example:
         cause_of([Turn(start=9, end=9, source="environment", finish="environment-step: …")])  # -> "environment-step: …"
@@ -201,6 +201,7 @@ def flaw(rollout: Rollout) -> str | None:
 
 
 def _support_flaw(rollout: Rollout, tokens: int) -> str | None:
+    """The first inconsistency of the token ids that each token was sampled from, or None."""
     if rollout.support is None:
         return None
     if not tokens or len(rollout.support) % tokens:
@@ -212,6 +213,7 @@ def _support_flaw(rollout: Rollout, tokens: int) -> str | None:
 
 
 def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
+    """The first inconsistency of a trajectory's segments and turns, or None."""
     if rollout.segments is not None:
         ends = [0, *(end for _, end, _ in rollout.segments)]
         if (
@@ -228,7 +230,7 @@ def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
 
 
 def max_bytes_of(rollout: Rollout) -> int:
-    """Upper bound of a sample's bytes in a payload, at four bytes a character."""
+    """Upper bound of a sample's size in a payload, at four bytes a character."""
     texts = (rollout.worker, rollout.messages, rollout.environment, rollout.environment_version, *_texts(rollout.turns or ()))
     trajectory = _TURN_BYTES * len(rollout.turns or ()) + 16 * len(rollout.segments or ())
     support = 0 if rollout.support is None else len(rollout.support)
@@ -241,7 +243,7 @@ def _texts(turns: Sequence[Turn]) -> list[str | None]:
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:
-    """Its values by column. Raises `ValueError` if its arrays do not match."""
+    """The columns of a sample. Raises `ValueError` if its arrays do not match."""
     if problem := flaw(rollout):
         raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
     row = {"group": rollout.group, **{name: getattr(rollout, name) for name in (*_NAMES, *_EPISODE, "segments")}}

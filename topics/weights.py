@@ -53,7 +53,7 @@ _REQUIRED = ("policy-version-min",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A slice of a version's bytes."""
+    """Consecutive bytes of a weight version."""
 
     version: int
     index: int
@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Tensors and chunks of a policy version: tensors in name order, chunks by index."""
+    """Tensors and chunks of a weight version: tensors in name order, chunks by index."""
 
     version: int
     step: int
@@ -92,12 +92,12 @@ class Manifest:
 
     @property
     def begins_chain(self) -> bool:
-        """True if its own chunks are enough to load it, alone or with version 0, which is never deleted."""
+        """True if the version can be loaded from its own chunks, alone or with those of version 0, which is never deleted."""
         return self.encoding != "delta"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The payload of a manifest. Raises `ValueError` if its lists do not match."""
+    """The payload of a manifest. Raises `ValueError` if its lists contradict each other."""
     if problem := _flaw(manifest):
         raise ValueError(f"manifest of weight version {manifest.version} is invalid: {problem}")
     return CODEC.encode(as_row(manifest))
@@ -158,7 +158,7 @@ def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
-    """The manifests from which a version is loaded: its full snapshot, then each delta. Raises `ValueError` if one is missing."""
+    """The manifests from which a version is assembled: its full snapshot, then each delta. Raises `ValueError` if one is missing."""
     links: list[Manifest] = []
     number: int | None = version
     while number is not None:
@@ -186,6 +186,7 @@ def _schema(manifest: Manifest) -> str:
 
 
 def _flaw(manifest: Manifest) -> str | None:
+    """The first contradiction between the lists of a manifest, or None."""
     tensors = {len(manifest.names), len(manifest.dtypes), len(manifest.shapes)}
     chunks = {len(manifest.chunk_partitions), len(manifest.chunk_offsets), len(manifest.chunk_sizes), len(manifest.chunk_sha256)}
     if len(tensors) != 1 or len(chunks) != 1:

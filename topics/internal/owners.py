@@ -34,7 +34,7 @@ _REQUIRED = ("outcome", "worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process's record of a writer lease: acquired, renewed or released."""
+    """A record of a writer lease: a process has acquired, renewed or released it."""
 
     writer: str
     """Single-writer id, such as `trainer` or `scorer-0`; prefixed with the run, a transactional id."""

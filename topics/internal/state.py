@@ -25,7 +25,7 @@ _REQUIRED = ("worker",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The run view at some positions."""
+    """The run view at some positions of the topics."""
 
     worker: str
     """The worker that wrote it."""
@@ -51,7 +51,7 @@ def decode(value: Payload) -> State:
 
 
 def headers(state: State, *, run: str) -> Headers:
-    """The headers; `worker` is the one that wrote it."""
+    """The headers of a snapshot; `worker` is its writer."""
     return Headers(run=run, schema=SCHEMA, worker=state.worker)
 
 

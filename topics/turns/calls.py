@@ -55,7 +55,7 @@ class TurnKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call(ByValue):
-    """One turn that a trajectory waits for."""
+    """A request to generate one turn of a trajectory."""
 
     group: int
     sample: int
@@ -82,7 +82,7 @@ class Call(ByValue):
 
     @property
     def key(self) -> TurnKey:
-        """Its identity; hashes the context."""
+        """Identity of the call; computing it hashes the context."""
         return TurnKey(self.group, self.sample, self.turn, self.attempt, context_digest(self.token_ids))
 
 
@@ -112,7 +112,7 @@ def decode(value: Payload) -> Call:
 
 
 def headers(call: Call, *, run: str) -> Headers:
-    """The headers; `policy-version-min` is the oldest version that it may be sampled from, `tokens` counts the context."""
+    """The headers of a call; `policy-version-min` is the oldest version that may generate the reply, `tokens` counts the context."""
     key = call.key
     return Headers(
         run=run,

@@ -43,7 +43,7 @@ _FACTS = (*TurnKey._fields, "policy_version_min", "policy_version_max", "outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply(ByValue):
-    """T tokens, generated under S consecutive policy versions."""
+    """The generated turn that answers a call: T tokens under S consecutive policy versions."""
 
     group: int
     sample: int
@@ -94,7 +94,7 @@ def decode(value: Payload) -> Reply:
 
 
 def headers(reply: Reply, *, run: str) -> Headers:
-    """The headers; `outcome` is how the turn finished, `tokens` counts the generated ones."""
+    """The headers of a reply; `outcome` is how the turn finished, `tokens` counts the generated tokens."""
     return Headers(
         run=run,
         schema=SCHEMA,

@@ -41,23 +41,23 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.rows * self.columns * _stored(DTYPES[self.dtype]).itemsize
+        """Size in bytes of the tensor that the block changes."""
+        return self.rows * self.columns * _item(DTYPES[self.dtype])
 
     @property
     def body(self) -> int:
-        """Bytes after the header."""
+        """Number of bytes of A and B after the header."""
         return 4 * self.rank * (self.rows + self.columns)
 
 
 def encode(a: Matrix, b: Matrix, *, start: int, dtype: str, scale: float) -> list[Any]:
-    """A block for a tensor [rows, columns] that A [rank, columns] and B [rows, rank] change, as buffers to be joined."""
+    """A block that changes a tensor [rows, columns] by A [rank, columns] and B [rows, rank], as buffers to be joined."""
     block = Block(start, len(b), a.shape[1], len(a), DTYPES.index(dtype), scale)
     return [_HEADER.pack(*block), np.ascontiguousarray(a, "<f4"), np.ascontiguousarray(b, "<f4")]
 
 
 def apply(stream: Buffer, below: memoryview, target: memoryview) -> None:
-    """Write the version that `stream` encodes to `target`; `below` has the bytes of version 0 and may be `target` itself.
+    """Write the version that `stream` encodes to `target`; `below` contains version 0 and may be `target` itself.
 
     Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not match or lie outside of `target`.
     """
@@ -112,7 +112,7 @@ def merge(below: Buffer, target: memoryview, a: Matrix, b: Matrix, *, dtype: str
 
 
 def _tiles(shape: tuple[int, int], rank: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the parts that are merged one by one."""
+    """Rows and columns of the tiles that are merged one after the other."""
     wide = min(shape[1], _COLUMNS, max(1, _PRODUCTS // rank))
     high = max(1, _PRODUCTS // (rank * wide))
     for left in range(0, shape[1], wide):
@@ -141,7 +141,7 @@ def _rounded(values: Matrix, dtype: str) -> npt.NDArray[Any]:
 
 
 def _stored(dtype: str) -> np.dtype[Any]:
-    """The element type for numpy, which has no bfloat16."""
+    """The numpy type of stored elements; numpy has no bfloat16."""
     return np.dtype("<u2" if dtype == "bfloat16" else dtype).newbyteorder("<")
 
 
@@ -151,7 +151,7 @@ def _copy(source: Buffer, target: memoryview) -> None:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """The reason why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
+    """The reason why a block with `left` bytes after its header cannot follow one that ends at `after` in `size` bytes, or None."""
     if block.dtype >= len(DTYPES) or not np.isfinite(block.scale):
         return f"element type {block.dtype} or scale {block.scale} is not supported"
     if 0 in (block.rows, block.columns, block.rank):

@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     @property
     def body(self) -> int:
-        """Bytes after the header."""
+        """Number of bytes after the header: positions and values."""
         return self.positions + self.changes * self.item
 
 
@@ -53,7 +53,7 @@ def pieces(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def encode(old: Buffer, new: Buffer, *, start: int, item: int) -> list[Any]:
-    """A block that turns the piece `old` into `new`, as buffers to be joined; none if both are equal.
+    """A block that turns the piece `old` into `new`, as buffers to be joined; an empty list if both are equal.
 
     `new` is not copied if the entire piece is replaced: use the result before it changes.
     """
@@ -87,7 +87,7 @@ def apply(stream: Buffer, target: memoryview) -> None:
 
 
 def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray[Any]]]:
-    """The blocks of a stream for a version of `size` bytes: header, a function that decodes positions (None: all), new values.
+    """Iterate over a stream's blocks for a version of `size` bytes: header, function that decodes positions (None: all), new values.
 
     Raises `ValueError` for a malformed stream. Positions are decoded twice, here to check them, so that they are not stored.
     """
@@ -138,7 +138,7 @@ def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
 
 
 def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
-    """The ascending positions that `code_gaps` has coded.
+    """Decode ascending positions from the gaps that `code_gaps` has coded.
 
     Example:
         positions_of(bytes([3, 255, 45]), 1)  # -> [3, 304]
@@ -150,7 +150,7 @@ def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """The reason why a block with `left` bytes after its header cannot follow a block that ends at `after` in a version of `size` bytes."""
+    """The reason why a block with `left` bytes after its header cannot follow one that ends at `after` in `size` bytes, or None."""
     if block.item not in (1, 2, 4, 8) or block.width not in (0, *WIDTHS):
         return f"elements of {block.item} bytes and gaps of {block.width} are not supported"
     if block.start < after or block.start + block.nbytes > size or block.nbytes % block.item:

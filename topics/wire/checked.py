@@ -18,7 +18,7 @@ _SHOWN = 60
 
 
 def is_name(text: str) -> bool:
-    """True for the name of a worker, a role, a pool or a process: no path, no hidden characters.
+    """True for a text that is safe as the name of a worker, role, pool or process: no path, no hidden characters.
 
     Example:
         is_name("rollout-0"), is_name("../x")  # -> (True, False)
@@ -27,13 +27,13 @@ def is_name(text: str) -> bool:
 
 
 def require_names(row: Mapping[str, Any], *columns: str) -> None:
-    """Refuse a row with a text in one of `columns` that is not a name."""
+    """Raise `Unusable` if a text in one of `columns` is not a safe name."""
     for column in columns:
         require(is_name(row[column]), f"{column} is {row[column][:_SHOWN]!r}, which is not a name")
 
 
 def require_whole(row: Mapping[str, Any], *columns: str, least: int = 0, most: int = 2**63 - 1) -> None:
-    """Refuse a row with a number outside of [least, most] in one of `columns`; null is valid."""
+    """Raise `Unusable` if a number in one of `columns` is outside [least, most]; null is valid."""
     for column in columns:
         value = row[column]
         require(value is None or least <= value <= most, f"{column} is {value}, expected {least} to {most}")
@@ -49,7 +49,7 @@ def whole(value: float | None) -> int | None:
 
 
 def json_object(text: str, column: str) -> dict[str, Any]:
-    """The JSON object in a column."""
+    """Parse the JSON object in a column. Raises `Unusable` for other JSON."""
     value = _json(text, column)
     if not isinstance(value, dict):
         raise Unusable(f"{column} is JSON of {type(value).__name__}, expected an object", kind="undecodable")
@@ -57,7 +57,7 @@ def json_object(text: str, column: str) -> dict[str, Any]:
 
 
 def json_objects(text: str, column: str) -> list[dict[str, Any]]:
-    """The JSON list of objects in a column."""
+    """Parse the JSON list of objects in a column. Raises `Unusable` for other JSON."""
     value = _json(text, column)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Unusable(f"{column} is JSON of {type(value).__name__}, expected a list of objects", kind="undecodable")

@@ -56,6 +56,7 @@ class Codec:
         return Unusable(f"not a {self.name} payload: {reason}", kind="undecodable")
 
     def _open(self, value: Payload) -> pa.RecordBatch:
+        """Parse a payload into one validated batch. Raises `ValueError` or an Arrow error for anything else."""
         messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(value)), 3))
         if [message.type for message in messages] != ["schema", "record batch"]:
             kinds = ", ".join(message.type for message in messages)
@@ -82,7 +83,7 @@ def is_compressed(metadata: Payload) -> bool:
 
 
 def _field(view: memoryview, table: int, number: int) -> int:
-    """Position of a field of a flatbuffer table, 0 if the table lacks it."""
+    """Position of a field in a flatbuffer table; 0 if the table lacks it."""
     vtable = table - struct.unpack_from("<i", view, table)[0]
     size = struct.unpack_from("<H", view, vtable)[0]
     offset = struct.unpack_from("<H", view, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0

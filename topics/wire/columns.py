@@ -24,7 +24,7 @@ _NUMBERS: dict[pa.DataType, str] = {pa.int32(): "i", pa.int64(): "q", pa.float64
 
 
 class Column:
-    """A column, a field of a struct or the elements of a list; this class is for strings."""
+    """A column of a schema, a field of a struct or the elements of a list. Base class; itself for strings."""
 
     blank: Any = ""
     """The value in the buffers under a null; structs and maps have no nulls."""
@@ -35,7 +35,7 @@ class Column:
         self.nullable: bool = field.nullable
 
     def to_arrow(self, values: Sequence[Any]) -> pa.Array:
-        """An array with one value a row; `None` is null. Raises `ValueError` for a null in a column without nulls."""
+        """Convert one value per row to an array; `None` is null. Raises `ValueError` for a null in a column without nulls."""
         validity, nulls = None, sum(value is None for value in values)
         if nulls:
             if not self.nullable:
@@ -67,16 +67,16 @@ class Column:
         return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
 
     def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
-        """All buffers except the validity, and the children, of an array of values without `None`."""
+        """The buffers except the validity, and the child arrays, of an array of values without `None`."""
         data = [value.encode() for value in values]
         return [_offsets(data), pa.py_buffer(b"".join(data))], []
 
     def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
-        """The values of an array whose type `_takes` accepts; under a null, any value."""
+        """The values of an array whose type `_takes` accepts; any value where it is null."""
         return array.to_pylist()  # type: ignore[no-any-return]
 
     def _takes(self, kind: pa.DataType) -> bool:
-        """True if arrays of type `kind` can be read although it is not the column's own type."""
+        """True if the column can read arrays of type `kind`, although it is not the column's type."""
         return False
 
 
@@ -148,7 +148,7 @@ class Lists(Column):
         return self.item.to_arrow(list(chain.from_iterable(values)))
 
     def _elements(self, array: pa.Array, path: str) -> Any:
-        """The elements of all lists, to be cut into slices."""
+        """The elements of all lists in one sequence."""
         return tuple(self.item.from_arrow(array, path=path))
 
 
@@ -168,6 +168,7 @@ class Arrays(Lists):
         return pa.Array.from_buffers(self.item.type, len(joined), buffers, nulls, 0)
 
     def _elements(self, array: pa.Array, path: str) -> Any:
+        """The elements of all lists as one numpy array; null becomes NaN."""
         size, nulls = len(array), array.null_count
         if not size or array.type != self.item.type or (nulls and not self.item.nullable):
             self.item.from_arrow(array, path=path)
@@ -202,7 +203,7 @@ class Maps(Column):
 
 
 class Reserved(Column):
-    """A struct or map that may be null: always null in records of this release, and not read from those of later ones."""
+    """A struct or map for later releases: this release writes null and does not read its values."""
 
     def to_arrow(self, values: Sequence[Any]) -> pa.Array:
         assert not any(value is not None for value in values), self.name

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class ByValue:
-    """Base of dataclasses with arrays: equal if class, fields, array types and values are; NaN equals NaN."""
+    """Base of dataclasses with numpy arrays: equal if class, fields, element types and values are equal; NaN equals NaN."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]

@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Unusable(ValueError):
-    """A record cannot be used; `kind` is for programs and dead letters, the message for the user."""
+    """A record that cannot be used; `kind` is for programs and dead letters, the message for the user."""
 
     def __init__(self, message: str, *, kind: Kind) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class Unusable(ValueError):
 
 
 class NewerSchema(ValueError):
-    """A valid record of this run and topic, written by a newer release: sending it to the dead letters would lose work."""
+    """A valid record of this run and topic that a newer release wrote; as a dead letter its work would be lost."""
 
 
 def require(condition: object, message: str) -> None:

@@ -9,7 +9,7 @@ def column(name: str, kind: pa.DataType, *, nullable: bool = False) -> pa.Field:
 
 
 def list_of(kind: pa.DataType, *, nullable: bool = False) -> pa.DataType:
-    """Lists with elements of `kind`; `nullable` is about the elements."""
+    """Type of lists with elements of `kind`; `nullable` says whether elements may be null."""
     return pa.list_(pa.field("item", kind, nullable=nullable))
 
 

@@ -140,7 +140,7 @@ def one_of(headers: Headers, *, outcomes: Iterable[str]) -> Headers:
 
 
 def _is_newer(schema: bytes, *, than: str) -> str:
-    """The schema's name, if it has the same topic and a higher number."""
+    """The schema as text if it has the same topic and a higher number than `than`; else ""."""
     topic, _, number = than.rpartition("/")
     match = _VERSIONED.fullmatch(schema)
     return schema.decode() if match and match[1] == topic.encode() and int(match[2]) > int(number) else ""
@@ -156,6 +156,7 @@ def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind)
 
 
 def _verify(checksum: bytes | None, lines: list[bytes], value: Payload) -> None:
+    """Raise `Unusable` unless the checksum matches headers and payload."""
     if checksum is None:
         raise Unusable(f"header {CHECKSUM!r} is missing", kind="missing-header")
     try:
@@ -171,7 +172,7 @@ def _checksum(lines: list[bytes], value: Payload) -> bytes:
 
 
 def _spelled(fact: Fact) -> bytes:
-    """A header's value; a float becomes its shortest exact text, in `str` as in `repr`."""
+    """The text of a header's value as bytes; a float becomes its shortest exact text."""
     text = ",".join(f"{number}:{tokens}" for number, tokens in fact) if isinstance(fact, tuple) else str(fact)
     return text.encode("ascii")
 

@@ -25,7 +25,7 @@ def without_passwords(text: str) -> str:
 
 
 def _scrub(config: dict[str, Any]) -> bool:
-    """Remove credentials; returns True if there were any."""
+    """Remove credentials from a configuration; returns True if there were any."""
     kafka, mlflow = config.get("kafka"), config.get("mlflow")
     removed = isinstance(kafka, dict) and kafka.pop("security", None) is not None
     if isinstance(mlflow, dict) and isinstance(uri := mlflow.get("tracking_uri"), str) and (shown := without_password(uri)) != uri:
@@ -34,7 +34,7 @@ def _scrub(config: dict[str, Any]) -> bool:
 
 
 def without_password(uri: str) -> str:
-    """The address without the user and password before its host.
+    """The address without the user and password before the host.
 
     Example:
         without_password("https://me:secret@host/x")  # -> "https://host/x"

@@ -23,7 +23,7 @@ from penstock.topics.wire.errors import Unusable
 
 
 def due(*, newest: int, last: int, every: int, done: set[int], closed: bool) -> int | None:
-    """The next version to evaluate, or None: 0 first, then every n-th in order, and always the last one.
+    """The next version to evaluate, or None: version 0 first, then every n-th in order, and always the last one.
 
     Once the run is closed, intermediate versions that were not reached are skipped.
     """
@@ -48,7 +48,7 @@ class EarlyStopping:
     since_best: int = 0
 
     def note(self, *, version: int, accuracy: float | None) -> str | None:
-        """Apply an evaluation; returns the reason to stop, or None. An evaluation without an accuracy is ignored."""
+        """Apply an evaluation; returns why the run should end, or None. An evaluation without an accuracy is ignored."""
         if accuracy is None:
             return None
         if accuracy > self.best:
@@ -91,17 +91,17 @@ class Evaluations:
 
     @property
     def closed(self) -> bool:
-        """True if the run is closed, as far as was read."""
+        """True if the run is closed according to the records read so far."""
         return self.follower.state.closed is not None
 
     @property
     def due(self) -> int | None:
-        """The next version to evaluate, of those that were read; None if there is none."""
+        """The next version to evaluate according to the records read so far; None if there is none."""
         newest, last = self.follower.state.newest_version, int(self.session.info["versions"])
         return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
 
     def read_done(self) -> None:
-        """Read which versions were evaluated, by any worker; each evaluation of this role counts once for early stopping."""
+        """Read which versions any worker has evaluated; each evaluation by this role counts once for early stopping."""
         run, counted = self.session.run, set[int]()
         own = control_topic(run, self.session.role)
         for record in scan(self.session.log, self.session.topic("metrics"), own):
@@ -118,7 +118,7 @@ class Evaluations:
                 self.stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
 
     def make(self, version: int) -> None:
-        """Evaluate a version and publish its measures; none if its weights were deleted, or a stop was requested."""
+        """Evaluate a version and publish the result, unless its weights were deleted or a stop is requested."""
         session = self.session
         self.done.add(version)
         session.reporter.doing(Activity.COMPUTE, f"evaluating version {version}", now=True)

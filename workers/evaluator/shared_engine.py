@@ -29,7 +29,7 @@ class SharedEngine:
     _seen: tuple[int, bool] | None = None
 
     def takes(self, *, shares: bool, idle: bool, meanwhile: Callable[[], None]) -> bool:
-        """True if an evaluation is due on this worker, which must then start nothing new; an `idle` engine runs it at once."""
+        """True if an evaluation is due on this worker, which must start no new groups; it runs at once if the engine is `idle`."""
         if shares and not self._shares:  # another worker may have evaluated since
             self._open_or_refresh(meanwhile)
         self._shares = shares

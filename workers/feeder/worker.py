@@ -38,7 +38,7 @@ COMMIT_EVERY_S = 2.0
 
 @dataclass(slots=True)
 class Admission:
-    """Applies `prompts`, `groups`, `ledger`, `weights` and the rollout workers' reports."""
+    """Decides which groups may be admitted, from prompts, outcomes, steps, versions and the rollout workers' reports."""
 
     run: str
     partitions: int
@@ -73,7 +73,7 @@ class Admission:
 
     @property
     def dropped(self) -> int:
-        """Number of groups dropped, by a scorer or as stale by the trainer."""
+        """Number of groups dropped so far, by a scorer or as stale by the trainer."""
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
 
     def admissible(self, limit: int) -> int:
@@ -81,7 +81,7 @@ class Admission:
         return 0 if self.choices.exhausted else max(0, limit - self.admitted)
 
     def start_offsets(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
-        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their metadata disagree."""
+        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their metadata contradict each other."""
         texts = {commit.metadata for commit in committed.values()}
         note = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
         if note is None or self.choices.remembers:
@@ -94,13 +94,13 @@ class Admission:
         return starts
 
     def count_on(self, resume_point: ResumePoint, *, stale: int) -> None:
-        """Start from a resume point; `stale` groups had become stale by then. For a feeder without offset metadata."""
+        """Start from a resume point, without the previous feeder's metadata; `stale` groups had become stale before it."""
         self.admitted = self.ended_below = resume_point.below
         self.dropped_below = resume_point.drops - stale
         self._reads_all = True
 
     def commits(self) -> Commits:
-        """Commits for the next feeder: offsets, and as metadata the counts of the records before each."""
+        """Offsets to commit for the next feeder, with the counts of all earlier records as metadata."""
         text = offset_metadata.encode(
             FeederOffsetMetadata(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_position)
         )
@@ -114,7 +114,7 @@ class Admission:
         return {partition: (offset, text) for partition, offset in offsets.items()}
 
     def apply(self, record: Record) -> None:
-        """Apply a record of any of the topics the feeder follows. Raises `Unusable`."""
+        """Apply a record of any topic that the feeder follows. Raises `Unusable`."""
         topic = record.topic.removeprefix(f"{self.run}.")
         self._ends[topic, record.partition] = record.offset + 1
         if topic == "prompts":
@@ -149,6 +149,7 @@ class Admission:
             self._ends["prompts", outgoing.partition] = offset + 1
 
     def _end(self, group: int, record: Record, headers: Headers) -> None:
+        """Apply a group's outcome: free its slot, and pass its reward to the choice of rows."""
         reward = None if groups.lacks_rewards(headers.samples, headers.no_reward) else headers.reward_mean
         if group < self.ended_below and self._reads_all:
             self.choices.ended(group, outcome=headers.outcome, reward=reward)
@@ -218,7 +219,7 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
 
 
 def _limit(state: Admission, session: Session) -> int:
-    """Number of groups that the rules allow now, including those admitted."""
+    """Number of groups that the rules allow to be admitted by now, including those that are."""
     return rules.admission_limit(
         session.schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps,
         ahead=not _paused(state, session),
@@ -231,7 +232,7 @@ def _paused(state: Admission, session: Session) -> bool:
 
 
 def _counts(state: Admission, session: Session) -> dict[str, float]:
-    """The feeder's measurements: `all_out` is 1 once no prompt will follow and all groups have ended; `admissible` groups wait for room."""
+    """The feeder's metrics: `all_out` is 1 once all prompts have ended and none will follow; `admissible` groups wait for a slot."""
     choices = state.choices
     all_out = choices.exhausted and state.ended_below == state.admitted
     return {
@@ -246,7 +247,7 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
-    """Read the run's records, from the offsets of an earlier feeder on; returns the tail for the following ones.
+    """Read the run's records from the previous feeder's offsets to their ends; returns the tail that follows them.
 
     If its metadata have expired and records were deleted, the counts come from the newest resume point. Raises `Unrecoverable` without
     one.
@@ -272,7 +273,7 @@ def _catch_up(session: Session, state: Admission) -> Tail:
 
 
 def _count_on(session: Session, state: Admission) -> None:
-    """Take the counts of groups whose records were deleted from the ledger: the remaining records would admit too many prompts."""
+    """Take counts from the newest resume point, because records were deleted: the remaining ones would admit too many prompts."""
     stale, newest = 0, None
     for entry in RunReader(session.log, session.run).entries():
         stale += len(entry.groups) if entry.kind == "stale" else 0
@@ -334,7 +335,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
 
 
 def _owners(state: Admission, session: Session, pool: str | None) -> list[str | None]:
-    """The owner of each partition, None if none reports, or if the partition is another pool's."""
+    """The worker that owns each partition; None if none reports, or if the partition belongs to another pool."""
     owners = state.presence.owners
     if pool is None:
         return owners
@@ -344,6 +345,7 @@ def _owners(state: Admission, session: Session, pool: str | None) -> list[str | 
 def _prompt(
     session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int, min_version: int
 ) -> Prompt:
+    """Render a row of the data as the prompt of group `number`."""
     source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
     # Every turn of an episode renders the conversation: its driver needs the messages.

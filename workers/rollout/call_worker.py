@@ -37,7 +37,7 @@ MAX_REPLIED = 4096
 
 @dataclass(slots=True, eq=False)
 class CallTask:
-    """One call that has no reply."""
+    """A call that has no reply yet."""
 
     call: Call
     key: TurnKey
@@ -50,13 +50,13 @@ class CallTask:
 
     @property
     def number(self) -> int:
-        """Group number of its turn in the engine; lower groups come first."""
+        """Number of the call's turn, as a group number for the engine; lower numbers come first."""
         return turn_number(self.key.group, self.key.sample, self.key.turn)
 
 
 @dataclass(slots=True)
 class CallPartition:
-    """One partition of `calls` that this worker owns, and the same one of `replies`."""
+    """An owned partition of `calls`, with the partition of `replies` of the same number."""
 
     position: int
     """Offset after the last call that was delivered."""
@@ -71,7 +71,7 @@ class CallPartition:
 
 @dataclass(slots=True)
 class CallTasks:
-    """The calls of all partitions that a worker owns; those in flight survive a rebalance if their partitions stay."""
+    """The calls in all partitions that a worker owns; calls in flight survive a rebalance if their partitions stay."""
 
     partitions: dict[int, CallPartition] = field(default_factory=dict)
     tasks: dict[TurnKey, CallTask] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class CallTasks:
     """Number -> the task that the engine generates, or has generated without its reply being sent."""
 
     def revoke(self) -> None:
-        """Forget all partitions and every call that is not in flight: those that stay with this worker are delivered again."""
+        """Forget all partitions and every call that is not in flight; calls of partitions that stay are delivered again."""
         self.partitions.clear()
         self.tasks = {task.key: task for task in self.tasks.values() if task.sent is not None or self.generating.get(task.number) is task}
 
@@ -88,14 +88,14 @@ class CallTasks:
         self.partitions[partition] = CallPartition(offset, inherited_end, replies_end)
 
     def gone(self) -> list[CallTask]:
-        """Drop and return the calls of partitions that are another worker's now."""
+        """Drop and return the calls whose partitions another worker now owns."""
         gone = [task for task in self.tasks.values() if task.partition not in self.partitions]
         for task in gone:
             del self.tasks[task.key]
         return gone
 
     def add(self, call: Call, key: TurnKey, *, partition: int, offset: int) -> None:
-        """Queue a call unless it has a reply, or is queued already."""
+        """Queue a call unless it has a reply or is already queued."""
         owned = self.partitions.get(partition)
         if owned is None:
             return
@@ -106,12 +106,12 @@ class CallTasks:
             self.tasks[key] = CallTask(call, key, partition, offset, inherited=offset < owned.inherited_end)
 
     def passes(self, partition: int, offset: int) -> None:
-        """Record that the record at an offset was delivered, usable or not."""
+        """Move the position of a partition behind a delivered record, usable or not."""
         if (owned := self.partitions.get(partition)) is not None:
             owned.position = max(owned.position, offset + 1)
 
     def replied(self, partition: int, key: TurnKey, offset: int) -> CallTask | None:
-        """Record that a reply is in the log, from any worker; returns the call if it was queued here."""
+        """Record that a reply is in the log, from any worker; returns its call if that was queued here."""
         owned, task = self.partitions.get(partition), self.tasks.pop(key, None)
         if owned is not None:
             owned.replies_end = max(owned.replies_end, offset + 1)
@@ -119,12 +119,12 @@ class CallTasks:
         return task
 
     def waiting(self) -> list[CallTask]:
-        """Calls that may be started, the lowest group first; of two for one turn one at a time."""
+        """Calls that may start, the lowest group first; at most one call per turn."""
         ready = {task.number: task for task in self.tasks.values() if task.sent is None and task.number not in self.generating}
         return [task for _, task in sorted(ready.items())]
 
     def watermarks(self) -> dict[int, tuple[int, str]]:
-        """Partition -> (offset, metadata) to commit, of those that moved since the last call."""
+        """Partition -> (offset, metadata) to commit, for partitions that have moved since the last call."""
         lowest: dict[int, int] = {}
         for task in self.tasks.values():
             lowest[task.partition] = min(task.offset, lowest.get(task.partition, task.offset))
@@ -147,7 +147,7 @@ IDLE_WAIT_S = 0.2
 
 @dataclass(slots=True)
 class CallWorker(GenerationLoop):
-    """The worker's state between two turns of its loop."""
+    """Generates the turns that environment workers request."""
 
     producer: Producer
     tasks: CallTasks = field(default_factory=CallTasks)
@@ -160,12 +160,12 @@ class CallWorker(GenerationLoop):
 
     @classmethod
     def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "CallWorker":
-        """Join the run's rollout workers; `shared`: `device` and `shared_engine`."""
+        """Join the run's rollout workers; `shared` contains `device` and `shared_engine`."""
         member = session.member("calls", max_records=2048, gathers=False)
         return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0), **shared)
 
     def turn(self) -> None:
-        """One turn of the loop, after a check that no reply failed to be sent."""
+        """One turn of the loop; first check that no reply failed to be sent."""
         self.producer.check()
         GenerationLoop.turn(self)
 
@@ -187,7 +187,7 @@ class CallWorker(GenerationLoop):
             self._seen.close()
 
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and read from `replies` which calls of the own partitions have one."""
+        """Drop calls that other workers now own, and read from `replies` which of the remaining calls have one."""
         topic, replies_topic = self.session.topic("calls"), self.session.topic("replies")
         ends = self.session.log.end_offsets(event.partitions)
         notes = {at: offset_metadata.decode(CallOffsetMetadata, committed.metadata) for (_, at), committed in event.partitions.items()}
@@ -216,7 +216,7 @@ class CallWorker(GenerationLoop):
                 self._drop(task)
 
     def _drop(self, task: CallTask) -> None:
-        """Abort a call that is another worker's, or has a reply."""
+        """Abort a call that has a reply, or that another worker owns."""
         if self.tasks.generating.get(task.number) is task:
             self.engine.abort(task.number)
             del self.tasks.generating[task.number]
@@ -226,6 +226,7 @@ class CallWorker(GenerationLoop):
         self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
+        """Queue the call in a record; an unusable record becomes a dead letter."""
         self.tasks.passes(record.partition, record.offset)
         try:
             with self.session.dead_letters.decoding(record):
@@ -236,6 +237,7 @@ class CallWorker(GenerationLoop):
         self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
 
     def _refresh(self) -> None:
+        """Load the newest weights between decode steps, and abort calls that would be stale, if the schedule does so."""
         schedule = self.session.schedule
         if schedule.loads_at != "step":
             return
@@ -248,6 +250,7 @@ class CallWorker(GenerationLoop):
                     self.session.reporter.add("aborted_calls")
 
     def _has_work(self) -> bool:
+        """True if a call may start under the available weights; reports what the worker waits for if not."""
         newest, waiting = max(self.engine.version, self.weights.version), self.tasks.waiting()
         ready = any(rules.may_start(min_version=task.call.min_version, loaded_version=newest) for task in waiting)
         if ready and not self._already_stale(newest):
@@ -259,6 +262,7 @@ class CallWorker(GenerationLoop):
         return False
 
     def _start(self) -> None:
+        """Start waiting calls while the engine has room, loading newer weights first if the schedule requires it."""
         schedule, newest = self.session.schedule, self.weights.version
         if not self.engine.has_room or not self.tasks.tasks or self._already_stale(max(self.engine.version, newest)):
             return
@@ -285,6 +289,7 @@ class CallWorker(GenerationLoop):
         self.engine.submit(self._request(task))
 
     def _request(self, task: CallTask) -> GroupRequest:
+        """The request to the engine for a call."""
         call = task.call
         sampling = Sampling(
             temperature=call.temperature, top_p=call.top_p, top_k=call.top_k, max_new_tokens=call.max_new_tokens,
@@ -296,6 +301,7 @@ class CallWorker(GenerationLoop):
         )  # fmt: skip
 
     def _wait(self) -> None:
+        """Wait for what is missing: weights that a queued call needs, or new calls."""
         if any(task.sent is None for task in self.tasks.tasks.values()):
             self.weights.wait(IDLE_WAIT_S)
         elif self.weights.version > self.engine.version:
@@ -307,7 +313,7 @@ class CallWorker(GenerationLoop):
             self._waited_s += time.monotonic() - started
 
     def _decode(self) -> None:
-        """One decode step; turns that ended are sent at once, as their episodes wait."""
+        """Run one decode step; replies of finished turns are sent at once, because episodes wait for them."""
         GenerationLoop._decode(self)
         self._publish_completions()
 
@@ -317,6 +323,7 @@ class CallWorker(GenerationLoop):
                 self._completed.append((task, completion))
 
     def _publish_completions(self) -> None:
+        """Send the replies of finished turns, except those whose weight version is not in the log yet."""
         if not self._settled or not self._completed:
             return
         completed, self._completed = self._completed, []
@@ -354,7 +361,7 @@ class CallWorker(GenerationLoop):
 
 
 def reply_to(call: Call, sha256: str, completion: Completion, *, worker: str) -> Reply:
-    """The reply to a call; `sha256`: of its context."""
+    """The reply to a call; `sha256` is the digest of the call's context."""
     spans = completion.spans
     return Reply(
         group=call.group, sample=call.sample, turn=call.turn, attempt=call.attempt, sha256=sha256,

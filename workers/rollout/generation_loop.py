@@ -29,7 +29,7 @@ MEASURE_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class GenerationLoop(ABC):
-    """The common loop; a subclass defines what it generates and how it publishes that."""
+    """Loop of a worker with an engine; subclasses define what is generated and how it is published."""
 
     session: Session
     engine: Engine
@@ -47,7 +47,7 @@ class GenerationLoop(ABC):
     """Shared with the trainer; None if the worker has a device of its own."""
 
     def run(self) -> None:
-        """Generate until the run is closed or a stop is requested; then release what is unfinished."""
+        """Generate until the run is closed or a stop is requested; then release unfinished work."""
         session = self.session
         session.ready(finishing=self.finishing, outage=lambda: self.member.outage_s)
         try:
@@ -63,7 +63,7 @@ class GenerationLoop(ABC):
                 self.device.close()
 
     def turn(self) -> None:
-        """Read records, publish what ended, load newer weights, start what may start, decode one step, commit."""
+        """One turn: read records, publish finished samples, load newer weights, fill the engine, decode one step, commit."""
         self._exchange()
         use = self._device_use()
         if use != "none":
@@ -103,7 +103,7 @@ class GenerationLoop(ABC):
         return "none"
 
     def _evaluates(self, *, idle: bool) -> bool:
-        """True if an evaluation uses, or waits for, this worker's engine."""
+        """True if an evaluation uses this worker's engine, or waits for it to become idle."""
         return self.shared_engine is not None and self.shared_engine.takes(shares=self._shares, idle=idle, meanwhile=self._keep_up)
 
     def _keep_up(self) -> None:
@@ -135,7 +135,7 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def drain_samples(self) -> None:
-        """Publish what ended and commit what is acknowledged, so that the next owner generates only what is missing."""
+        """Publish finished samples and commit acknowledged offsets, so that the next owner generates only what is missing."""
 
     @abstractmethod
     def finishing(self) -> str:
@@ -147,22 +147,22 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and find out what the own partitions have in the log already."""
+        """Drop what other workers now own, and find out which results for the owned partitions are in the log."""
 
     @abstractmethod
     def _revoke(self) -> None:
-        """Hold what is in flight until its owner is determined."""
+        """Publish nothing until the new owners of the work in flight are known."""
 
     @abstractmethod
     def _received(self, record: Record) -> None: ...
 
     @abstractmethod
     def _publish_completions(self) -> None:
-        """Send what ended, while this worker knows its partitions."""
+        """Send finished samples or replies, if this worker's partitions are known."""
 
     @abstractmethod
     def _refresh(self) -> None:
-        """Between two decode steps: load the newest weights if the schedule requires it, and end what can no longer be fresh."""
+        """Between decode steps: load the newest weights if the schedule requires it, and abort what would be stale."""
 
     @abstractmethod
     def _has_work(self) -> bool:
@@ -170,15 +170,15 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def _start(self) -> None:
-        """Fill the engine."""
+        """Fill the engine with new work."""
 
     @abstractmethod
     def _wait(self) -> None:
-        """Nothing can be generated: wait for what is missing."""
+        """Wait for records or weights, because nothing can be generated."""
 
     @abstractmethod
     def _ended(self, completions: list[Completion]) -> None:
-        """Take the completions of the engine."""
+        """Store completions that the engine has returned."""
 
     @abstractmethod
     def _acknowledge(self) -> None:
@@ -186,13 +186,14 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def _commit(self) -> None:
-        """Commit up to where everything is acknowledged."""
+        """Commit each partition's offset up to the first record without an acknowledged result."""
 
     @abstractmethod
     def _measure(self) -> None:
-        """Report the engine's counts."""
+        """Report the engine's counters."""
 
     def _take(self, wait_s: float) -> None:
+        """Apply the consumer group's events: assignments, revocations and records."""
         for event in self.member.take(wait_s):
             match event:
                 case Assigned():
@@ -207,17 +208,17 @@ class GenerationLoop(ABC):
                         self._received(record)
 
     def _already_stale(self, version: int) -> bool:
-        """True if samples of `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
+        """True if samples of `version` would be stale; counts from the newest announced version, fetched or not."""
         newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
         return rules.will_be_stale(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
     def _may_publish(self, completions: Iterable[Completion]) -> bool:
-        """True if the log has every version that generated tokens of these completions."""
+        """True if every version that generated tokens of these completions is in the log."""
         published = self.weights.published()
         return all(span.version <= published for completion in completions for span in completion.spans)
 
     def _load(self) -> bool:
-        """Load the newest available weights into the engine; False if another version is replacing them just now."""
+        """Load the newest available weights into the engine; False if a newer version is replacing them in memory just now."""
         with self.weights.taken() as (version, tensors):
             if version <= self.engine.version:
                 return False

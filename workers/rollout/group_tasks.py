@@ -39,7 +39,7 @@ class PublishedSamples:
         self._tail: Tail | None = None
 
     def follow(self, starts: Mapping[int, int]) -> list[Published]:
-        """Follow these partitions instead, each from its start or the first retained record; returns their samples."""
+        """Follow other partitions, each from its start offset or the first retained record; returns their samples."""
         self.close()
         if starts:
             first_offsets = self._log.beginning_offsets((self._topic, partition) for partition in starts)
@@ -48,7 +48,7 @@ class PublishedSamples:
         return self.read_new()
 
     def read_new(self) -> list[Published]:
-        """The samples that were written since the last read; raises `LogError` if they cannot be read."""
+        """Samples that were written since the last read. Raises `LogError` if they cannot be read."""
         samples = []
         for record in read_to_current_end(self._log, self._tail) if self._tail else ():
             try:
@@ -75,7 +75,7 @@ class PublishedSamples:
 
 @dataclass(slots=True)
 class GroupTask:
-    """One group: its prompt and the state of its samples."""
+    """A group to be generated: its prompt and the state of each sample."""
 
     prompt: Prompt
     partition: int
@@ -109,11 +109,11 @@ class GroupTask:
 
     @property
     def done(self) -> bool:
-        """True if all its samples are acknowledged, from any worker."""
+        """True if all samples of the group are acknowledged, whichever worker wrote them."""
         return len(self.published) >= self.prompt.samples_per_prompt
 
     def to_generate(self, *, oversample: int) -> list[int]:
-        """The samples to submit: of K + r those that are not in the log; none if the group has enough."""
+        """Numbers of the samples to submit: those of K + r that are not in the log; none if the group has K."""
         started = range(self.prompt.samples_per_prompt + oversample)
         return [sample for sample in started if sample not in self.published] if self.needed else []
 
@@ -134,7 +134,7 @@ class GroupTask:
             self.sent[sample] = pending
 
     def acknowledge(self) -> Iterator[tuple[int, int]]:
-        """(sample, offset) of each sent sample that the log has acknowledged since; raises `LogError` for one that failed."""
+        """(sample, offset) of each sent sample that was acknowledged since the last call. Raises `LogError` if sending one failed."""
         for sample, pending in list(self.sent.items()):
             if pending.done():
                 del self.sent[sample]
@@ -151,7 +151,7 @@ class GroupTask:
 
 @dataclass(slots=True)
 class OwnedPartition:
-    """One partition of `prompts` that this worker owns, and the same one of `rollouts`."""
+    """An owned partition of `prompts`, with the partition of `rollouts` of the same number."""
 
     position: int = 0
     """Offset after the last prompt that was delivered."""
@@ -170,7 +170,7 @@ class OwnedPartition:
 
 @dataclass(slots=True)
 class GroupTasks:
-    """The groups of all partitions that a worker owns.
+    """The groups in all partitions that a worker owns.
 
     Started groups survive a rebalance: their generation continues, and `assign` drops those that are another worker's.
     """
@@ -184,7 +184,7 @@ class GroupTasks:
     """Groups whose prompt was delivered since the partitions were assigned."""
 
     def revoke(self) -> None:
-        """Forget all partitions and every group that is not started: those that stay with this worker are delivered again."""
+        """Forget all partitions and every group that has not started; groups of partitions that stay are delivered again."""
         self.partitions.clear()
         self.tasks = {task.group: task for task in self.groups_in_flight()}
         self._delivered = IdSet()
@@ -210,7 +210,7 @@ class GroupTasks:
         return True
 
     def skip(self, record: Record) -> None:
-        """Skip a record that is no prompt, so that the watermark passes it."""
+        """Skip a record that is not a usable prompt, so that the watermark can move past it."""
         owned = self.partitions.get(record.partition)
         if owned is not None:
             owned.position = max(owned.position, record.offset + 1)
@@ -230,7 +230,7 @@ class GroupTasks:
             owned.early.setdefault(group, {}).setdefault(sample, offset)
 
     def acknowledge(self) -> int:
-        """Record the sent samples that the log has acknowledged; returns how many groups are finished with them.
+        """Record which sent samples were acknowledged; returns the number of groups that are done with them.
 
         A gap in the offsets of a partition means that another process has written there.
         """
@@ -252,7 +252,7 @@ class GroupTasks:
         owned.rollouts_end, owned.gap = max(owned.rollouts_end, end), False
 
     def watermarks(self) -> dict[int, tuple[int, str]]:
-        """Partition -> (offset, metadata) to commit, if changed since the last call; drops the tasks below."""
+        """Partition -> (offset, metadata) to commit, for partitions that have moved since the last call; drops tasks below."""
         moved = {}
         for number, owned in self.partitions.items():
             tasks = [task for task in self.tasks.values() if task.partition == number]

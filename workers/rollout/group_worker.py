@@ -35,7 +35,7 @@ GATHER_S = 1.0
 
 @dataclass(slots=True)
 class GroupWorker(GenerationLoop):
-    """The worker's state between two turns of its loop."""
+    """Generates the samples of prompt groups."""
 
     published: PublishedSamples
     tasks: GroupTasks
@@ -46,7 +46,7 @@ class GroupWorker(GenerationLoop):
 
     @classmethod
     def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "GroupWorker":
-        """Join the workers of this role; `shared`: `device` and `shared_engine`."""
+        """Join the workers of this role; `shared` contains `device` and `shared_engine`."""
         published, tasks = PublishedSamples(session.log, session.run), GroupTasks(session.schedule.oversample)
         return cls(session, engine, weights, session.member("prompts", max_records=64), published, tasks, **shared)
 
@@ -68,7 +68,7 @@ class GroupWorker(GenerationLoop):
         self.published.close()
 
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and read from `rollouts` which samples of the own partitions exist already."""
+        """Drop groups that other workers now own, and read from `rollouts` which samples of the remaining groups exist."""
         topic = self.session.topic("prompts")
         owned = {partition: committed for (held, partition), committed in event.partitions.items() if held == topic}
         for task in self.tasks.groups_in_flight():
@@ -96,6 +96,7 @@ class GroupWorker(GenerationLoop):
         self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
+        """Queue the prompt in a record; an unusable record becomes a dead letter."""
         try:
             with self.session.dead_letters.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
@@ -107,7 +108,7 @@ class GroupWorker(GenerationLoop):
             self.session.reporter.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
 
     def _read_published(self) -> None:
-        """Read which samples others have published since the partitions were assigned."""
+        """Read which samples other workers have published since the partitions were assigned."""
         for partition, owned in self.tasks.partitions.items():
             self.published.skip(partition, owned.rollouts_end)
         for sample in self.published.read_new():
@@ -117,6 +118,7 @@ class GroupWorker(GenerationLoop):
         self._abort_surplus()
 
     def _refresh(self) -> None:
+        """Load the newest weights between decode steps, and abort groups that would be stale, if the schedule does so."""
         if self.session.schedule.loads_at != "step":
             return
         if self.weights.version > self.engine.version and self.tasks.groups_in_flight():
@@ -133,7 +135,7 @@ class GroupWorker(GenerationLoop):
         return self._next(self.weights.version) is not None
 
     def _next(self, newest: int) -> GroupTask | None:
-        """The prompt to start next, if version `newest` can be loaded; None, after reporting what it waits for, if there is none."""
+        """The group to start next, if version `newest` can be loaded; None, after reporting what the worker waits for, if there is none."""
         waiting, loaded = self.tasks.waiting(), self.engine.version
         pairs = [(task.group, task.prompt.min_version) for task in waiting]
         index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
@@ -148,6 +150,7 @@ class GroupWorker(GenerationLoop):
         return None
 
     def _start(self) -> None:
+        """Start queued groups while the engine has room, loading newer weights first if the schedule requires it."""
         schedule, newest = self.session.schedule, self.weights.version
         while self.engine.has_room and (task := self._next(newest)) is not None:
             loaded = self.engine.version
@@ -160,6 +163,7 @@ class GroupWorker(GenerationLoop):
             self._start_task(task)
 
     def _start_task(self, task: GroupTask) -> None:
+        """Submit the samples of a group that are not in the log."""
         if task.inherited:  # its earlier owner may have published samples after the partition was assigned
             self._read_published()
         samples = task.to_generate(oversample=self.tasks.oversample)
@@ -193,7 +197,7 @@ class GroupWorker(GenerationLoop):
                 task.generating.clear()
 
     def _publish_completions(self, *, everything: bool = False) -> None:
-        """Send samples with the rest of their group, or after a short wait, while this worker knows its partitions."""
+        """Send finished samples with the rest of their group, or after a short wait, if this worker's partitions are known."""
         if not self._settled:
             return
         # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
@@ -204,6 +208,7 @@ class GroupWorker(GenerationLoop):
                 self._publish(task)
 
     def _publish(self, task: GroupTask) -> None:
+        """Send the finished samples of a group in as few records as possible."""
         session, schedule = self.session, self.session.schedule
         fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
         sampling = session.config.sampling_for(source_of(task.prompt.columns))

@@ -49,7 +49,7 @@ class OpenGroup:
 
     @property
     def aborted(self) -> int:
-        """Number of its samples that were aborted, because the group could no longer be fresh."""
+        """Number of samples that were aborted because the group would be stale."""
         return sum(sample.finish == "abort" for sample in self.samples.values())
 
     def ordered(self) -> list[Rollout]:
@@ -58,7 +58,7 @@ class OpenGroup:
 
 @dataclass(slots=True)
 class PartitionGroups:
-    """One owned partition: prompts p and rollouts p in, groups p out."""
+    """The open groups of one partition number: prompts and samples are read from it, outcomes written to it."""
 
     partition: int
     finished: IdSet = field(default_factory=IdSet)
@@ -82,14 +82,14 @@ class PartitionGroups:
     """Group -> offset of its outcome, of the finished groups above the oldest unfinished one."""
 
     def start(self, *, prompts: int, metadata: str) -> None:
-        """Start at the previous owner's committed offset in `prompts`, with its metadata; without metadata all of `groups` is read."""
+        """Start at the committed offset in `prompts`, with its metadata; without metadata all of `groups` is read."""
         note = offset_metadata.decode(ScorerOffsetMetadata, metadata) or ScorerOffsetMetadata(below=0, groups=0)
         self.prompts_position = prompts
         self.below, self.groups_position = note.below, note.groups
         self.newest = self.below - 1
 
     def note(self, *, without: Collection[int] = ()) -> str:
-        """Offset metadata for a new owner, once the groups in `without` have ended."""
+        """Offset metadata for the next owner, as if the groups in `without` had ended."""
         if not self.rising:
             return ""
         below = min((group.group for group in self._unfinished(without) if group.prompt), default=self.newest + 1)
@@ -97,15 +97,15 @@ class PartitionGroups:
         return offset_metadata.encode(ScorerOffsetMetadata(below=below, groups=min(self.outcomes.values(), default=self.groups_position)))
 
     def out_of_order(self, group: int) -> bool:
-        """True if a prompt's number shows that `below` is invalid; then all of `groups` has to be read."""
+        """True if a prompt's number contradicts `below`, so that all of `groups` must be read."""
         return self.rising and group <= self.newest and group not in self.finished and not (group in self.open and self.open[group].prompt)
 
     def distrust(self) -> None:
-        """Read `groups` from its beginning, now and after every later assignment."""
+        """Read `groups` from its start, now and after every later assignment."""
         self.rising, self.below, self.groups_position = False, 0, 0
 
     def add_prompt(self, record: Record, prompt: Prompt, *, now_s: float) -> bool:
-        """Add a prompt; False when it is a duplicate or its group has ended."""
+        """Add a prompt; False if it is a duplicate or its group has ended."""
         if self.cut and self.newest < 0:
             self.below = prompt.group  # a prompt is deleted only once its group and all before it have ended
         self.prompts_position = record.offset + 1
@@ -119,11 +119,11 @@ class PartitionGroups:
         return True
 
     def has(self, group: int, sample: int) -> bool:
-        """True if this sample has arrived before, or its group has ended."""
+        """True if this sample has already arrived, or its group has ended."""
         return group in self.finished or (group in self.open and sample in self.open[group].samples)
 
     def missing(self, group: int, *, samples: int) -> int:
-        """Number of samples that have not arrived: with oversampling the first in the log are the group's."""
+        """Number of samples that a group still needs; with oversampling it takes the first in the log."""
         return max(0, samples - len(self.open[group].samples)) if group in self.open else samples
 
     def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
@@ -138,7 +138,7 @@ class PartitionGroups:
         self.groups_position = max(self.groups_position, offset + 1)
 
     def offsets(self, *, without: Collection[int] = ()) -> tuple[int, int]:
-        """Start offsets of a new owner in `prompts` and `rollouts`, once the groups in `without` have ended."""
+        """Start offsets of the next owner in `prompts` and `rollouts`, as if the groups in `without` had ended."""
         unfinished = self._unfinished(without)
         prompts = min((group.prompt_record.offset for group in unfinished if group.prompt_record), default=self.prompts_position)
         rollouts = min((record.offset for group in unfinished for record in group.records.values()), default=self.rollouts_position)
@@ -150,7 +150,7 @@ class PartitionGroups:
         return [group for group in self.open.values() if group.prompt and not group.submitted and group.opened_s < latest_s]
 
     def orphans(self, *, now_s: float) -> list[OpenGroup]:
-        """Groups with samples and no prompt for long: it is late, does not exist, or the group ended before (`below`)."""
+        """Groups with samples that have lacked a prompt for long: the prompt is late or missing, or the group had ended (`below`)."""
         return [group for group in self.open.values() if group.prompt is None and now_s - group.seen_s > ORPHAN_AFTER_S]
 
     def _unfinished(self, without: Collection[int]) -> list[OpenGroup]:
@@ -166,7 +166,7 @@ LOOK_EVERY_S = 1.0
 
 
 class RolloutReports:
-    """Follows rollout workers' reports on a clock that stops during an outage.
+    """Measures time by the rollout workers' reports, so that it stops during an outage.
 
     A group's deadline counts only time in which a worker was present for its partition; if turns go through the log, an environment
     worker and a rollout worker.
@@ -213,7 +213,7 @@ LATE_LIMIT_S = 5.0
 
 
 def reject_orphans(session: Session, state: PartitionGroups, *, now_s: float) -> None:
-    """Write dead letters about the samples whose prompt is not in the log; samples whose prompt is only late wait."""
+    """Write dead letters about samples whose prompt is not in the log; samples whose prompt is only late stay."""
     suspects = state.orphans(now_s=now_s)
     late = _prompts_to_come(session, state) if suspects else frozenset()
     for group in suspects:
@@ -229,7 +229,7 @@ def reject_orphans(session: Session, state: PartitionGroups, *, now_s: float) ->
 
 
 def _prompts_to_come(session: Session, state: PartitionGroups) -> frozenset[int] | None:
-    """Groups whose prompts are in the log and have not arrived; None if the log cannot be read."""
+    """Groups whose prompts are in the log but have not been read; None if the log cannot be read."""
     group_numbers = set()
     tail = None
     try:
@@ -251,7 +251,7 @@ WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class OutcomeWriter:
-    """Writes outcomes of the owned partitions' groups."""
+    """Writes the outcomes of groups in the owned partitions."""
 
     session: Session
     transactions: Transactions
@@ -261,6 +261,7 @@ class OutcomeWriter:
     """Reads from the log which groups of these partitions have ended."""
 
     def write(self, ended: Sequence[Group]) -> None:
+        """Write outcomes in transactions of limited size; groups of partitions that were revoked are skipped."""
         batch, size = dict[int, list[Outgoing]](), 0
         for group in ended:
             partition = next((p for p, state in self.owned.items() if group.group in state.open), None)
@@ -284,7 +285,7 @@ class OutcomeWriter:
             ]
 
     def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
-        """Commit the outcomes of these groups with offsets; if the result is unknown, read from the log which were written."""
+        """Commit outcomes and offsets in one transaction; if the result is unknown, read from the log which were written."""
         records = [record for parts in batch.values() for record in parts]
         partitions = {record.partition for record in records}
         try:
@@ -304,7 +305,7 @@ class OutcomeWriter:
             self.session.reporter.add(f"outcome_{dict(parts[0].headers)['outcome'].decode()}")
 
     def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
-        """Offsets and metadata for a new owner once the groups in `without` have ended."""
+        """Offsets and metadata for the next owner, as if the groups in `without` had ended."""
         offsets: dict[Partition, tuple[int, str]] = {}
         for partition in partitions:
             state = self.owned[partition]

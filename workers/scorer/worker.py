@@ -82,7 +82,7 @@ class Scoring:
 
 @dataclass(slots=True)
 class Scorer:
-    """The scorer's state between two turns of its loop."""
+    """Collects groups, scores them and writes their outcomes."""
 
     session: Session
     member: Member
@@ -159,6 +159,7 @@ class Scorer:
         self.pool.cancel(void)
 
     def _assigned(self, event: Assigned) -> None:
+        """Start the new partitions at their committed offsets, and read which of their groups have ended."""
         self._generation = event.membership.generation
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))
@@ -202,6 +203,7 @@ class Scorer:
             self._samples(state, record)
 
     def _prompt(self, state: PartitionGroups, record: Record) -> None:
+        """Add the prompt in a record; submit its group if that is complete."""
         state.prompts_position = record.offset + 1
         try:
             with self.session.dead_letters.decoding(record):
@@ -218,7 +220,7 @@ class Scorer:
             self._submit(state, prompt.group)
 
     def _fail_unread(self, state: PartitionGroups, record: Record, reason: str) -> None:
-        """End the group of a poison prompt: its checked headers name the group."""
+        """End the group of a poison prompt, which its checked headers identify, as failed."""
         headers = prompts.check(record, run=self.session.run)
         unread = prompts.unread(headers, samples=self.session.schedule.samples_per_prompt, created_ns=record.timestamp_ms * 1_000_000)
         if state.add_prompt(record, unread, now_s=self.reports.now_s):
@@ -227,6 +229,7 @@ class Scorer:
             self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
 
     def _samples(self, state: PartitionGroups, record: Record) -> None:
+        """Add the samples in a record; submit their group if it is complete. An unusable record becomes a dead letter."""
         state.rollouts_position = record.offset + 1
         try:
             with self.session.reporter.decoding:
@@ -245,7 +248,7 @@ class Scorer:
         self._submit(state, samples[0].group)
 
     def _new_samples(self, state: PartitionGroups, record: Record, headers: Headers) -> list[int]:
-        """The samples of a record that count, from its headers: no duplicates, and only while their group needs more.
+        """Numbers of the samples in a record that count: no duplicates, and only while their group needs more.
 
         Raises `Unusable` if a number is outside its group.
         """
@@ -265,6 +268,7 @@ class Scorer:
         return counted
 
     def _submit(self, state: PartitionGroups, number: int) -> None:
+        """Pass a complete group to the reward functions; one with aborted or broken samples gets its outcome at once."""
         group = state.open[number]
         if not group.complete or group.submitted:
             return
@@ -285,13 +289,13 @@ class Scorer:
         self.pool.submit(job, payload_of(prompt, samples, completions, messages=prompt.messages, steps_per_version=per_version))
 
     def _fail_broken(self, group: OpenGroup, cause: str) -> None:
-        """End a group that lacks a sample because its environment broke, as failed: a reward of zero would be wrong."""
+        """End a group as failed because the environment of a sample failed: a reward of zero would be wrong."""
         assert group.prompt_record is not None
         self.session.dead_letters.write(group.prompt_record, Unusable(f"group {group.group}: {cause}", kind="environment-failed"))
         self._unscored.append(self._group(group, "failed", cause, ()))
 
     def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
-        """A scored, filtered or failed group; None if its partition was revoked, or if it has ended meanwhile."""
+        """The outcome of a scored group; None if its partition was revoked, or if the group has ended meanwhile."""
         scoring = self._scoring.pop(result.key, None)
         if scoring is None:
             return None
@@ -319,7 +323,7 @@ class Scorer:
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 
     def _overdue(self) -> list[Group]:
-        """Outcome "abandoned" for incomplete groups past their deadline."""
+        """Outcomes "abandoned" for the incomplete groups that are past their deadline."""
         deadline, abandoned = self.session.config.scorer.group_deadline_s, []
         for state in self.owned.values():
             for group in state.overdue(deadline_s=deadline):

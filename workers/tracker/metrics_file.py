@@ -33,6 +33,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open or create the file, take the lock, and read how far an earlier tracker came."""
         self.path = path
         self.written: dict[str, int] = {}
         """Source -> number of its newest line."""
@@ -50,7 +51,7 @@ class MetricsFile:
             raise
 
     def write(self, line: Line) -> bool:
-        """Append a line with the next `flush`; returns False when the file already holds it."""
+        """Queue a line for the next `flush`; returns False if the file already contains it."""
         if line.number <= self.written.get(line.source, -1):
             return False
         self.written[line.source] = line.number
@@ -75,7 +76,7 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def read(self, offset: int, *, max_points: int) -> tuple[list[Delivery], int]:
-        """The lines from byte `offset` on, of `max_points` at most but at least one if there is one, and the offset behind them."""
+        """At most `max_points` points of lines from byte `offset` on, but at least one line, and the offset after them."""
         deliveries: list[Delivery] = []
         count = 0
         with self.path.open("rb") as file:
@@ -107,7 +108,7 @@ class MetricsFile:
             time.sleep(0.1)
 
     def _mend(self) -> None:
-        """Read how far the file goes, and cut off everything from the first incomplete line on."""
+        """Count the complete lines, and truncate the file at the first incomplete one."""
         with self.path.open("rb+") as file:
             for raw in file:
                 line = _line(raw)
@@ -120,7 +121,7 @@ class MetricsFile:
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """A line's object, None for a torn or foreign one."""
+    """Parse a line; None if it is incomplete or not of this file's form."""
     if not raw.endswith(b"\n"):
         return None
     try:
@@ -132,7 +133,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def _values(line: dict[str, Any]) -> dict[str, float]:
-    """A line's values; one that was not finite is NaN."""
+    """The metrics of a line; those that were not finite are NaN."""
     values = {name: value for name, value in line.items() if name not in _RESERVED and (value is None or isinstance(value, float))}
     return {name: math.nan if value is None else value for name, value in values.items()}
 
@@ -150,17 +151,17 @@ STATUSES = ("status", "final")
 
 
 class Sink(Protocol):
-    """Takes a run's points."""
+    """Receives the metrics of a run, in addition to `metrics.jsonl`."""
 
     def write(self, line: Line, *, new: bool) -> None:
-        """Take a moment's values; `new` is False for what an earlier tracker of the run has written."""
+        """Receive the metrics of one time; `new` is False if an earlier tracker has already written them."""
 
     def close(self) -> None:
-        """Write what is held."""
+        """Write all buffered metrics."""
 
 
 class TensorBoard:
-    """One event file in a folder; a restarted tracker reads the run from its beginning and rewrites the file."""
+    """Writes one TensorBoard event file; a restarted tracker rewrites it from the start of the run."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -183,9 +184,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run of the run's own id, which a restarted tracker continues; its key comes from the environment alone."""
+    """Writes a W&B run with the run's id, which a restarted tracker continues; the API key comes from the environment."""
 
     def __init__(self, run: str, directory: Path, *, project: str, mode: Literal["online", "offline"], config: Mapping[str, Any]) -> None:
+        """Create the W&B run, or continue it."""
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -216,7 +218,7 @@ def sinks(config: Config, run: str, directory: Path, *, notify: Callable[[str], 
 
 
 class Sinks:
-    """Several sinks, each for itself."""
+    """Passes metrics to several sinks; the failure of one does not affect the others."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Sink]], notify: Callable[[str], None]) -> None:
         self._notify = notify

@@ -29,6 +29,7 @@ def write_report(session: Session, report: Mapping[str, Any], directory: Path) -
 
 
 def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write the configuration and the report as text and JSON, each file at once; returns their paths."""
     config = json.loads(session.record.config)
     as_lines, as_data = REPORTS
     contents = {
@@ -44,7 +45,7 @@ def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -
 
 
 def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write the run's page; one that cannot be made in time costs a limited time and one line."""
+    """Write the run's page within a time limit; returns its path, or nothing after logging why it failed."""
     limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
     mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
     try:
@@ -61,7 +62,7 @@ MODEL = "model"
 
 @dataclass(slots=True)
 class CheckpointHistory:
-    """The ledger's entries about each checkpoint."""
+    """Ledger entries of the checkpoints, for MLflow's model registry."""
 
     session: Session
     _tags: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class CheckpointHistory:
             }
 
     def existing(self) -> RegisteredCheckpoints:
-        """Those that exist now; the Hugging Face model of each, where the run exports one."""
+        """The checkpoints that exist now, each with its Hugging Face model if the run exports one."""
         store = open_store(self.session.config, self.session.run, to_read=True) if self._tags else None
         if store is None:
             return RegisteredCheckpoints()

@@ -41,6 +41,7 @@ class Retention:
     _deleting: threading.Thread | None = None
 
     def note(self, entry: Entry) -> None:
+        """Apply a ledger entry: when versions were published, and where the groups of each step are."""
         if self.session.config.kafka.keep_steps is None:
             return
         if entry.kind == "version" and entry.version is not None:
@@ -52,7 +53,7 @@ class Retention:
             self._steps, self._resume_point = entry.step + 1, resume_point_of(entry)
 
     def delete(self, view: RunView, positions: Mapping[Partition, int], saved: Pending) -> None:
-        """Start to delete, once the view is in the log: its readers continue from `positions`."""
+        """Start to delete old records, once the view is in the log: readers of the view continue from `positions`."""
         cut = self._first_retained()
         if cut <= self._cut or (self._deleting is not None and self._deleting.is_alive()):
             return
@@ -70,13 +71,14 @@ class Retention:
             self._deleting.join(timeout_s)
 
     def _first_retained(self) -> int:
-        """The first step whose records are needed: of the newest ones, and of those a trainer repeats from its checkpoints."""
+        """The first step whose records are needed, by `keep_steps` or by a trainer that resumes from a checkpoint."""
         keep, resume_point = self.session.config.kafka.keep_steps, self._resume_point
         if keep is None or resume_point is None or not resume_point.checkpoints:
             return 0
         return max(0, min(self._steps - keep, resume_point.checkpoints[-1][0]))
 
     def _before(self, cut: int, view: RunView, positions: Mapping[Partition, int]) -> dict[Partition, int]:
+        """The offset in each partition below which no record of step `cut` or later can be, limited to `positions`."""
         schedule, resume_point, log = self.session.schedule, self._resume_point, self.session.log
         assert resume_point is not None
         # No sample that step `cut` may train is older than this version, and no prompt that is open than its own record.
@@ -99,7 +101,7 @@ class Retention:
         return [(self.session.topic(name), number) for number in range(self.session.config.partitions)]
 
     def _delete(self, before: Mapping[Partition, int], saved: Pending) -> None:
-        """Export, then delete; if either fails the records stay and the run continues."""
+        """Export, then delete; if either fails, the records stay and the run continues."""
         session, archive = self.session, self.session.config.kafka.archive
         prompts = {partition: offset for partition, offset in before.items() if partition[0] == session.topic("prompts")}
         try:

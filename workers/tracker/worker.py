@@ -39,7 +39,7 @@ from penstock.workers.tracker.retention import Retention
 
 
 def saved_start(log: Log, run: str) -> Saved:
-    """The view of the deleted records, and the offsets after it; an empty view and no offsets if nothing was deleted."""
+    """The saved view of deleted records, and the offsets after them; an empty view and no offsets if nothing was deleted."""
     if not deleted(log, f"{run}.prompts", f"{run}.groups"):
         return RunView(run=run), {}
     view, since = saved_view.newest(log, run)
@@ -47,7 +47,7 @@ def saved_start(log: Log, run: str) -> Saved:
 
 
 def entries_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[tuple[Folded, Record]]:
-    """The ledger's entries and the measurements before these offsets, each once: `metrics.jsonl` may be on another machine."""
+    """Ledger entries and measurements before these offsets, each once: `metrics.jsonl` may be on another machine."""
     view = RunView(run=run)
     for topic in ("ledger", "metrics"):
         at = (f"{run}.{topic}", 0)
@@ -80,7 +80,7 @@ MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"
 
 
 def main(session: Session) -> None:
-    """Follow the run until it is closed and its workers have exited, or a stop is requested; writes a report either way."""
+    """Follow the run until it is closed and its workers have exited, or a stop is requested; write a report either way."""
     directory = run_directory(session.run)
     directory.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(session, directory=directory)
@@ -93,13 +93,14 @@ def main(session: Session) -> None:
 
 
 class _OutOfTime(Exception):
-    """The time after a stop request is used up."""
+    """The time limit after a stop request has passed."""
 
 
 class Tracker:
-    """Reads a run's topics, writes its points, and announces the MLflow run."""
+    """Reads a run's topics, writes its metrics, and sends them to MLflow."""
 
     def __init__(self, session: Session, *, directory: Path) -> None:
+        """Read the saved state of the run, and open the file, the sinks and the index in `directory`."""
         self.session, self.directory = session, directory
         self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
@@ -127,7 +128,7 @@ class Tracker:
         self._announced: str | None = None
 
     def follow(self) -> None:
-        """Pass on existing and new records until no more are expected."""
+        """Process existing and new records until no more are expected."""
         session = self.session
         session.reporter.doing(Activity.START, "reading the log")
         for payload, record in entries_before(session.log, session.run, self._since):
@@ -165,7 +166,7 @@ class Tracker:
             )
 
     def _report(self, mlflow_run_id: str | None) -> list[Path]:
-        """Write the report; returns its files, none where this process is to end before the whole log is read."""
+        """Write the report; returns its files, none if the time after a stop request ends before the log is read."""
         session = self.session
         try:
             report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._check_time)
@@ -195,6 +196,7 @@ class Tracker:
         return True
 
     def _take(self, records: Iterable[Record]) -> None:
+        """Apply records to the view and the index; write the metrics that follow from them."""
         now = time.monotonic()
         for record in records:
             owned = record.topic in self._owned
@@ -218,6 +220,7 @@ class Tracker:
         self._flush()
 
     def _pass_on(self, payload: Folded, record: Record) -> None:
+        """Write the metrics of a usable record, and note versions, checkpoints and what deletion needs."""
         now = time.monotonic()
         self._write_down(self.points.of(payload, record, source=record.topic.removeprefix(f"{self.session.run}.")))
         if isinstance(payload, Measurement):
@@ -230,7 +233,7 @@ class Tracker:
                 self._checkpoints.note(payload, offset=record.offset)
 
     def _reward(self, now: float) -> None:
-        """Write the rewards of versions that a newer one has made too old to train on, once all groups that existed then are read."""
+        """Write the mean rewards of versions that are too old to train on, once all groups of their time are read."""
         while self._published and self._published[0][0] <= now - SETTLE_S:
             self._due, self._awaited = self._published.popleft()[1], None
         if self._due is None:
@@ -275,7 +278,7 @@ class Tracker:
         return Activity.BUSY, f"{waiting} metric points wait for MLflow" if waiting > 1000 else "following the run"
 
     def _over(self) -> bool:
-        """True if the run was closed and every other worker has ended or has been silent for long."""
+        """True if the run is closed and every other worker has exited or has been silent for long."""
         now = time.monotonic()
         if not self._ended():
             return False
@@ -286,11 +289,11 @@ class Tracker:
         return all(worker.ended or now - self._last_report.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
 
     def _ended(self) -> bool:
-        """True if the run is closed, finished or failed; a stopped one may be resumed."""
+        """True if the run is finished or failed; a stopped run may be resumed."""
         return self.view.closed is not None or status_of(self.view) in ("finished", "failed")
 
     def _mlflow_status(self) -> str:
-        """The MLflow status of a run that ends here; one that was cut short can be resumed, and is then RUNNING again."""
+        """The status to set in MLflow; a run that a stop has cut short is KILLED until it is resumed."""
         if not self._complete:
             return "KILLED"
         if self.view.closed is None and any(worker.labels.get("status") == "failed" for worker in self.view.workers.values()):
@@ -298,7 +301,7 @@ class Tracker:
         return MLFLOW_STATUS.get(status_of(self.view), "KILLED")
 
     def _mlflow_run_id(self) -> str | None:
-        """The MLflow run's id; waits for it longer while MLflow is only slow."""
+        """The id of the MLflow run; waits longer if MLflow is only slow."""
         uploader = self.uploader
         if uploader is None:
             return None
@@ -307,7 +310,7 @@ class Tracker:
         return uploader.run_id
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
-        """Wait for MLflow up to `limit_s`, less after a stop request; keeps reporting."""
+        """Wait for MLflow up to `limit_s`, less after a stop request, and report meanwhile."""
         end_s = time.monotonic() + limit_s
         while not check(0.25):
             left_s = end_s - time.monotonic()
@@ -324,7 +327,7 @@ class Tracker:
             self._retention.delete(self.view, positions, saved)
 
     def _check_time(self) -> None:
-        """Report while the log is read; raises `_OutOfTime` when this process is to end."""
+        """Report while the log is read; raises `_OutOfTime` once the time after a stop request has passed."""
         if self._out_of_time():
             raise _OutOfTime
         self.session.reporter.status()
@@ -338,6 +341,7 @@ class Tracker:
 
 
 def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
+    """The uploader to MLflow; None if the run does not use MLflow or it is not installed."""
     chosen = session.config.mlflow
     if not chosen.enabled:
         return None
@@ -351,5 +355,5 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
 
 
 def _patience_s(labels: Mapping[str, str]) -> float:
-    """Seconds a worker whose last report has these labels may be silent before no more is expected of it."""
+    """Seconds for which a worker whose last report has these labels may be silent before it counts as exited."""
     return LOADING_S if activity_of(labels) == Activity.START else QUIET_S

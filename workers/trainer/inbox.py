@@ -39,7 +39,7 @@ NEWEST: Final = 8
 
 @dataclass(slots=True, kw_only=True)
 class GroupInbox:
-    """Outcomes in order of arrival, and the payloads of those that may be trained."""
+    """Group outcomes in order of arrival, and the payloads of those that may be trained on."""
 
     run: str
     schedule: Schedule
@@ -104,7 +104,7 @@ class GroupInbox:
         return None if candidate is None else (candidate, self._groups.pop(candidate.group))
 
     def newest_reasons(self) -> list[str]:
-        """Reasons of the newest groups that a scorer dropped, from their payloads; unreadable ones are skipped."""
+        """Reasons for which scorers dropped the newest groups, from their payloads; unreadable payloads are skipped."""
         return [reason for records in self._dropped if (reason := self._reason(records))]
 
     def _reason(self, records: list[Record]) -> str | None:
@@ -119,13 +119,13 @@ class GroupInbox:
         self.filtered_rewards.clear()
 
     def start_over(self) -> None:
-        """Forget everything: the groups are read from their beginning."""
+        """Forget everything, because `groups` will be read from its start."""
         self.selector, self._assembler, self.ended_before = Selector(self.schedule), GroupAssembler(), 0
         self._groups.clear()
         self.forget_drops()
 
     def restart_offsets(self) -> dict[int, int]:
-        """Partition -> first offset that a restarted trainer must read, of partitions with such records."""
+        """Partition -> first offset that a restarted trainer must read, for partitions with open or untrained groups."""
         waiting = [*self.selector.locations.values(), *((part.partition, part.offset) for part in self._assembler.held())]
         return {partition: min(offset for p, offset in waiting if p == partition) for partition in {p for p, _ in waiting}}
 
@@ -156,7 +156,7 @@ CONSTANT = (
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The end of a run that has exceeded the limit."""
+    """The end of a run that exceeds the drop limit: its text, and True if the task is solved."""
 
     reason: str
     solved: bool
@@ -190,7 +190,7 @@ class DropLimit:
         self.inbox.forget_drops()
 
     def passed(self, *, steps_done: int) -> Passed | None:
-        """The end of the run; None while no more than the limit were dropped."""
+        """The reason to end the run; None unless more groups than the limit were dropped since the last step."""
         # The s groups beyond a round's are admitted to be dropped.
         limit = self.inbox.schedule.max_drops_per_step + self.inbox.schedule.oversample_groups
         dropped = self.inbox.selector.drops - max(self.at_last_step, self.tolerated)
@@ -209,13 +209,13 @@ class DropLimit:
         return Passed(text + self._causes(dropped, steps_done=steps_done), solved=False)
 
     def without_a_step(self, *, requested: int) -> str:
-        """The reason of a run that has used all its prompts without a step."""
+        """The reason for the end of a run whose prompts are all used before its first step."""
         dropped, size = self.inbox.selector.drops, self.inbox.schedule.prompts_per_step
         text = f"all {requested} prompts of the run's epochs were used before the first step, which takes {size}"
         return f"{text} groups with different rewards; {dropped} groups were dropped" + self._causes(dropped, steps_done=0)
 
     def _causes(self, dropped: int, *, steps_done: int) -> str:
-        """The causes of the drops, and advice if most groups had equal rewards."""
+        """The causes of the drops as text, with advice if most groups had equal rewards."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
         reasons, equal = self.inbox.newest_reasons(), self._equal()
         text = (f": {causes}" if causes else "") + (f"; the last one: {reasons[-1]}" if reasons else "")
@@ -239,7 +239,7 @@ POLL_S = 0.5
 
 @dataclass(slots=True)
 class Arrivals:
-    """The topics that a trainer follows, and the state from their records."""
+    """Follows the topics that a trainer reads, and keeps the state from their records."""
 
     session: Session
     writer: RunWriter
@@ -279,10 +279,11 @@ class Arrivals:
 
     @property
     def no_more(self) -> bool:
-        """True if no group will follow: under `run.epochs` the prompts may end before the steps."""
+        """True if no group will follow, because under `run.epochs` the prompts may end before the steps."""
         return self._admitted is not None and self.inbox.selector.finished_groups >= self._admitted
 
     def settle(self, resumed: Resumed) -> None:
+        """Mark the groups that earlier steps have trained on or dropped, from the ledger or a resume point."""
         selector, past, resume = self.inbox.selector, resumed.past, resumed.resume_point
         self._listed = {sha256 for entry in past.entries for sha256 in ledger.evaluations(entry)}
         if resume is None:
@@ -295,13 +296,13 @@ class Arrivals:
             self.inbox.scale.see(resume.rewards)
 
     def start_over(self) -> None:
-        """Forget the groups, and follow everything from its beginning."""
+        """Forget the groups, and read every topic from its start."""
         self.inbox.start_over()
         self.evaluations.clear()
         self.tail.add(dict.fromkeys(self.followed, "earliest"))
 
     def take_in(self, timeout_s: float) -> bool:
-        """Apply the records that exist, or arrive within `timeout_s`; returns True if there were any."""
+        """Apply records that exist or arrive within `timeout_s`; returns True if there were any."""
         records = self.tail.poll(timeout_s)
         for record in records:
             self._receive(record)
@@ -316,11 +317,12 @@ class Arrivals:
             self.session.reporter.status()
 
     def list_evaluations(self) -> None:
-        """Record that the newest entry lists the evaluations read before it."""
+        """Record that the newest ledger entry lists all evaluations read before it."""
         self._listed |= self.evaluations.keys()
         self.evaluations.clear()
 
     def resume_point(self) -> ResumePoint:
+        """Offsets from which a trainer that restarts after this step reads each topic, and the groups that it ignores."""
         selector, scale, store = self.inbox.selector, self.inbox.scale, self.writer.checkpoints.store
         checkpoints = self.offsets.checkpoints([] if store is None else store.steps())
         oldest = checkpoints[-1][0] if checkpoints else 0
@@ -340,6 +342,7 @@ class Arrivals:
         )
 
     def _receive(self, record: Record) -> None:
+        """Apply one record of any followed topic."""
         if record.topic == self.session.topic("groups"):
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):
@@ -373,5 +376,5 @@ class Arrivals:
 
 
 def partition_key(session: Session, at: Partition) -> str:
-    """A partition's name in a resume point, as `groups/3`."""
+    """The name of a partition in a resume point, such as `groups/3`."""
     return f"{at[0].removeprefix(f'{session.run}.')}/{at[1]}"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Follower:
-    """A rank above 0, which executes rank 0's messages until the message `end`."""
+    """A rank above 0: executes the messages of rank 0 until the message `end`."""
 
     processes: "ProcessSet"
     objective: Objective
@@ -62,6 +62,7 @@ class Follower:
         self.processes.reply("ended")
 
     def _do(self, message: Mapping[str, Any]) -> None:
+        """Execute one message of rank 0."""
         if message["do"] == "open":
             self.backend = self.open()
             return
@@ -93,7 +94,7 @@ PARENT = "PENSTOCK_RANK_OF"
 
 @contextlib.contextmanager
 def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
-    """The trainer's processes, all joined; None if there is one. Raises `ConfigError`, `BackendError`."""
+    """Start and join the trainer's other ranks; yields None if there are none. Raises `ConfigError`, `BackendError`."""
     config = session.config
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched not in (1, config.trainer.processes):
@@ -164,6 +165,7 @@ def _on_gpu(config: Config) -> bool:
 
 
 def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
+    """Start one rank as a child process on this machine. Raises `ConfigError` for the in-memory log."""
     connection = getattr(session.log, "connection", None)
     if connection is None:
         raise ConfigError("trainer.processes must be 1 with the in-memory log, which one process holds; use a broker for more")
@@ -181,7 +183,7 @@ def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
 
 
 def variables(*, rank: int, size: int, port: int) -> dict[str, str]:
-    """Torchrun's variables for one of `size` processes of this machine."""
+    """The environment variables of torchrun for one of `size` ranks on this machine."""
     from penstock.infra.backends.ranks.process_set import loopback
 
     return {
@@ -196,7 +198,7 @@ def variables(*, rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _watch(session: Session, rank: int, child: "subprocess.Popen[bytes]", over: threading.Event) -> None:
-    """End this process when another rank ends too early: it would wait for that rank in the next collective."""
+    """Kill this process if another rank exits too early, because it would wait for that rank in the next collective."""
     status = child.wait()
     if over.is_set():
         return

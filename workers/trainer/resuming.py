@@ -33,7 +33,7 @@ from penstock.workers.trainer.run_writer import RunWriter
 
 
 class OlderNeeded(Exception):
-    """No checkpoint within the ledger's read entries can be used: the full ledger has to be read."""
+    """No checkpoint within the ledger entries read so far can be used, so the full ledger must be read."""
 
 
 def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> None:
@@ -75,7 +75,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> No
 
 
 def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:
-    """Repeat these steps; returns all differences, or with `stop` raises `Unrecoverable` at the first one."""
+    """Repeat these steps; returns all differences from the ledger, or with `stop` raises `Unrecoverable` at the first one."""
     reporter, mismatches = writer.session.reporter, list[tuple[Entry, Difference]]()
     for entry in steps:
         if writer.session.stop.is_set():
@@ -99,6 +99,7 @@ def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, sto
 
 
 def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
+    """Read the groups that a step was trained on. Raises `Unrecoverable` if they were deleted."""
     session = writer.session
     try:
         return read_planned(session.log, session.run, entry.plan)
@@ -128,7 +129,7 @@ ANCHORS = 2
 
 @dataclass(slots=True)
 class ResumeOffsets:
-    """Offsets of the entries and manifests that a later resume point names."""
+    """Offsets of checkpoint entries and anchor manifests, which later resume points refer to."""
 
     steps: dict[int, int] = field(default_factory=dict)
     """Steps done -> offset of the entry that committed the last of them."""
@@ -157,7 +158,7 @@ class ResumeOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """State that a trainer resumes from."""
+    """State from which a trainer resumes: ledger, resume point and offsets."""
 
     past: LedgerHistory
     resume_point: ResumePoint | None = None
@@ -168,7 +169,7 @@ class Resumed:
 
 
 def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
-    """The ledger from the oldest checkpoint a trainer may load on, or all of it. Raises `LogError`.
+    """Read the ledger from the oldest usable checkpoint on, or all of it. Raises `LogError`.
 
     `saved` are the steps of the existing checkpoints, newest first.
     """
@@ -196,7 +197,7 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
 
 
 def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
-    """The entry that committed the newest step, and its offset; None if the end of the ledger has none."""
+    """Offset and entry of the newest committed step; None if the end of the ledger contains none."""
     for offsets in NEWEST:
         newest, last_seq = None, -1
         for record, entry in _entries(log, run, end - offsets, end):
@@ -209,7 +210,7 @@ def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
 
 
 def _before(log: Log, run: str, resume_point: ResumePoint, start: int, ledger_state: LedgerState) -> list[Entry]:
-    """The entries before offset `start` that define the run's arithmetic."""
+    """The entries before offset `start` that describe the arithmetic of the run."""
     opening = list(itertools.islice((entry for _, entry in _entries(log, run, 0, NEWEST[-1]) if entry.kind == "run-opened"), 1))
     ledger_state.opened = opening[0] if opening else None
     rebased = (
@@ -221,7 +222,7 @@ def _before(log: Log, run: str, resume_point: ResumePoint, start: int, ledger_st
 
 
 def _from(log: Log, run: str, start: int, end: int, first_step: int, ledger_state: LedgerState, offsets: ResumeOffsets) -> Iterator[Entry]:
-    """The entries after the one at `start`, which committed the step before `first_step`."""
+    """The entries after that at `start`, which committed the step before `first_step`."""
     for record, entry in _entries(log, run, start, end):
         if record.offset == start:
             ledger_state.last_seq, ledger_state.steps = entry.seq - 1, first_step - 1
@@ -237,6 +238,7 @@ def _from(log: Log, run: str, start: int, end: int, first_step: int, ledger_stat
 
 
 def _read_manifests(log: Log, run: str, resume_point: ResumePoint, ledger_state: LedgerState, offsets: ResumeOffsets) -> None:
+    """Apply the manifests that a resume point needs, to the ledger state and to `offsets`."""
     topic = (f"{run}.weights", 0)
     end = log.end_offsets([topic])[topic]
     first = list(itertools.islice(_records(log, topic, 0, end), 1)) if resume_point.manifests else []

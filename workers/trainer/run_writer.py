@@ -41,7 +41,7 @@ BYTES_PER_PARAMETER = 12
 
 @dataclass(slots=True)
 class Checkpointer:
-    """The checkpoints of one trainer, of which at most one is being written."""
+    """Writes the checkpoints of one trainer, one at a time in the background."""
 
     session: Session
     commit: Callable[..., Any]
@@ -60,7 +60,7 @@ class Checkpointer:
         self.store = open_store(self.session.config, self.session.run)
 
     def start(self, policy: PolicyTrainer, *, published: Manifest, is_current: bool, parameters: int, seq: int) -> None:
-        """Start a checkpoint of the steps done, unless it exists or the run has none. Raises `CheckpointError`.
+        """Start to write a checkpoint of the current step, unless it exists or the run keeps none. Raises `CheckpointError`.
 
         `published` is the newest version, `is_current` is True if its weights are the current ones, `seq` numbers the last ledger entry.
         """
@@ -93,7 +93,7 @@ class Checkpointer:
             self._stalled_s += time.monotonic() - waiting
 
     def finish(self, *, wait: bool = True) -> None:
-        """Record the checkpoint being written and give it its name; without `wait`, only if its files are durable.
+        """Record the checkpoint being written in the ledger and rename it; without `wait`, only if its files are durable.
 
         Raises `CheckpointError` if it could not be written.
         """
@@ -117,7 +117,7 @@ class Checkpointer:
         )
 
     def rate(self, manifest: Manifest | None, accuracy: float | None) -> None:
-        """Pass the evaluation of a version to the store, which keeps the best checkpoint."""
+        """Pass the accuracy of a version to the store, which retains the best checkpoint."""
         if self.store is not None and manifest is not None and accuracy is not None:
             self.store.rate(manifest.step, accuracy)
 
@@ -128,7 +128,7 @@ DIGEST_BELOW = 100_000_000
 
 @dataclass(slots=True)
 class RunWriter:
-    """Records the steps of a `PolicyTrainer`."""
+    """Records steps, versions and checkpoints of a `PolicyTrainer`."""
 
     session: Session
     transactions: Transactions
@@ -158,7 +158,7 @@ class RunWriter:
         self._gaps.skip(self.state.manifests.values())
 
     def open_run(self, policy: PolicyTrainer) -> None:
-        """Open the run with version 0, or check that the model is the one it was opened with."""
+        """Publish version 0 in a new run; otherwise check that the model is the one the run started with."""
         if self.state.opened is None:
             session = self.session
             fingerprint = arithmetic_of(policy.backend, session.config)
@@ -189,7 +189,7 @@ class RunWriter:
         changed: Mapping[str, tuple[Any, Any]],
         fingerprint: Mapping[str, str | int],
     ) -> None:
-        """Record the differences of repeated steps from the ledger: the next version has the repeated weights.
+        """Record how repeated steps differ from the ledger; the next version has the repeated weights.
 
         A checkpoint is written at once, because it alone holds the new optimizer state. A last version that is published keeps its weights.
         """
@@ -238,7 +238,7 @@ class RunWriter:
         return entry
 
     def publish(self, content: Weights, *, version: int, step: int) -> None:
-        """Commit the version before, then start to send a version's chunks. A published version is not sent again.
+        """Commit the previous version, then start to send the chunks of this one, unless it is published.
 
         Raises `Unrecoverable` if the version is published with another digest.
         """
@@ -265,7 +265,7 @@ class RunWriter:
         return self._publication is not None
 
     def finish_publishing(self, *, wait: bool = True) -> None:
-        """Commit the version being sent: its manifest with the ledger entry; without `wait`, only if all chunks are acknowledged."""
+        """Commit the version being sent, manifest and ledger entry together; without `wait`, only if all chunks are acknowledged."""
         publication = self._publication
         if publication is None or not (wait or publication.sent):
             return
@@ -293,7 +293,7 @@ class RunWriter:
             self._delete_old_chunks()
 
     def _delete_old_chunks(self) -> None:
-        """Delete the chunks that no version in use needs; a refusal is logged only."""
+        """Delete the chunks that no version in use needs; a refusal by the broker is only logged."""
         per_version = self.session.schedule.steps_per_version
         store = self.checkpoints.store
         steps = store.steps() if store is not None and per_version > 1 else []  # a snapshot within a version is read again
@@ -320,7 +320,7 @@ class RunWriter:
             self._publish_again(content, published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
-        """Send a published version again as a full snapshot; a new manifest with the same digest has the new offsets."""
+        """Send a published version again as a full snapshot; its new manifest has the same digest and new offsets."""
         publication = self._publisher.start(
             content, version=published.version, step=published.step, manifests=self.state.manifests, full=True
         )
@@ -334,7 +334,7 @@ class RunWriter:
         self.session.reporter.notify(f"weight version {manifest.version} was published again")
 
     def _read_newest(self) -> None:
-        """Read the newest version as base of the next delta; if that fails, it has to be sent again."""
+        """Read the newest version as base of the next delta; if that fails, mark the version to be sent again."""
         newest = self.state.newest_version
         if newest < 0:
             return
@@ -349,7 +349,7 @@ class RunWriter:
         return policy.weights().digest if self._parameters < DIGEST_BELOW else None
 
     def checkpoint(self, policy: PolicyTrainer) -> None:
-        """Start a checkpoint of the steps done, unless it exists or the run has none. Raises `CheckpointError`."""
+        """Start to write a checkpoint of the current step, unless it exists or the run keeps none. Raises `CheckpointError`."""
         if self.checkpoints.store is None:
             return
         self.finish_publishing()
@@ -358,12 +358,12 @@ class RunWriter:
         self.checkpoints.start(policy, published=published, is_current=is_current, parameters=self._parameters, seq=self.state.last_seq)
 
     def finish_pending(self, *, wait: bool = True) -> None:
-        """Commit the version and the checkpoint being written; without `wait`, only those that are ready."""
+        """Commit the version being sent and the checkpoint being written; without `wait`, only what is ready."""
         self.finish_publishing(wait=wait)
         self.checkpoints.finish(wait=wait)
 
     def export(self, policy: PolicyTrainer) -> None:
-        """Write the model as a Hugging Face directory, if `trainer.export` is set."""
+        """Write the model in Hugging Face format, if `trainer.export` is set."""
         if self.session.config.trainer.export:
             target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing(Activity.SAVE, "writing the final model")
@@ -371,7 +371,7 @@ class RunWriter:
             self.session.reporter.notify(f"the final model is in {target}")
 
     def check_manifest(self, record: Record) -> None:
-        """Check a record of partition 0 of `weights`: a manifest of this trainer, a duplicate, or a dead letter."""
+        """Check a record among the manifests: this trainer wrote it, or it repeats one, or it becomes a dead letter."""
         dead_letters = self.session.dead_letters
         try:
             with dead_letters.decoding(record):

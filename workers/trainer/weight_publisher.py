@@ -33,7 +33,7 @@ READ_LIMIT_S = 5.0
 
 @dataclass(slots=True)
 class ChunkGaps:
-    """Tracks the offsets of the trainer's chunks and reads the records between them."""
+    """Tracks the offsets of the trainer's chunks, and checks foreign records between them."""
 
     session: Session
     _next: dict[int, int] = field(default_factory=dict)
@@ -46,13 +46,13 @@ class ChunkGaps:
         return self._next
 
     def skip(self, manifests: Iterable[Manifest]) -> None:
-        """Start after the chunks of these versions: their publisher has read the gaps before."""
+        """Start after the chunks of these versions; the gaps before were checked when they were published."""
         for manifest in manifests:
             for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
                 self._next[partition] = max(self._next.get(partition, 0), offset + 1)
 
     def read_to(self, offsets: Iterable[tuple[int, int]]) -> None:
-        """Read the gaps before these (partition, offset) pairs: the newest chunks, or the ends of the partitions."""
+        """Check the gaps before these (partition, offset) pairs: the newest chunks, or the partitions' ends."""
         for partition, offset in sorted(offsets):
             start = self._next.get(partition, 0)
             self._next[partition] = offset + 1
@@ -93,7 +93,7 @@ IN_FLIGHT_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class Publication:
-    """A version being sent."""
+    """A version that is being sent."""
 
     content: Weights
     version: int
@@ -116,7 +116,7 @@ class Publication:
 
 @dataclass(slots=True)
 class WeightPublisher:
-    """Sends versions as full snapshots, as deltas to the newest version, whose tensors it keeps, or as adapters on version 0."""
+    """Sends versions as full snapshots, as deltas to the previous version in memory, or as LoRA adapters on version 0."""
 
     log: Log
     run: str
@@ -134,7 +134,7 @@ class WeightPublisher:
     """Shares the newest version with this machine's workers under `transport = "ipc"`."""
 
     def start(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], full: bool = False) -> Publication:
-        """Start to send a version, whose tensors are copied already; `full` sends a full snapshot."""
+        """Start to send a version whose tensors are already copied; `full` forces a full snapshot."""
         adapted = None if full else self._adapters_to_send(content, manifests)
         base = None if full or adapted is not None or not self._may_be_delta(manifests) else self.base
         publication = Publication(content, version, step, base, adapted=adapted)
@@ -144,7 +144,7 @@ class WeightPublisher:
         return publication
 
     def finish(self, publication: Publication) -> Manifest:
-        """Wait for the chunks of a version; returns the manifest to commit, or raises the thread's error."""
+        """Wait until a version's chunks are acknowledged; returns the manifest to commit, or raises the error of the thread."""
         assert publication.thread is not None
         publication.thread.join()
         if publication.failure is not None:
@@ -153,7 +153,7 @@ class WeightPublisher:
         return publication.manifest
 
     def committed(self, publication: Publication) -> None:
-        """Keep this version as base of the next delta, or only its adapters if adapters are sent."""
+        """Retain this version as base of the next delta, or only its adapters if the run sends adapters."""
         adapted = publication.adapted if publication.version else publication.content.adapted
         if adapted is not None and self.config.encoding != "merged":
             self.base, self._adapted = None, (publication.version, adapted)
@@ -162,7 +162,7 @@ class WeightPublisher:
         self.base, self._adapted = Base(version=publication.version, tensors=sorted(tensors, key=lambda tensor: tensor.name)), None
 
     def newest(self, published: Manifest) -> Weights | None:
-        """The weights of this manifest's version, if it is the newest and still in memory."""
+        """The weights of a published version, if it is the newest and still in memory."""
         version, hash_name = published.version, hash_of(published.digest)
         if self._adapted is not None and self._adapted[0] == version:
             return Weights(self._adapted[1].merged, hash_name)
@@ -170,7 +170,7 @@ class WeightPublisher:
         return Weights(lambda: base.tensors, hash_name) if base is not None and base.version == version else None
 
     def read_back(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
-        """Read a published version as base of the next delta; returns the error if it cannot be read. Raises `LogUnreachable`."""
+        """Read a published version as base of the next delta; returns the error if that fails. Raises `LogUnreachable`."""
         copy = WeightCopy()
         try:
             bring(copy, self.log, manifests, version, run=self.run)
@@ -205,7 +205,7 @@ class WeightPublisher:
             self._ipc_sender.close()
 
     def _adapters_to_send(self, content: Weights, manifests: Mapping[int, Manifest]) -> Adapted | None:
-        """The weights as adapters, if their base is version 0 and all versions after it were sent as adapters; else None."""
+        """The weights as LoRA adapters; None unless version 0 is their base and all versions after it were sent as adapters."""
         adapted, origin = content.adapted, manifests.get(0)
         if self.config.encoding == "merged" or adapted is None or origin is None:
             return None
@@ -215,7 +215,7 @@ class WeightPublisher:
         return adapted if adapted.below_digest(hash_of(origin.digest)) == origin.digest else None
 
     def _may_be_delta(self, manifests: Mapping[int, Manifest]) -> bool:
-        """True if the chain of deltas stays short, so that a reader that joins after the next version reads little."""
+        """True if the chain of deltas is short enough for one more, which limits what a new worker must read."""
         if self.base is None or self.base.version != max(manifests, default=-1):
             return False
         anchor, *deltas = weights.chain(manifests, self.base.version)
@@ -224,7 +224,7 @@ class WeightPublisher:
     def _share(
         self, tensors: Callable[[], Sequence[TensorBytes]], version: int, digest: str, origin: Manifest | None
     ) -> Sequence[TensorBytes] | None:
-        """Let this machine's workers load a version from memory; returns its tensors there, None without memory that they share."""
+        """Offer a version to workers of this machine in shared memory; returns its tensors there, or None if that is impossible."""
         if self.config.transport != "ipc" or origin is None:
             return None
         if self._ipc_sender is None:
@@ -235,6 +235,7 @@ class WeightPublisher:
         return self._ipc_sender.put(tensors(), version=version, digest=digest)
 
     def _send(self, publication: Publication, origin: Manifest | None) -> None:
+        """Encode and send the chunks of a version; store its manifest or the error in the publication."""
         try:
             if self._producer is None:
                 self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
@@ -244,7 +245,7 @@ class WeightPublisher:
                 raise Diverged(f"version {publication.version} is not published: {broken}")
 
             def digest() -> str:
-                """Computed in a thread of its own, after which workers of this machine need not wait for the chunks."""
+                """Compute the digest in a separate thread, and offer the weights to this machine before the chunks are sent."""
                 publication.shared = self._share(lambda: content.tensors, publication.version, content.digest, origin)
                 return content.digest
 

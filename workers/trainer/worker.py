@@ -83,7 +83,7 @@ def main(session: Session) -> None:
 
 @dataclass(slots=True)
 class Trainer:
-    """The trainer's state between two steps."""
+    """Selects groups, trains on them and commits the steps."""
 
     session: Session
     policy: PolicyTrainer
@@ -110,7 +110,7 @@ class Trainer:
         processes: "ProcessSet | None" = None,
         device: SharedDevice | None = None,
     ) -> "Trainer":
-        """Load the model and start to follow the groups; a shared device moves the model when it changes hands."""
+        """Load the model and start to follow the groups; on a shared device the model moves off while others use it."""
         past, manifests = resumed.past, resumed.past.ledger_state.manifests
         policy = PolicyTrainer.open(
             session.config,
@@ -199,13 +199,13 @@ class Trainer:
         return True
 
     def _start_step(self, plan: Sequence[Planned], held: Sequence[tuple[Group, Planned]]) -> Step:
-        """Start the step that trains the groups of `plan`, of which those in `held` follow."""
+        """Start the step that trains on the groups of `plan`; those in `held` have already arrived."""
         step = self.policy.step()
         step.on_batch = lambda batch, count: self._report_batch(step.number, batch, count, groups=len(plan) - len(held))
         return step
 
     def _has_device(self) -> bool:
-        """Acquire the device, if it is shared; False if a stop is requested first."""
+        """Acquire the device if it is shared; False if a stop is requested before that."""
         while self.device is not None and not self.device.acquire():
             if not self._wait("waiting for the device", Activity.NO_DEVICE):
                 self.device.leave_queue()
@@ -213,14 +213,14 @@ class Trainer:
         return True
 
     def _report_batch(self, step: int, batch: int, count: int | None, *, groups: int) -> None:
-        """Report the current micro-batch; at once if that takes long, as nothing is reported meanwhile."""
+        """Report the current micro-batch, at once if micro-batches take long, because no other report follows meanwhile."""
         about = max(batch, round(batch * self.session.schedule.prompts_per_step / groups))
         of = f"of {count}" if count is not None else f"of ~{about}"
         slow = self._compute_s is None or self._compute_s > 1.0
         self.session.reporter.doing(Activity.COMPUTE, f"training step {step}, micro-batch {batch} {of}", now=slow)
 
     def end(self) -> None:
-        """Close the run, unless a stop was requested; then write a checkpoint, which makes resuming short."""
+        """Close the run, or after a stop request write a checkpoint, so that resuming is fast."""
         session, done = self.session, self.policy.steps_done
         if session.stop.is_set() and done < session.steps and self.arrivals.end_reason is None:
             if done == self.committed > 0:
@@ -239,7 +239,7 @@ class Trainer:
         self._close_run(status="finished", reason=reason or ALL_DONE)
 
     def way_back(self) -> str:
-        """Advice for a run that has diverged: a fork from the newest published version, whose weights are finite."""
+        """Advice for a run that has diverged: fork it from the newest published version, whose weights are finite."""
         run, lr = self.session.run, self.session.config.trainer.lr
         good = max(self.writer.state.manifests.values(), key=lambda manifest: manifest.version).step
         fork = f"penstock fork {run} --from-step {good} --set trainer.lr={lr / 10:g} --start"
@@ -268,7 +268,7 @@ class Trainer:
         return True
 
     def _wait(self, why: str, activity: Activity = Activity.NO_GROUP) -> bool:
-        """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
+        """Take in arriving records; False if a stop is requested. Raises `Unrecoverable` if too many groups are dropped."""
         reporter = self.session.reporter
         reporter.doing(activity, why)
         self.writer.finish_pending(wait=False)
@@ -284,7 +284,7 @@ class Trainer:
         return not self.session.stop.is_set() and self.arrivals.end_reason is None
 
     def _release_device(self, *, idle: bool) -> None:
-        """Release the device to a waiting process, but only once all arrived records were read: a complete step goes first."""
+        """Release the device to a waiting process, unless the arrived records complete a step."""
         if idle and self.device is not None and self.device.owned and self.device.contended:
             self.session.reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
             self.device.release()
@@ -299,7 +299,7 @@ class Trainer:
             stale.clear()
 
     def _check_drops(self) -> None:
-        """End the run if too many groups are dropped: a solved run finishes, another stops with the causes and can be resumed."""
+        """End the run if too many groups are dropped: as finished if the task is solved, else with an error, so that it can be resumed."""
         passed = self.drops.passed(steps_done=self.policy.steps_done)
         if passed is None:
             return
@@ -312,6 +312,7 @@ class Trainer:
         raise Unrecoverable(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
+        """Commit a step to the ledger with its plan, metrics and resume point."""
         lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]
         measured = {**outcome.metrics, "started_at": started, "dropped": float(self.drops.since_last_step)}
         measured["wait_s"] = self.session.reporter.waited_s() - self._waited_s
@@ -334,5 +335,5 @@ class Trainer:
 
 
 def _about(seconds: float | None) -> str:
-    """A duration that was measured before, as ` (about 4 s)`."""
+    """A duration that was measured before, as text such as ` (about 4 s)`; empty if unknown."""
     return "" if seconds is None else f" (about {math.ceil(seconds)} s)"
