@@ -234,7 +234,7 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def lacks_rewards(samples: int | None, no_reward: int | None) -> bool:
-    """True if a group has samples without a reward and fewer than two with one, so that its mean reward says nothing about the prompt."""
+    """True if a group has samples without a reward and fewer than two with one, so that its mean reward is no measure of the prompt."""
     return bool(no_reward) and (samples or 0) - (no_reward or 0) < 2
 
 

@@ -334,7 +334,7 @@ def _listens(files: _Files, port: int) -> bool:
         since = 0
     if rotated:
         raise BrokerError(
-            f"the broker rejects the password in {files.directory / access.LOGIN_FILE}, and cannot be given it while it runs, because its "
+            f"the broker rejects the password in {files.directory / access.LOGIN_FILE}, and cannot accept it while it runs, because its "
             "log has been rotated: stop the broker with `penstock broker stop`, then start it again"
         )
     return False

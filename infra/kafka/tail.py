@@ -105,7 +105,7 @@ _CODECS = {"zstd": "zstandard", "lz4": "lz4", "snappy": "python-snappy"}
 
 
 def _damage(consumer: Any, error: Exception) -> str:
-    advice = "readers can be told to skip it with `penstock topics skip RUN TOPIC PARTITION OFFSET`"
+    advice = "to let readers skip it, run `penstock topics skip RUN TOPIC PARTITION OFFSET`"
     if not isinstance(error, errors.UnsupportedCodecError):
         return f"a record is damaged: {edge.one_line(error)}; {advice}"
     codec = next((codec for codec in _CODECS if codec in str(error)), None)

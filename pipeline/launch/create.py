@@ -193,7 +193,7 @@ def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
     if longest > budget:
         notify(
             f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; a sample longer than a "
-            "micro-batch forms one alone, whatever memory it needs"
+            "micro-batch forms one alone, regardless of its memory"
         )
 
 

@@ -9,7 +9,7 @@ def column(name: str, kind: pa.DataType, *, nullable: bool = False) -> pa.Field:
 
 
 def list_of(kind: pa.DataType, *, nullable: bool = False) -> pa.DataType:
-    """Type of lists with elements of `kind`; `nullable` says whether elements may be null."""
+    """Type of lists with elements of `kind`; with `nullable` elements may be null."""
     return pa.list_(pa.field("item", kind, nullable=nullable))
 
 

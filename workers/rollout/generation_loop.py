@@ -151,14 +151,14 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def _revoke(self) -> None:
-        """Publish nothing until the new owners of the work in flight are known."""
+        """Publish nothing until the new owners of the work in flight are determined."""
 
     @abstractmethod
     def _received(self, record: Record) -> None: ...
 
     @abstractmethod
     def _publish_completions(self) -> None:
-        """Send finished samples or replies, if this worker's partitions are known."""
+        """Send finished samples or replies, if this worker's partitions are assigned."""
 
     @abstractmethod
     def _refresh(self) -> None:

@@ -197,7 +197,7 @@ class GroupWorker(GenerationLoop):
                 task.generating.clear()
 
     def _publish_completions(self, *, everything: bool = False) -> None:
-        """Send finished samples with the rest of their group, or after a short wait, if this worker's partitions are known."""
+        """Send finished samples with the rest of their group, or after a short wait, if this worker's partitions are assigned."""
         if not self._settled:
             return
         # Under `continue` the loss masks of a group are cut at one version: its samples are published together.

@@ -160,7 +160,7 @@ def from_speeds(points: Sequence[tuple[int, float]]) -> DecodeTimes:
     if not ordered or any(samples < 1 or not speed > 0 for samples, speed in ordered):
         raise ValueError("--speed: expected at least one SAMPLES:TOKENS_PER_S, both above 0")
     if len({samples for samples, _ in ordered}) < len(ordered):
-        raise ValueError("--speed: a number of concurrent samples is given twice; give each number once")
+        raise ValueError("--speed: a number of concurrent samples occurs twice; list each number once")
     times = [samples / speed for samples, speed in ordered]
     if any(later < earlier * 0.999 for earlier, later in itertools.pairwise(times)):
         raise ValueError("--speed: a decode step would get faster with more concurrent samples; give the tokens/s of all samples together")

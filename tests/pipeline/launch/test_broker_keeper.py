@@ -70,7 +70,7 @@ def test_a_broker_that_died_is_started_and_one_that_was_stopped_is_not(monkeypat
     broker.end("the broker was killed")
     assert checked(keeper, 60) is None
     assert keeper.up
-    assert said == ["the broker was killed; restarting it", "the broker at 127.0.0.1:9 serves again"]
+    assert said == ["the broker was killed; restarting it", "the broker at 127.0.0.1:9 was restarted"]
     broker.end(None)
     assert checked(keeper, 60) is None
     assert not keeper.up
@@ -101,7 +101,7 @@ def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so
     assert look_until(keeper, lambda: bool(said) and keeper.up) is None
     assert embedded.status().pid not in (None, first)
     assert said[0] == "the broker was killed: its log contains no error; restarting it"
-    assert said[1] == f"the broker at {bootstrap} serves again"
+    assert said[1] == f"the broker at {bootstrap} was restarted"
     embedded.stop()
     assert look_until(keeper, lambda: not keeper.up) is None
     for _ in range(10):

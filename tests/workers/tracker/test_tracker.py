@@ -319,7 +319,7 @@ def test_a_tracker_that_is_stopped_leaves_no_report_of_a_log_too_long_to_be_read
     assert (run_directory(tmp_path) / "report.json").exists()
     monkeypatch.setattr(worker, "STOPPED_S", -1.0)
     follow(log, stop=True)
-    assert said[-1] == f"no report was written: the log is too long for the tracker; run `penstock report {RUN}` makes one"
+    assert said[-1] == f"no report was written: the log is too long for the tracker; run `penstock report {RUN}`"
     assert not (run_directory(tmp_path) / "report.json").exists()
 
 

@@ -186,5 +186,5 @@ def test_a_worker_that_cannot_share_reads_for_itself(published: Publishing, monk
     wait_for(prefetch, 0)
     assert bytes_of(prefetch) == (0, content(0))
     reason = "not permitted" if forbidden else "timed out"
-    assert said == [f"weights cannot be shared with other workers on this machine ({reason}): this one reads for itself"]
+    assert said == [f"weights cannot be shared with other workers on this machine ({reason}): this worker reads its own copy"]
     prefetch.close()
