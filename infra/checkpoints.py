@@ -79,7 +79,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The ledger's record of a run, with which a checkpoint has to agree."""
+    """The ledger's record of a run, with which a checkpoint must agree."""
 
     run: str
     steps: int
@@ -101,7 +101,7 @@ class Best:
 
 
 def objection(state: State, recorded: Recorded) -> str | None:
-    """Reason why a complete checkpoint does not belong to this ledger, or None."""
+    """The reason why a complete checkpoint does not belong to this ledger; None if it does."""
     if state.run != recorded.run:
         return f"it belongs to run {state.run}"
     if state.steps > recorded.steps or state.seq >= recorded.seq:
@@ -132,7 +132,7 @@ STATE = "state.json"
 
 @dataclass(slots=True)
 class Saving:
-    """A checkpoint being written."""
+    """A checkpoint that is being written."""
 
     state: State
     temporary: Path
@@ -156,11 +156,11 @@ class Saving:
 
     @property
     def ended(self) -> bool:
-        """True once the thread has ended."""
+        """True once the writing thread has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
     def wait_copied(self) -> None:
-        """Wait until the model has been read."""
+        """Wait until the model has been read, after which it may change."""
         self._copied.wait()
 
     def wait(self) -> None:
@@ -293,11 +293,12 @@ class CheckpointStore:
         return saving.size
 
     def rate(self, steps: int, accuracy: float) -> None:
-        """Record an evaluation: of the existing checkpoints, the one with the highest accuracy is kept."""
+        """Record the accuracy after a step: the existing checkpoint with the highest accuracy is retained."""
         self._accuracies[steps] = accuracy
         self._choose_best()
 
     def _choose_best(self) -> None:
+        """Choose the existing checkpoint with the highest accuracy, and record it for later processes."""
         usable = set(self.steps()) - self._refused
         rated = [Best(steps=steps, accuracy=accuracy) for steps, accuracy in self._accuracies.items() if steps in usable]
         if self.best is not None and self.best.steps in usable:
@@ -347,7 +348,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _explained(self, doing: str, *, run: str | None = None, about_bytes: int = 0) -> Iterator[None]:
-        """Turn a disk error into a `CheckpointError` with the directory, the needed space and the command to continue."""
+        """In the block, turn a disk error into a `CheckpointError` with the directory, the needed space and the command to continue."""
         try:
             yield
         except (OSError, BackendError) as error:

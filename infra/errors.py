@@ -28,7 +28,7 @@ class LogUnreachable(LogError):
 
 
 class RecordMissing(LogError):
-    """No committed record is at a requested offset: it was deleted, or nothing was ever written there."""
+    """No committed record is at a requested offset: it was deleted, or never written."""
 
 
 class Damaged(LogError):
@@ -44,7 +44,7 @@ class OutcomeUnknown(LogError):
 
 
 class Fenced(LogError):
-    """Another process writes under this transactional id; this one must stop."""
+    """Another process now writes with this transactional id, so this process must stop."""
 
 
 class LostPartition(LogError):
@@ -64,11 +64,11 @@ class Unrecoverable(PenstockError):
 
 
 class EngineRefused(EngineError, Unrecoverable):
-    """An engine cannot work with these settings, this model or the installed packages."""
+    """An engine cannot run with these settings, this model or the installed packages."""
 
 
 class WrongBuild(EngineRefused):
-    """The engine's installed package is built for another device; another installation has the engine."""
+    """The installed package of an engine is built for another device; another build supports this one."""
 
 
 class BackendError(PenstockError):
@@ -88,5 +88,5 @@ class TrackingError(PenstockError):
 
 
 def one_line(error: BaseException, *, characters: int = 200) -> str:
-    """Type and message of an error of a library, on one line."""
+    """Type and message of a library's error, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:characters]

@@ -65,7 +65,7 @@ def reach(name: str) -> None:
 
 @cache
 def _configured() -> Fault | None:
-    """The fault in the environment when the first point was reached."""
+    """The fault in the environment, read when the first fault point is reached."""
     text = os.environ.get(VARIABLE)
     return None if text is None else parse(text)
 

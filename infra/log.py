@@ -58,7 +58,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoked:
-    """The member no longer owns these partitions; none of their records follow."""
+    """The member no longer owns these partitions and receives no more of their records."""
 
     partitions: frozenset[Partition]
 
@@ -106,7 +106,7 @@ Commits = Mapping[Partition, tuple[int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Replicas of each record, and how many must have it before it is acknowledged; None depends on the cluster."""
+    """Number of replicas of each record, and how many must have it before it is acknowledged; None: by the size of the cluster."""
 
     replicas: int | None = None
     """If None, three or the number of brokers."""
@@ -116,7 +116,7 @@ class Copies:
     """True to accept fewer than two in sync on several brokers: the loss of one node can then lose acknowledged records."""
 
     def on(self, brokers: int) -> tuple[int, int]:
-        """(replicas, in sync) on a cluster of `brokers`. Raises `ValueError` if that is impossible or could lose records.
+        """(replicas, in-sync replicas) on a cluster of `brokers`. Raises `ValueError` if that is impossible or could lose records.
 
         Example:
             Copies().on(3)  # -> (3, 2)
@@ -143,7 +143,7 @@ FOLLOWING = Copies()
 
 
 def check_commits(offsets: Commits) -> None:
-    """Raise ValueError for commit metadata that a broker would refuse."""
+    """Raise `ValueError` for commit metadata that a broker would reject."""
     for (topic, partition), (_, metadata) in offsets.items():
         size = len(metadata.encode())
         if size > MAX_COMMIT_METADATA:
@@ -151,13 +151,13 @@ def check_commits(offsets: Commits) -> None:
 
 
 class Written:
-    """The newest offset of a writer in each partition: a later one that is not higher means that the log has lost records."""
+    """The newest offset written to each partition: a later record with a lower offset proves that the log has lost records."""
 
     def __init__(self) -> None:
         self._newest: dict[Partition, int] = {}
 
     def check(self, records: Sequence[Outgoing], offsets: Sequence[int]) -> None:
-        """Record the offsets of new records. Raises `Unrecoverable` if a partition was longer before."""
+        """Record the offsets of new records. Raises `Unrecoverable` if one is not above the newest offset of its partition."""
         for record, offset in zip(records, offsets, strict=True):
             partition = record.topic, record.partition
             if offset <= (newest := self._newest.get(partition, -1)):
@@ -170,7 +170,7 @@ class Written:
 
 
 class Pending(Protocol):
-    """A record that was sent but may not be acknowledged yet."""
+    """A sent record that may not be acknowledged yet."""
 
     def offset(self, timeout_s: float | None = None) -> int: ...
     def done(self) -> bool: ...
@@ -197,7 +197,7 @@ class Transactions(Protocol):
 
 
 class Tail(Protocol):
-    """Reads the partitions its caller names; for one thread."""
+    """Reads given partitions, without a consumer group; for one thread."""
 
     @property
     def outage_s(self) -> float: ...

@@ -57,7 +57,7 @@ def write_complete(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def writable(directory: Path) -> Path:
-    """Return `directory`, created if missing and private to its user, after a write test in it."""
+    """Return `directory` after a write test in it; created if missing, private to its user."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if directory.stat().st_uid == os.getuid():  # one shared by several users keeps its permissions

@@ -54,7 +54,7 @@ class _Memory(ctypes.Structure):
 
 
 def _driver_memory(gpus: Sequence[str]) -> tuple[int, ...]:
-    """Total memory by NVML, which comes with the driver and takes no memory of a GPU; empty if one of them is unknown to it."""
+    """Total memory of each GPU by NVML, which comes with the driver and uses no GPU memory; empty if NVML does not know a GPU."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -70,7 +70,7 @@ def _driver_memory(gpus: Sequence[str]) -> tuple[int, ...]:
 
 
 def driver_version(file: Path = DRIVER_FILE, query: Sequence[str] = DRIVER_QUERY) -> str | None:
-    """Version of the loaded driver, such as "580.159.04"; None if there is none. WSL has no such file, hence the query."""
+    """Version of the loaded driver, such as "580.159.04"; None if there is none. `query` is for WSL, which has no `file`."""
     text = ""
     with suppress(OSError, subprocess.TimeoutExpired):
         text = file.read_text() if file.exists() else subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout
@@ -95,7 +95,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_problem(cuda: str, driver: str | None, library: int = 0) -> str | None:
-    """Why programs for a CUDA release cannot run with this driver, and the remedy; None if they can.
+    """The reason why programs for a CUDA release cannot run with this driver, and the remedy; None if they can.
 
     Example:
         driver_problem("13.0", "570.86.15")

@@ -43,7 +43,7 @@ def strict_or_error() -> Iterator[None]:
 
 
 class LocalModel:
-    """The part of a backend that does not depend on its optimizer; subclasses set `module` to the module that runs forward."""
+    """Base of the backends: everything that does not depend on the optimizer; subclasses set `module`, which runs forward."""
 
     name = "?"
     head_is_whole = True
@@ -91,7 +91,7 @@ class LocalModel:
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
     def run_forward(self, batch: TokenBatch) -> tuple[Passed, dict[str, float]]:
-        """(result with gradient, statistics of the pass)."""
+        """Result of the forward pass with gradient, and statistics of the pass."""
         offload = self.settings.offload_activations
         with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
             passed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy, value=self.value)
@@ -101,6 +101,7 @@ class LocalModel:
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Implement `Backend.backward`: forward pass, loss sum, statistics, gradient."""
         passed, counts = self.run_forward(batch)
         inputs = {"entropies": passed.entropies} if self.settings.entropy_bonus else {}
         inputs |= {} if passed.values is None else {"values": passed.values}
@@ -156,7 +157,7 @@ class LocalModel:
             self.adapters.load(tensors)
 
     def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
-        """Write these weights and the tokenizer in Hugging Face format, and the current adapters into a folder of their own."""
+        """Write these weights and the tokenizer in Hugging Face format, and the current adapters to a subfolder."""
         target = Path(directory)
         weights = {tensor.name: from_bytes(tensor) for tensor in tensors}
         save_model(self.model, weights, target, tokenizer=self.settings.model_path)
@@ -164,6 +165,7 @@ class LocalModel:
             self.adapters.save(target / FOLDER, base=self.settings.model_path)
 
     def fingerprint(self) -> dict[str, str | int]:
+        """Package versions, device, threads and settings on which the last bits of results depend."""
         on_gpu = self.device.type == "cuda"
         return {
             "backend": self.name,
@@ -187,7 +189,7 @@ class LocalModel:
         return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
 
     def taken_flops(self) -> dict[str, float]:
-        """`model_flops` since the last call and, if known, `peak_flops`, the device's peak FLOP/s."""
+        """`model_flops` since the last call, and `peak_flops` of the device if that is known."""
         s, flops = self.settings, self.flops
         self.flops = 0.0
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -239,14 +241,14 @@ def update_norm(optimizer: torch.optim.Optimizer) -> float:
 
 
 def checked_denominator(denominator: float) -> float:
-    """The step's denominator. Raises `ValueError` unless it is finite and above 0."""
+    """Return the loss denominator of a step. Raises `ValueError` unless it is finite and above 0."""
     if not denominator > 0 or denominator == float("inf"):
         raise ValueError(f"the loss denominator of a step must be a positive number, not {denominator}")
     return float(denominator)
 
 
 def checked_norm(norm: float, *, step: int) -> float:
-    """The gradient norm. Raises `Diverged` unless it is finite, because such a gradient would destroy the weights."""
+    """Return the gradient norm. Raises `Diverged` unless it is finite, because such a gradient would destroy the weights."""
     if not np.isfinite(norm):
         raise Diverged(f"training diverged: the gradient norm of optimizer step {step} is {norm}")
     return norm
@@ -254,7 +256,7 @@ def checked_norm(norm: float, *, step: int) -> float:
 
 @contextlib.contextmanager
 def saving(directory: Path) -> Iterator[None]:
-    """Raise the `OSError` that torch's writer wraps in a RuntimeError, or else `BackendError`."""
+    """In the block, turn the error in which torch's writer wraps an `OSError` into that `OSError`, any other into `BackendError`."""
     try:
         yield
     except RuntimeError as error:
@@ -270,7 +272,7 @@ much memory again."""
 
 
 class TorchBackend(LocalModel):
-    """AdamW over float32 masters; for float32 models the masters are the parameters themselves."""
+    """AdamW on float32 master weights; for a float32 model these are the parameters themselves."""
 
     name = "torch"
     divides_late = True
@@ -304,6 +306,7 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:
+        """Implement `Backend.step`: divide, clip, update the master weights, copy them to the model."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         self._add_up_ranks()
@@ -335,7 +338,7 @@ class TorchBackend(LocalModel):
             torch._foreach_copy_(self.masters, self.parameters)
 
     def save(self, directory: str | Path) -> None:
-        """Write `trainer.pt`: masters, AdamW's moments, step count, random state."""
+        """Write `trainer.pt`: master weights, AdamW's moments, step count, random state."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         state = {
@@ -393,7 +396,7 @@ class TorchBackend(LocalModel):
         self.offloaded = []
 
     def state(self) -> Iterator[torch.Tensor]:
-        """Weights, buffers, masters and moments, and those of frozen copies."""
+        """Weights, buffers, master weights and moments of the model, and weights of frozen copies."""
         frozen = [policy.model for policy in (self.reference, self.snapshot) if policy is not None]
         for model in (self.model, *frozen):
             yield from model.parameters()

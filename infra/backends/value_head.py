@@ -16,10 +16,10 @@ from penstock.infra.errors import BackendError
 
 
 class ValueHead:
-    """Weights of the head, zero at first, and their AdamW."""
+    """A linear layer from hidden states to values, zero at first, with its AdamW."""
 
     def __init__(self, size: int, *, lr: float, betas: tuple[float, float], device: torch.device) -> None:
-        """`size` is the policy's hidden size."""
+        """Create the head for hidden states of `size` elements."""
         self.weight = torch.zeros(size, device=device, requires_grad=True)
         self.bias = torch.zeros(1, device=device, requires_grad=True)
         self.parameters = [self.weight, self.bias]
@@ -64,7 +64,7 @@ class ValueHead:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; the learning rate stays."""
+        """Restore weights and moments from `state`; the learning rate stays."""
         for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
             parameter.copy_(saved)
         lr = self.optimizer.param_groups[0]["lr"]

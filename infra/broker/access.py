@@ -152,7 +152,7 @@ def ensure_login(directory: Path) -> Login:
 
 
 def write_login(directory: Path, login: Login) -> None:
-    """Store the login with which the broker of this directory is started; a running one gets its password."""
+    """Store the login for the next start of this directory's broker; a running broker receives its password."""
     lines = {"security.protocol": PROTOCOL, "sasl.mechanism": MECHANISM, "sasl.username": login.user, "sasl.password": login.password}
     write_private(directory / LOGIN_FILE, "".join(f"{name}={value}\n" for name, value in lines.items()))
 
@@ -170,7 +170,7 @@ class Refused(Exception):
 
 
 class Session:
-    """One connection. Raises `OSError` or `struct.error` if no Kafka broker responds in time."""
+    """One connection to the broker. Raises `OSError` or `struct.error` if no Kafka broker responds in time."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
         self._socket = socket.create_connection((host, port), timeout=timeout_s)
@@ -236,7 +236,7 @@ class Session:
 
 
 def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = None) -> str | None:
-    """Return the cluster id of the broker at this address, None while none serves there. Raises `Refused`."""
+    """Cluster id of the broker at this address; None while no broker serves there. Raises `Refused`."""
     try:
         with Session(host, port, timeout_s=timeout_s) as session:
             if login is not None:
@@ -247,7 +247,7 @@ def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = 
 
 
 def set_password(host: str, port: int, login: Login, *, by: Login, timeout_s: float) -> None:
-    """Let the broker accept `login`, as its own user `by`; without effect while it does not serve. Raises `Refused`."""
+    """Make the broker accept `login`, as its own user `by`; no effect if no broker responds. Raises `Refused`."""
     salt = secrets.token_bytes(16)
     salted = hashlib.pbkdf2_hmac("sha256", login.password.encode(), salt, _ITERATIONS)
     # Kafka protocol guide, AlterUserScramCredentials version 0: no deletions, one upsertion, tagged fields empty.
@@ -266,6 +266,7 @@ def _compact(text: bytes) -> bytes:
 
 
 def _cluster_id(response: bytes) -> str | None:
+    """Parse the cluster id in a metadata response; None unless the broker lists itself as live."""
     (brokers,) = struct.unpack_from(">i", response)
     if brokers < 1:
         return None

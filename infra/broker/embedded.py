@@ -61,7 +61,7 @@ class BrokerInfo:
 
 
 class _Files:
-    """Paths of the broker's files."""
+    """Paths of the embedded broker's files."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.directory = home, home / "broker"
@@ -99,6 +99,7 @@ def start(
 
 
 def _start(files: _Files, port: int | None, listener: Listener | None, progress: Callable[[str], None]) -> BrokerInfo:
+    """Start the broker unless it runs; returns once it serves. Raises `BrokerError`."""
     start_s = time.monotonic()
     files.log.parent.mkdir(parents=True, exist_ok=True)
     access.started.add(files.directory)
@@ -150,7 +151,7 @@ def topic_bytes(home: Path | None = None) -> dict[str, int]:
 
 
 def _why_it_ended(files: _Files) -> str | None:
-    """One line on why the broker ended; None while it runs, or if it was stopped."""
+    """The reason in one line why the broker exited; None while it runs, or if it was stopped."""
     since = process.log_bytes(files.pid_file)
     if since is None or process.running(files.pid_file) is not None:
         return None
@@ -161,7 +162,7 @@ def _why_it_ended(files: _Files) -> str | None:
 
 
 def _is_full(files: _Files, since: int) -> bool:
-    """True if it ended for lack of disk space, which a full disk may have prevented it from logging."""
+    """True if the broker exited for lack of disk space, which a full disk may have prevented it from logging."""
     return bool(re.search(r"No space left on device|Disk quota exceeded", _text(files.log, since=since))) or (
         files.directory.exists() and shutil.disk_usage(files.directory).free < _LEAST_FREE_BYTES
     )
@@ -177,7 +178,7 @@ def _end(files: _Files, *, timeout_s: float) -> None:
 
 
 def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, progress: Callable[[str], None]) -> str | None:
-    """Start the broker; returns the possible cost of the start, None if there is none. Raises `BrokerError`."""
+    """Start the broker; returns a warning about records that may be blocked, or None. Raises `BrokerError`."""
     java, class_path = find_java(), jars.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
     (files.directory / "tmp").mkdir()
@@ -206,7 +207,7 @@ def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, prog
 
 
 def _run(files: _Files, chosen: access.Ports, java: list[str], since: int) -> bool:
-    """Start Kafka; returns True once it serves, False if it ended first."""
+    """Start Kafka; returns True once it serves, False if it exits first."""
     command = [*java, "kafka.Kafka", "server.properties"]
     process.spawn(command, directory=files.directory, output=files.console, pid_file=files.pid_file, log_bytes=since)
     ready = False
@@ -294,7 +295,7 @@ def _format(files: _Files, chosen: access.Ports, java: list[str]) -> None:
 
 
 def _await_ready(files: _Files, port: int) -> bool:
-    """Return True once the broker responds with this storage's cluster id, False if it ends first."""
+    """Return True once the broker responds with this storage's cluster id, False if it exits first."""
     cluster_id = re.search(r"^cluster\.id=(\S+)$", files.identity.read_text(), re.MULTILINE)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while cluster_id is None or _cluster_id(files, port) != cluster_id[1]:
@@ -307,7 +308,7 @@ def _await_ready(files: _Files, port: int) -> bool:
 
 
 def _cluster_id(files: _Files, port: int) -> str | None:
-    """The cluster id of the broker at this port; sets the password of a broker that does not have it yet."""
+    """Cluster id of the broker at this port; first sets the password of a broker that lacks it."""
     own = settings.own_password(_text(files.properties))
     user = access.read_login(files.directory) if own is None else access.ensure_login(files.directory)
     try:

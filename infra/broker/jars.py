@@ -28,7 +28,7 @@ RETRIES_S = (1.0, 4.0)
 
 
 def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Path | None = None) -> str:
-    """Return the Java class path of the pinned jars; downloads those that are not cached. `BrokerError` names a jar that differs."""
+    """Java class path of the pinned jars; downloads those that are not cached. Raises `BrokerError` for a jar with another digest."""
     cache, other = maven_cache() if cache is None else cache, os.environ.get(OTHER_JARS)
     if other:
         pins, cache = Path(other).absolute() / PINS.name, Path(other).absolute()
@@ -96,7 +96,7 @@ def _download(digests: dict[str, str], cache: Path) -> None:
 
 
 def _resolved(resolve: Callable[[], Path]) -> Path:
-    """A jar from its repository; retried, since one of sixty downloads may break off."""
+    """Download a jar; retried, because one of sixty downloads may break off."""
     for pause_s in RETRIES_S:
         with suppress(OSError):
             return resolve()
@@ -110,7 +110,7 @@ def _sha256(path: Path) -> str:
 
 
 def pin(pins: Path = PINS) -> int:
-    """Resolve Kafka and its logging with jgo and rewrite the list; returns the number of jars.
+    """Resolve the jars of Kafka and of its logging with jgo, and rewrite the list; returns their number.
 
     They are resolved separately: together, the dependency management of log4j's parent replaces Kafka's own versions.
     """
@@ -129,7 +129,7 @@ def pin(pins: Path = PINS) -> int:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Check the jars in the cache against the list, or rewrite the list."""
+    """Check the cached jars against the list, or with `--pin` rewrite the list."""
     parser = argparse.ArgumentParser(prog="python -m penstock.infra.broker.jars", description=main.__doc__)
     parser.add_argument("--pin", action="store_true", help="resolve the jars again and rewrite jars.sha256")
     if parser.parse_args(None if arguments is None else list(arguments)).pin:

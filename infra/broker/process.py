@@ -28,14 +28,14 @@ VERSION_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Java:
-    """A Java whose version was read by running it."""
+    """A Java program, whose version was read by running it."""
 
     program: Path
     major: int
 
 
 def find_java() -> Java:
-    """Return the Java to use. Raises a `BrokerError` with those tried if none fits."""
+    """Find a Java to use. Raises `BrokerError` with those tried if none fits."""
     choice = os.environ.get("PENSTOCK_JAVA", "")
     if choice == "system":
         return _first(_system())
@@ -47,6 +47,7 @@ def find_java() -> Java:
 
 
 def _first(candidates: list[Path]) -> Java:
+    """The first of `candidates` with a supported version. Raises `BrokerError` with the versions found."""
     tried = []
     for program in candidates:
         java = inspect(program)
@@ -60,7 +61,7 @@ def _first(candidates: list[Path]) -> Java:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a Java process: in the C locale, as of cron and containers, it can read no non-ASCII path."""
+    """The environment of a Java process, in UTF-8: in the C locale of cron and containers it cannot read non-ASCII paths."""
     return {**child_environment(os.environ), "LC_ALL": "C.UTF-8"}
 
 
@@ -103,7 +104,7 @@ _children: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
 def start_mark(pid: int) -> str | None:
-    """Return a text that distinguishes this process from any other with its pid; None if it has ended (a zombie has)."""
+    """A text that distinguishes this process from any other with the same pid; None if it has exited, even if not yet reaped."""
     child = _children.get(pid)
     if child is not None and child.poll() is not None:
         del _children[pid]
@@ -148,7 +149,7 @@ def running(pid_file: Path) -> int | None:
 
 
 def log_bytes(pid_file: Path) -> int | None:
-    """Offset of the process's own output in its log, from `pid_file`, running or not; None if no process is stored."""
+    """Offset in the log at which the output of the recorded process starts, running or not; None if no process is recorded."""
     try:
         return int(json.loads(pid_file.read_text()).get("log_bytes", 0))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -156,7 +157,7 @@ def log_bytes(pid_file: Path) -> int | None:
 
 
 def end(pid_file: Path, *, timeout_s: float) -> bool:
-    """End the stored process by SIGTERM and SIGINT, one of which it may ignore, after `timeout_s` seconds by SIGKILL.
+    """End the recorded process by SIGTERM and SIGINT, one of which it may ignore, and after `timeout_s` by SIGKILL.
 
     Returns True if SIGKILL was not needed.
     """

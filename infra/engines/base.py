@@ -39,10 +39,11 @@ class Sampling:
 
     @property
     def limited(self) -> bool:
-        """True if each token is sampled from at most `top_k` ids, which its completion has as `support`."""
+        """True if each token is sampled from at most `top_k` token ids, which the completion then lists as `support`."""
         return self.top_k > 0 and not self.greedy
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` for parameters out of range."""
         if not self.greedy and not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, not {self.temperature}; for greedy decoding set greedy")
         if not 0 < self.top_p <= 1:
@@ -55,7 +56,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRequest:
-    """One prompt to be sampled: `samples` are the requested ones of the group's `rows` samples."""
+    """A request to sample one prompt: `samples` are the requested numbers among the group's `rows` samples."""
 
     group: int
     prompt_ids: npt.NDArray[np.int32]
@@ -87,7 +88,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sample that ended: `token_ids` include the stop id, `logprobs` are those of the sampling distribution (`float32`, nats)."""
+    """One finished sample: `token_ids` include the stop id, `logprobs` are of the sampling distribution (`float32`, nats)."""
 
     group: int
     sample: int
@@ -113,7 +114,7 @@ class GroupInFlight:
 
 
 class Engine(Protocol):
-    """Generates groups step by step; its owner calls `step` in a loop and does its own work in between."""
+    """Generates groups step by step; the caller runs `step` in a loop and does other work in between."""
 
     @property
     def version(self) -> int:
@@ -135,10 +136,10 @@ class Engine(Protocol):
         """Queue a group; lower group numbers are generated first. Raises `EngineError` if the model cannot generate it."""
 
     def step(self) -> list[Completion]:
-        """Generate one token for every running row and return the requested samples that ended with it; does nothing if idle."""
+        """Generate one token in every running row; return the requested samples that finish with it. No effect if idle."""
 
     def abort(self, group: int) -> list[Completion]:
-        """Abort a group; returns its unended requested samples with their tokens so far, perhaps none, and finish "abort"."""
+        """Abort a group; returns its unfinished requested samples with their tokens so far and finish "abort"."""
 
     def groups_in_flight(self) -> list[GroupInFlight]:
         """The groups in flight, lowest number first."""
@@ -219,7 +220,7 @@ def uniforms(*, seed: int, group: int, sample: int, count: int) -> npt.NDArray[n
 
 
 def check_tensors(tensors: Iterable[TensorBytes], shapes: Mapping[str, tuple[int, ...]], *, version: int) -> list[TensorBytes]:
-    """The tensors as a list. Raises `EngineError` unless they are exactly the parameters in `shapes`, each of its size."""
+    """Return the tensors as a list. Raises `EngineError` unless they are exactly the parameters in `shapes`, with their sizes."""
     weights = list(tensors)
     names = {tensor.name for tensor in weights}
     if len(names) != len(weights):

@@ -35,7 +35,7 @@ MEDIA = ("torchvision", "torchaudio")
 
 @contextmanager
 def left_out(*others: str) -> Iterator[None]:
-    """In the block, `UNUSED` and `others` cannot be imported: None in `sys.modules` hides a package. Packages imported before stay."""
+    """In the block, `UNUSED` and `others` cannot be imported: None in `sys.modules` hides a package. Imported packages stay."""
     hidden = [name for name in (*UNUSED, *others) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:

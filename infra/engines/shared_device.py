@@ -50,7 +50,7 @@ class SharedDevice:
         return False
 
     def acquire(self) -> bool:
-        """Acquire the device if it is free, and wake the model; else queue for it if possible and return False."""
+        """Acquire the device if it is free, and wake the model; otherwise queue for it if possible, and return False."""
         if self.owned:
             return True
         self._queued = self._queued or _lock(self._queue)

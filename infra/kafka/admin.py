@@ -48,7 +48,7 @@ _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
 class Holder(NamedTuple):
-    """The producer that took a transactional id last, as the broker reports it."""
+    """The producer that last took a transactional id, as the broker reports it."""
 
     producer_id: int
     epoch: int
@@ -65,7 +65,7 @@ class Described(NamedTuple):
 
 
 class Weakness(NamedTuple):
-    """A line about the problem and one about the fix."""
+    """A problem and its fix, one line each."""
 
     problem: str
     fix: str
@@ -99,7 +99,7 @@ class Hanging:
 
 
 class Admin:
-    """One admin client, created at first use, shared by all threads of a log; carries what all clients of the log share."""
+    """An admin client shared by all threads of a log, created at first use, with the state that all clients of the log share."""
 
     def __init__(self, connection: Connection, cpu: CpuCosts, contact: Contact) -> None:
         self.connection, self.cpu, self.contact = connection, cpu, contact
@@ -311,7 +311,7 @@ class Admin:
         return Holder(described.producer_id, described.producer_epoch)
 
     def producers(self, partitions: Iterable[Partition]) -> dict[Partition, list[ProducerState]]:
-        """Partition -> the producers that have written to it lately."""
+        """Partition -> the producers that have recently written to it."""
         tps = [TopicPartition(*partition) for partition in partitions]
         states = self.request("cannot look up the producers", lambda client: client.describe_producers(tps)) if tps else {}
         return {(tp.topic, tp.partition): list(state.active_producers) for tp, state in states.items()}
@@ -363,7 +363,7 @@ class Admin:
         return [hanging for hanging in results if hanging is not None]
 
     def end_hanging(self, hanging: Hanging, *, commit: bool) -> None:
-        """Write the missing end; requires the right to alter the cluster. Raises `LogError`."""
+        """Write the missing end marker; requires the right to alter the cluster. Raises `LogError`."""
         where = TopicPartition(hanging.topic, hanging.partition)
         self.request(
             f"cannot end the transaction at {hanging.topic}/{hanging.partition}/{hanging.offset}",
@@ -422,7 +422,7 @@ def _open_offsets(admin: Admin, partitions: Iterable[Partition]) -> dict[Partiti
 
 
 def _hanging(partition: Partition, state: ProducerState, transaction: tuple[str, TransactionDescription] | None) -> Hanging | None:
-    """The transaction as hanging; None while its coordinator has it open or has yet to end it here."""
+    """Describe a hanging transaction; None while its coordinator has it open or may still end it in this partition."""
     name, described = transaction if transaction is not None else (None, None)
     committed = None
     if described is not None:

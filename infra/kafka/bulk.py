@@ -28,7 +28,7 @@ POLL_S = 0.02
 
 
 class _Client:
-    """Stores the cause of a missing connection, which librdkafka passes only to its error callback."""
+    """Base of bulk clients: remembers why a connection failed, which librdkafka reports only to its error callback."""
 
     def __init__(self) -> None:
         self._problem: str | None = None
@@ -162,6 +162,7 @@ class BulkWriter(_Client):
         self._check()
 
     def _produce(self, topic: str, **record: Any) -> None:
+        """Queue a record, waiting while librdkafka's queue is full. Raises `LogError` if no record is acknowledged meanwhile."""
         until = time.monotonic() + ACK_TIMEOUT_S
         with _translated(f"{topic}: a record was not written"):
             while True:
@@ -195,6 +196,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def _record(message: Any) -> Record:
+    """Convert a message of librdkafka to a record."""
     return Record(
         topic=message.topic(),
         partition=message.partition(),

@@ -34,7 +34,7 @@ def skip_damaged(consumer: Any, read_dead_letters: ReadDeadLetters) -> bool:
 
 
 def _read(read_dead_letters: ReadDeadLetters, topic: str) -> Sequence[Record]:
-    """The dead letters; none without the right to read them: then the damage itself is reported."""
+    """Records of the dead-letter topic; none without the right to read it, so that the damage itself is reported."""
     try:
         return read_dead_letters(topic)
     except LogError:
@@ -55,6 +55,7 @@ def first_readable(log: Log, tail_from: Callable[[int], Tail], partition: Partit
 
 
 def _readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> bool:
+    """True unless reading from `offset` stops at once at a damaged batch."""
     tail = tail_from(offset)
     end = log.end_offsets([partition])[partition]
     try:
@@ -72,7 +73,7 @@ DOUBT_S = 3.0
 
 
 class TopicIds:
-    """Ids of one reader's topics as its client saw them first; for one thread."""
+    """Ids that one reader's topics had when it first saw them; for one thread."""
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
@@ -81,7 +82,7 @@ class TopicIds:
         self._doubted = 0.0
 
     def add(self, topics: Iterable[str]) -> None:
-        """Watch these topics too."""
+        """Watch further topics."""
         for topic in topics:
             self._first.setdefault(topic, None)
 
@@ -103,7 +104,7 @@ class TopicIds:
             self.verify()
 
     def verify(self) -> None:
-        """Compare with the cluster. Raises `LogError` if a topic was deleted, or replaced by another one of the same name."""
+        """Compare with the cluster. Raises `LogError` if a topic was deleted, or deleted and created again."""
         ids = self._admin.ids(list(self._first))
         for topic, first in self._first.items():
             if topic not in ids:

@@ -69,7 +69,7 @@ class KafkaLog(Admin):
         return self.offsets(partitions, end=True, committed=committed)
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> KafkaTail:
-        """Return a reader of exactly these partitions; `group` only stores offsets.
+        """A reader of exactly these partitions; with `group` it can store offsets but does not join.
 
         `fetch_bytes`: size of one request to a partition, for a caller that needs few of its records.
         """
@@ -153,7 +153,7 @@ class KafkaLog(Admin):
         return self.cpu.totals()
 
     def counts(self) -> dict[str, float]:
-        """Events of this log's clients so far, the broker's silence, and `lag`: records that its group members have not taken yet."""
+        """Events of this log's clients so far, seconds of the broker's silence, and `lag`: records that group members have not taken."""
         counts = {name: float(self.contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
         counts["broker_silent_s"] = self.contact.silent_s
         members = list(self._members)

@@ -72,6 +72,7 @@ class Buffer:
             self._change.notify_all()
 
     def revoke(self) -> None:
+        """Forget the assignment: drop waiting records and commits, and queue a `Revoked` event."""
         with self._change:
             if not self._owned and not any(isinstance(event, Assigned) for event in self._events):
                 return
@@ -84,7 +85,7 @@ class Buffer:
             self._change.notify_all()
 
     def end(self, failure: LogError) -> None:
-        """Let `take` raise `failure` once the queue is empty."""
+        """Let `take` raise `failure` after the queued events."""
         with self._change:
             self._failure = failure
             self._change.notify_all()
@@ -124,7 +125,7 @@ class Buffer:
             return True
 
     def unsent_commits(self) -> Commits:
-        """Commits that failed and have to be sent again; from here on they count as sent."""
+        """Commits that must be sent again because they failed; they count as sent from this call on."""
         with self._change:
             unsent = {partition: commit for partition, commit in self._uncommitted.items() if partition not in self._sending}
             self._sending.update(unsent)
@@ -158,7 +159,7 @@ JOIN_LIMIT_S = 20.0
 
 
 class KafkaMember:
-    """A member of `group`; events and commits pass between its user's thread and the one that polls."""
+    """A member of a consumer group whose own thread polls; events and commits pass between that thread and the user's."""
 
     def __init__(
         self, admin: Admin, group: str, topics: Sequence[str], *, max_records: int, max_bytes: int, gathers: bool = True,
@@ -209,7 +210,7 @@ class KafkaMember:
         return self._buffer.membership
 
     def lag(self) -> int:
-        """Records of its partitions that it has not taken yet, by the newest responses of their brokers."""
+        """Number of records in its partitions that the member has not taken yet, by the brokers' newest responses."""
         return private_api.lag(self._consumer) + self._buffer.waiting
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -228,6 +229,7 @@ class KafkaMember:
         return consumer
 
     def _run(self) -> None:
+        """Poll until closed; after an error of the group, join again. Any other error ends the member."""
         try:
             while not self._closing:
                 try:
@@ -245,6 +247,7 @@ class KafkaMember:
             reading.close_consumer(self._consumer, self._costs, 2.0)
 
     def _turn(self) -> None:
+        """One round of the polling thread: deliver assignments and records, send commits."""
         full = self._buffer.full
         self._hold(full)
         records = reading.poll(
@@ -340,6 +343,8 @@ class KafkaMember:
 
 
 class _Listener(ConsumerRebalanceListener):
+    """Passes the client library's rebalance callbacks to a `KafkaMember`."""
+
     def __init__(self, member: KafkaMember, consumer: Any) -> None:
         self._member, self._consumer = member, consumer
 

@@ -46,7 +46,7 @@ class Contact:
         return max(0.0, time.monotonic() - max(self._last_response, min(starts))) if starts else 0.0
 
     def join(self, wait: "Wait") -> None:
-        """Include this wait in `silent_s`."""
+        """Include a client's waiting time in `silent_s`."""
         with self._lock:
             self._waits.add(wait)
 
@@ -55,7 +55,7 @@ class Contact:
         self._last_response = time.monotonic()
 
     def unreachable(self, after_s: float | None = None) -> LogUnreachable:
-        """The error to raise when the timeout is over."""
+        """The error to raise after a timeout without a response."""
         return LogUnreachable(
             f"the broker at {self.bootstrap} has not responded for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): stopping; "
             "after a restart it repeats the work that was not acknowledged"
@@ -83,6 +83,7 @@ class Contact:
         threading.Thread(target=self._report_outages, daemon=True, name="log-contact").start()
 
     def _report_outages(self) -> None:
+        """Log the start and the end of each outage, from a thread."""
         since: float | None = None
         checked = time.monotonic()
         while not self._closed.wait(_CHECK_EVERY_S):

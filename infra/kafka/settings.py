@@ -57,6 +57,7 @@ class Connection:
     unreachable_after_s: float = 10.0
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` for an invalid address or security setting."""
         unknown = sorted(set(self.security) - SECURITY_KEYS)
         if unknown:
             raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; supported are {', '.join(sorted(SECURITY_KEYS))}")
@@ -76,7 +77,7 @@ class Connection:
             object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[check_hostname.strip().lower()]})
 
     def credentials(self) -> Mapping[str, Any]:
-        """The login of this user's embedded broker if it is at this address, else `security`. Raises `BrokerError`."""
+        """The login of this user's embedded broker if `bootstrap` is its address, otherwise `security`. Raises `BrokerError`."""
         own = access.login_at(self.bootstrap)
         return self.security if own is None else own.security()
 
@@ -214,6 +215,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
             raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it is empty'}") from None
 
     def _run(self) -> str:
+        """Output of the configured command. Raises `LogError` if it fails."""
         try:
             command = shlex.split(str(self._command))
             done = subprocess.run(command, capture_output=True, text=True, timeout=TOKEN_COMMAND_S, check=False, stdin=subprocess.DEVNULL)

@@ -105,6 +105,7 @@ _CODECS = {"zstd": "zstandard", "lz4": "lz4", "snappy": "python-snappy"}
 
 
 def _damage(consumer: Any, error: Exception) -> str:
+    """Describe an unreadable record: its position, and how to skip it or which codec to install."""
     advice = "to let readers skip it, run `penstock topics skip RUN TOPIC PARTITION OFFSET`"
     if not isinstance(error, errors.UnsupportedCodecError):
         return f"a record is damaged: {edge.one_line(error)}; {advice}"
@@ -117,7 +118,7 @@ def _damage(consumer: Any, error: Exception) -> str:
 
 
 def _missing(consumer: Any) -> str:
-    """Text with the offset that a consumer needs and its partition does not have, and the existing offsets."""
+    """Describe the offsets that a consumer needs but its partitions lack, and the offsets that exist."""
     partitions, timeout_ms = list(consumer.assignment()), int(1000 * OFFSETS_TIMEOUT_S)
     positions = {tp: at for tp in partitions if (at := private_api.position(consumer, tp)) is not None}
     try:
@@ -155,7 +156,7 @@ _LOOK_S = 0.05
 
 
 class KafkaTail:
-    """Reads the partitions its caller names, from the offsets its caller passes; for one thread."""
+    """Reads given partitions from given offsets, without a consumer group; for one thread."""
 
     def __init__(
         self, admin: Admin, starts: Mapping[Partition, Start], *, group: str | None, read_dead_letters: ReadDeadLetters | None = None,
@@ -201,7 +202,7 @@ class KafkaTail:
         private_api.await_leaders(self._consumer, _AWAY_S, renew=True)  # what an earlier tail knew may be of a deleted topic
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
-        """Read these partitions too; one that is read already moves to its new start."""
+        """Read further partitions; one that is already read continues at the new start."""
         self._assign(self._resolve(partitions))
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
@@ -293,7 +294,7 @@ _AT_ONCE_S = 0.25
 
 
 class OffsetReader:
-    """A client created at the first read; safe to share between threads."""
+    """Reads single records by their offsets; its client is created at the first read, and threads may share it."""
 
     def __init__(self, admin: Admin) -> None:
         self._admin, self._outage = admin, Outage(admin.contact)
@@ -325,6 +326,7 @@ class OffsetReader:
     def _fetch_runs(
         self, partition: Partition, offsets: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None = None
     ) -> None:
+        """Read each run of neighbouring offsets into `into`, until the deadline."""
         with self._lock:
             if self._reader is None:
                 # Past a deleted offset it continues with the first retained record: the offsets are compared here.

@@ -34,7 +34,7 @@ def send(kafka: Any, outgoing: Outgoing) -> Any:
 
 
 class KafkaPending:
-    """A record that was sent; `offset` waits for the acknowledgement."""
+    """A sent record; `offset` waits for its acknowledgement."""
 
     __slots__ = ("_future", "_owner", "_size", "_what")
 
@@ -95,6 +95,7 @@ class KafkaProducerOfRecords:
             return KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
 
     def _reserve(self, size: int) -> None:
+        """Wait until the byte budget has room for a record. Raises `SendFailed` if the broker accepts nothing for `give_up_s`."""
         with self._room:
             if self._in_flight and self._in_flight + size > self._budget:
                 self._waiting += 1
@@ -169,7 +170,7 @@ _FINAL = (*edge.NEVER_WRITTEN, *edge.REFUSED, ValueError, TypeError)
 
 
 class KafkaTransactions:
-    """Transactions of one id, one at a time; the newest instance for an id is its only writer."""
+    """Writes transactions with one transactional id, one at a time; the newest instance for an id is its only writer."""
 
     def __init__(
         self, admin: Admin, visible: Visible, newest: Newest, *, transactional_id: str, claim: Outgoing | None, timeout_s: float,
@@ -212,6 +213,7 @@ class KafkaTransactions:
             self._wait.end()
 
     def _commit(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None, deadline: float) -> list[int]:
+        """Repeat the transaction until it is committed, fails for good, or the deadline has passed."""
         while True:
             try:
                 self._open(deadline)
@@ -282,7 +284,7 @@ class KafkaTransactions:
         private_api.close_producer(kafka, 0)
 
     def _take_over(self, deadline: float) -> None:
-        """Take the id from its current owner and write the claim under the fresh epoch, before anything else.
+        """Take the transactional id from its current owner, and write the claim under the new epoch before anything else.
 
         A failed attempt restarts with another fresh epoch: before the claim is written, a writer that renews its own may interfere.
         """
@@ -343,7 +345,7 @@ class KafkaTransactions:
         self._identity = type(self._identity)(holder.producer_id, holder.epoch)
 
     def _require_own_claim(self) -> None:
-        """Raise `Fenced` for good unless the newest claim is ours; without effect before ours is written."""
+        """Raise `Fenced` for good if the newest claim is another process's; no effect before ours is written."""
         claim = self._claim
         if claim is None or self._identity is None:
             return

@@ -65,7 +65,7 @@ class MemoryProducer:
 
 
 class MemoryTransactions:
-    """The newest object for an id is its only writer; it ends the last transaction of the one before."""
+    """Writes transactions with one id; a new instance for the id completes its predecessor's transaction and fences it."""
 
     def __init__(self, state: State, transactional_id: str, *, markers_late_s: float) -> None:
         self._state, self._id, self._token, self._late_s = state, transactional_id, object(), markers_late_s
@@ -75,12 +75,13 @@ class MemoryTransactions:
             self._settle()
 
     def _settle(self) -> None:
-        """Complete the id's last transaction: a broker starts none before the last one has its markers."""
+        """Complete the last transaction of this id, as a broker does before it starts the next."""
         last = self._state.pending.pop(self._id, None)
         if last is not None:
             last.commit()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
+        """Write all records and offsets, or none. Raises the errors of `KafkaTransactions.commit`."""
         if offsets and member is None:
             raise ValueError("offsets can be committed in a transaction only together with the consumer group's generation")
         check_commits(offsets or {})
@@ -143,6 +144,7 @@ class MemoryLog:
                 self._state.rebalance(self._state.group(group))
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
+        """Create missing topics. Raises `LogError` if an existing one has other partitions or settings."""
         with self._state.change:
             for name, spec in specs.items():
                 existing, _ = self._state.topics.get(name, (spec, []))
@@ -192,6 +194,7 @@ class MemoryLog:
             return {partition: part.stable_end if committed else part.end for partition, part in parts.items()}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
+        """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets."""
         where = f"{topic}/{partition}"
         with self._state.change:
             part = self._state.part((topic, partition))
@@ -206,7 +209,7 @@ class MemoryLog:
         return [records[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> MemoryTail:
-        """Return a reader of exactly these partitions; `group` only stores offsets, and nothing is prefetched."""
+        """A reader of exactly these partitions; with `group` it can store offsets. It prefetches nothing."""
         return MemoryTail(self._state, starts, group=group)
 
     def member(
@@ -231,7 +234,7 @@ class MemoryLog:
     def transactions(
         self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
     ) -> MemoryTransactions:
-        """Return a writer of transactions; it takes the id over from any other and writes `claim` first."""
+        """A writer of transactions, which takes the id from any other writer and writes `claim` first."""
         writer = MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
         if claim is not None:
             writer.commit([claim])

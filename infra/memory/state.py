@@ -20,7 +20,7 @@ MARKER = 1
 
 @dataclass(slots=True)
 class Part:
-    """One partition."""
+    """One partition of a topic."""
 
     records: list[Record] = field(default_factory=list)
     start: int = 0
@@ -95,7 +95,7 @@ class Transaction:
             state.change.notify_all()
 
     def commit(self) -> None:
-        """Write the markers: readers get the records; without effect the second time."""
+        """Make the records visible to readers; no effect if called again."""
         with self._state.change:
             for part in self._parts:
                 if part.open_transactions.pop(self, None) is not None:
@@ -170,7 +170,7 @@ class _Reader:
         return records
 
     def _valid(self, partition: Partition, part: Part, position: int) -> int:
-        """An existing position: the end of a truncated partition; from any other it jumps to the first retained offset, or raises."""
+        """The position if it can be read; otherwise the end of a truncated partition, or the first retained offset, or `RecordMissing`."""
         seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
         position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
         exists = part.start <= position <= part.end
@@ -183,7 +183,7 @@ class _Reader:
 
 
 class MemoryTail:
-    """Reads the partitions its caller names."""
+    """Reads given partitions, without a consumer group."""
 
     outage_s = 0.0
 
@@ -289,6 +289,7 @@ class MemoryMember:
         return events
 
     def _advance(self, events: list[Event]) -> bool:
+        """Append the next events to `events`: after a rebalance the new assignment, then records. False if there are none."""
         if self.member_id not in self._group.members:  # evicted while it was silent: it joins again, as Kafka's members do
             self._group.members[self.member_id] = self._topics
             self._state.rebalance(self._group)

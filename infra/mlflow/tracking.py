@@ -124,7 +124,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One value of one metric; logged twice it is one point, because its time is that of its record."""
+    """One value of one metric at one time; sending it twice stores one point."""
 
     key: str
     value: float
@@ -202,6 +202,7 @@ class MlflowRun:
                 self._client.log_artifact(self.run_id, str(path))
 
     def _find_or_create(self) -> Any:
+        """The oldest MLflow run with this pipeline run's tag, created if missing."""
         target = self.target
         experiment = self._client.get_experiment_by_name(target.experiment)
         if experiment is not None and experiment.lifecycle_stage != "active":
@@ -245,7 +246,7 @@ def log_params(client: Any, entities: Any, run_id: str, values: Mapping[str, str
 
 
 def nameable(key: str) -> str:
-    """A metric's name in MLflow's character set; a refused one would block every later point.
+    """The name of a metric in MLflow's character set; a rejected name would block every later point.
 
     Example:
         nameable("train/a//b?")  # -> "train/a/_/b_"

@@ -92,7 +92,7 @@ class Uploader:
             return self.run_id
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = (), reason: str | None = None) -> None:
-        """Let the thread deliver the remaining points, set the status, attach the files and end; `wait` waits for that."""
+        """Let the thread deliver the remaining points, set the status, attach the files and end; `wait` blocks until then."""
         self.start()
         with self._changed:
             self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts), reason=reason)
@@ -104,6 +104,7 @@ class Uploader:
         return self._done
 
     def _work(self) -> None:
+        """Deliver until everything is delivered and the run has ended, with pauses after errors."""
         pause = FIRST_PAUSE_S
         while not self._done:
             try:

@@ -26,7 +26,7 @@ _notes: list[Callable[[str], None]] = []
 
 
 def doing(what: str) -> None:
-    """Report to the parent what this child works on, for its error if the child hangs or crashes; without effect outside a child."""
+    """Tell the parent what this child works on, for its error message if the child hangs or crashes; no effect outside a child."""
     for note in _notes:
         note(what)
 
@@ -136,6 +136,7 @@ def text_of(error: BaseException, *, characters: int) -> str:
 
 
 def _reply(replies: Any, reply: Mapping[str, Any]) -> None:
+    """Write a reply as one JSON line; a result that is not JSON or too long becomes an error."""
     try:
         text = json.dumps(reply)
         if "\\ud" in text:  # a surrogate, perhaps without its other half

@@ -55,7 +55,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def ends_with(parent: int) -> bool:
-    """Let Linux kill this process when its parent ends; False if `parent` has ended already."""
+    """Let Linux kill this process when its parent exits; False if `parent` has already exited."""
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
@@ -93,7 +93,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessTree:
-    """A child of this process and everything it has started.
+    """A child of this process and everything that the child has started.
 
     With PR_SET_CHILD_SUBREAPER orphans become children of this process: no child means no descendant, daemons included.
     """
@@ -231,7 +231,7 @@ EVERY_S, SHARE = 0.25, 0.01
 
 
 def main() -> None:
-    """Run the command and exit as it does."""
+    """Run the command under the limits, and exit with its status."""
     lifeline, section, most_gb, most_processes, file_gb, landlock, *command = sys.argv[1:]
     wake, waker = os.pipe()
     os.set_blocking(waker, False)

@@ -41,11 +41,11 @@ _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.in
 
 
 class Refused(ValueError):
-    """A file that cannot be read; one line with its name."""
+    """A file that cannot be read; the message is one line with the file's name."""
 
 
 class _Decoder:
-    """The child of this process; used by one thread at a time."""
+    """The decoding child of this process; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class _Decoder:
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        """Give the child `IDLE_S` after the block until it is ended."""
+        """In the block, the child is not idle; afterwards it has `IDLE_S` until it is ended."""
         if self._idle is not None:
             self._idle.cancel()
         try:
@@ -93,6 +93,7 @@ class _Decoder:
             self.end()
 
     def _started(self) -> socket.socket:
+        """The socket to the child, which is started if there is none."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
         self.end()
@@ -110,7 +111,7 @@ class _Decoder:
         return ours
 
     def end(self) -> int | None:
-        """End the child, if there is one; returns its exit status if it had ended by itself."""
+        """End the child, if there is one; returns its exit status if it had already exited."""
         process, connection, self._process, self._connection = self._process, self._connection, None, None
         if connection is not None:
             connection.close()
@@ -246,6 +247,7 @@ def _end_with(connection: socket.socket) -> None:
 
 
 def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
+    """Serve one request in the child: the footer, or rows written to `sink`."""
     with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
         if request["kind"] == "footer":
             return footer_of(file)

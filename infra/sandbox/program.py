@@ -24,7 +24,7 @@ OUTPUT_BYTES = 4096
 
 
 class Program:
-    """A running program with its keeper."""
+    """A running program with the keeper that limits it."""
 
     def __init__(self, process: asyncio.subprocess.Process, lifeline: Lifeline, stdin: bytes) -> None:
         self._process, self._lifeline = process, lifeline
@@ -53,14 +53,14 @@ class Program:
         return cls(process, lifeline, stdin)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal, after it and everything it started have ended, except what SIGKILL does not end."""
+        """Exit status of the program, negative for a signal, once everything it started has ended too."""
         while (status := await self._ends(CONTINUED_S)) is None:
             pass
         await self._close()
         return status
 
     async def kill(self) -> None:
-        """End it by SIGTERM and, a second later, everything it started; in bounded time, even if a process remains."""
+        """End the program by SIGTERM and, a second later, everything it started; in bounded time, even if a process remains."""
         self._lifeline.end_orderly()
         await self._ends(ORDERLY_S)
         self._lifeline.end()
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def output(self) -> str:
-        """The end of its output, standard output and errors together; and the limit that ended it, if any."""
+        """The end of standard output and errors together, and the limit that ended the program, if any."""
         return self._tail.decode(errors="replace") + (f"\n{self._reason}" if self._reason else "")
 
     async def _talk(self, stdin: bytes) -> None:

@@ -49,7 +49,7 @@ REWARD, ENVIRONMENT = ChildRules(section="reward"), ChildRules(section="environm
 
 
 def child_environment(environ: Mapping[str, str], pass_env: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a child gets: listed ones, those whose value is a path, and those named in `pass_env`.
+    """The environment variables that a child gets: listed ones, those whose value is a path, and those named in `pass_env`.
 
     A name that contains one of `SECRET_WORDS` is only passed if it is on the list or in `pass_env`.
 

@@ -18,7 +18,7 @@ from penstock.infra.sandbox.timed_pool import PipedChild
 
 
 class SessionLost(PenstockError):
-    """The child of a session has ended; one line has the reason. `guilty` is True for the session whose call ended it."""
+    """The child of a session has exited; the message says why. `guilty` is True for the session whose call caused it."""
 
     def __init__(self, reason: str, *, guilty: bool) -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ class SessionLost(PenstockError):
 
 
 class CallFailed(PenstockError):
-    """The handler raised; the session continues."""
+    """The handler raised an exception; the session continues."""
 
 
 class Sessions:
@@ -66,6 +66,7 @@ class Sessions:
         self._children = []
 
     async def _start(self) -> "_Child":
+        """Start a child, with `START_ATTEMPTS` attempts. Raises `ChildError`."""
         reason = ""
         while self._failed_starts < START_ATTEMPTS:
             child = _Child(self._target, self._rules, self._init)
@@ -87,7 +88,7 @@ class Sessions:
 
 
 class Session:
-    """One session; not to be called concurrently."""
+    """One session; its calls must not overlap."""
 
     def __init__(self, child: "_Child", number: int) -> None:
         self._child, self.number = child, number
@@ -98,7 +99,7 @@ class Session:
         child.sessions += 1
 
     async def call(self, payload: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """The handler's result. Raises `SessionLost` or `CallFailed`."""
+        """Result of the handler. Raises `SessionLost` if the child exits, `CallFailed` if the handler raises."""
         child = self._child
         self.last_s, self.last_replaced = 0.0, 0
         async with child.room:
@@ -124,7 +125,7 @@ class Session:
 
 
 class _Child(PipedChild):
-    """One child process and the calls it works on."""
+    """One child process and its unfinished calls."""
 
     def __init__(self, target: str, rules: ChildRules, init: object) -> None:
         super().__init__(target, rules)
@@ -162,7 +163,7 @@ class _Child(PipedChild):
             self._calls.pop(number, None)
 
     def end(self, reason: str, *, guilty: int | None, orderly: bool = False) -> None:
-        """End it; all its calls fail, that of the session `guilty` by its own fault."""
+        """End the child; all its calls fail, that of the session `guilty` by its own fault."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -183,6 +184,7 @@ class _Child(PipedChild):
             self._loop.remove_writer(self.stdin)
 
     def _read(self) -> None:
+        """Read and apply replies; end the child if it exits or writes anything else."""
         try:
             replies, ended = self.read()
         except (ValueError, RecursionError):
@@ -194,6 +196,7 @@ class _Child(PipedChild):
             self.end(end_child(self.process, self.lifeline), guilty=None)
 
     def _take(self, reply: dict[str, Any]) -> None:
+        """Pass one reply to the call that waits for it."""
         if "call" not in reply:
             if "doing" not in reply and not self._first.done():
                 self._first.set_result(reply)

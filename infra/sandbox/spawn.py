@@ -40,11 +40,11 @@ PROBE_S = 30.0
 
 
 class ChildError(PenstockError):
-    """No child can be started: its target does not load."""
+    """No child process can be started, usually because its target does not load."""
 
 
 class Lifeline:
-    """The connection to the keeper of one child: when it closes, everything the child has started is ended."""
+    """The connection to a child's keeper: when it closes, the keeper ends everything that the child has started."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair()
@@ -55,12 +55,12 @@ class Lifeline:
             self._ours.send(b"e")
 
     def end(self) -> None:
-        """Kill everything."""
+        """Kill the child and everything it has started."""
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_WR)
 
     def close(self) -> str:
-        """The keeper's reason for killing the child; empty if it has not."""
+        """Close the connection; returns the keeper's reason for killing the child, empty if it has not."""
         with contextlib.suppress(OSError), self._ours:
             self._ours.setblocking(False)
             return self._ours.recv(4096).decode()
@@ -93,7 +93,7 @@ def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lif
 
 
 def end_child(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly: bool = False) -> str:
-    """End a child and everything it has started; returns how it ended."""
+    """End a child and everything it has started; returns how it ended, for a message."""
     if orderly:
         lifeline.end_orderly()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -76,6 +76,7 @@ class PipedChild:
         return [self._parsed(line) for line in lines], ended
 
     def _parsed(self, line: bytearray) -> dict[str, Any]:
+        """Parse a reply. Raises `ValueError` or `RecursionError` for anything but a JSON object."""
         match json.loads(line):
             case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as reply if self.ready:
                 return dict(reply)
@@ -87,7 +88,7 @@ class PipedChild:
         raise ValueError
 
     def close(self, *, orderly: bool = False) -> None:
-        """Kill it and everything it has started."""
+        """Kill the child and everything it has started; with `orderly` by SIGTERM first."""
         if self.process.returncode is None:
             end_child(self.process, self.lifeline, orderly=orderly)
         self.lifeline.close()
@@ -154,7 +155,7 @@ class _Child(PipedChild, Generic[Key]):
         return sum(not call.cancelled for call in self.calls.values())
 
     def has_room(self, call: _Call[Key]) -> bool:
-        """True if it can take another call."""
+        """True if the child can take another call."""
         room = 1 if call.alone or any(other.alone for other in self.calls.values()) else self.at_once
         return self.ready and len(self.calls) < room
 
@@ -311,6 +312,7 @@ class ChildPool(Generic[Key]):
         self._counted = now
 
     def _dispatch(self) -> None:
+        """Send queued calls to children with room."""
         self._count_time()
         while self._waiting:
             free = [child for child in self._children if child.has_room(self._waiting[0])]
@@ -330,6 +332,7 @@ class ChildPool(Generic[Key]):
             self._selector.unregister(child.stdin)
 
     def _read(self, child: _Child[Key]) -> None:
+        """Process the replies of a child; replace a child that has exited."""
         self._count_time()
         try:
             replies, ended = child.read()
@@ -342,6 +345,7 @@ class ChildPool(Generic[Key]):
             self._replace(child, end_child(child.process, child.lifeline))
 
     def _take(self, child: _Child[Key], reply: dict[str, Any]) -> None:
+        """Apply one reply of a child. Raises `ChildError` if the target does not load."""
         if "broken" in reply:
             raise ChildError(f"cannot load {self._target}: {reply['broken']}")
         if "doing" in reply:
@@ -359,6 +363,7 @@ class ChildPool(Generic[Key]):
             self._ended.append(Done(key=call.key, result=reply["result"], seconds=time.monotonic() - call.called))
 
     def _stop_overdue(self) -> None:
+        """Cancel or kill calls and starts that exceed their time limit."""
         now = time.monotonic()
         for child in list(self._children):
             overdue = [number for number, call in child.calls.items() if call.deadline <= now]
@@ -376,6 +381,7 @@ class ChildPool(Generic[Key]):
             self._watch(child)
 
     def _replace(self, child: _Child[Key], reason: str) -> None:
+        """Kill a child and start another; its calls are retried or fail with `reason`."""
         self._count_time()
         calls, ready, reason = [call for call in child.calls.values() if not call.cancelled], child.ready, child.named(reason)
         shared = len(child.calls) > 1

@@ -115,7 +115,7 @@ class HostMemory(mmap.mmap):
 
 
 class Mappings:
-    """This process's mappings of the memory of others."""
+    """Mappings in this process of memory that other processes share."""
 
     def __init__(self) -> None:
         self._recent: list[HostMemory] = []
@@ -129,7 +129,7 @@ class Mappings:
 
 
 class HostBuffers:
-    """Memory for copies of one model's weights, used again once no tensor refers to it and no process reads it."""
+    """Memory for copies of one model's weights, reused once no tensor refers to it and no process reads it."""
 
     def __init__(self, *, shared: bool = False) -> None:
         """`shared`: other processes of this user can map the memory."""
@@ -137,7 +137,7 @@ class HostBuffers:
         self._idle: list[HostMemory] = []
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes with any content; they are taken again once this view and all its parts are deleted."""
+        """Memory of `size` bytes with any content; reusable once this view and all its parts are deleted."""
         memory = self._reusable(size) or (HostMemory.shared(size) if self.shared else HostMemory(size=HEAD_BYTES + size))
         array: Any = np.frombuffer(memory, np.uint8)[HEAD_BYTES:]
         weakref.finalize(array, self._idle.append, memory).atexit = False
@@ -182,7 +182,7 @@ def copy_bytes(target: memoryview | bytes, source: memoryview | bytes) -> None:
 
 
 def located(data: memoryview | bytes) -> tuple[HostMemory | None, int]:
-    """The memory that contains these bytes, and their offset in it; None and 0 if they are elsewhere."""
+    """The `HostMemory` that contains these bytes and their offset in it; None and 0 for other memory."""
     start = _bytes_of(data).ctypes.data
     for address, memory in list(_mapped.items()):
         if address <= start < address + len(memory):

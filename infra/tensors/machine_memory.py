@@ -56,6 +56,7 @@ class MachineMemory:
 
     @property
     def digest(self) -> str:
+        """Digest of the version in the memory."""
         return bytes(self._digest[: max(0, int(self._numbers[1]))]).decode()
 
     @digest.setter
@@ -171,7 +172,7 @@ class MachineMemory:
                         socket.send_fds(connection, [b"\0"], [self._memory.file] if self._memory is not None else [])
 
     def _leave(self) -> None:
-        """Use no memory; it is unmapped with its last view."""
+        """Stop using the memory; it is unmapped with its last view."""
         with self._sending:
             self._memory = None
         self._mappings = Mappings()

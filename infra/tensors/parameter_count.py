@@ -25,6 +25,7 @@ def vocabulary(folder: Path) -> int | None:
 
 
 def _elements(file: Path) -> int:
+    """Number of elements of all tensors in a safetensors file, from its header. Raises `PenstockError` if it is damaged."""
     damaged = PenstockError(f"{file} is not a safetensors file, or is truncated: copy it again")
     with file.open("rb") as opened:
         try:

@@ -26,7 +26,7 @@ class HostCopy(Sequence[TensorBytes]):
 
 
 class CopyStream:
-    """Copies weights to the host; a GPU does so on a stream of its own, while it computes on."""
+    """Copies weights to the host; a GPU copies on a separate stream while it computes."""
 
     def __init__(self, device: torch.device, buffers: HostBuffers) -> None:
         self._buffers = buffers
@@ -68,7 +68,7 @@ class CopyStream:
 
 
 class Staged:
-    """A version that a GPU copies into memory of its own on a stream of its own, while it computes on."""
+    """A version that a GPU copies to its memory on a separate stream while it computes."""
 
     def __init__(self, tensors: Sequence[TensorBytes], device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
@@ -163,7 +163,7 @@ def copy_into(model: torch.nn.Module, tensors: Iterable[TensorBytes]) -> None:
 
 
 def fitting(tensors: Iterable[TensorBytes], *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorBytes]:
-    """The tensors by name. Raises `ValueError` unless they are exactly those of `shapes`."""
+    """Return the tensors by name. Raises `ValueError` unless they are exactly those in `shapes`."""
     weights = {tensor.name: tensor for tensor in tensors}
     if weights.keys() != shapes.keys():
         odd = sorted(weights.keys() ^ shapes.keys())

@@ -13,7 +13,7 @@ from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nb
 
 
 class Memory(Protocol):
-    """Memory of a copy: of this process, or shared with other processes of the machine."""
+    """Memory for the copy: private to this process, or shared with other processes of the machine."""
 
     version: int
     """Version in the memory; `NONE` while there is none."""
@@ -31,7 +31,7 @@ class Memory(Protocol):
 
 
 class OwnMemory:
-    """Memory of this process alone."""
+    """Memory that only this process uses."""
 
     def __init__(self) -> None:
         self.version, self.digest, self.data = NONE, "", memoryview(b"")
@@ -52,7 +52,7 @@ class OwnMemory:
 
 
 class WeightCopy:
-    """The bytes of a version with names, dtypes and shapes of its tensors; thread-safe."""
+    """The bytes of a weight version with names, dtypes and shapes of its tensors; thread-safe."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self._memory: Memory = memory or OwnMemory()
@@ -72,6 +72,7 @@ class WeightCopy:
 
     @property
     def digest(self) -> str:
+        """Digest of the version in the copy."""
         return self._memory.digest
 
     @property

@@ -32,7 +32,7 @@ OTHERS_WRITE = 0o022
 
 
 def read_stored(file: Path) -> Any:
-    """The content of a file, mapped into memory. Raises `BackendError` if it names other classes or other users may write it."""
+    """Load a file, mapped into memory. Raises `BackendError` if it refers to other classes, or if other users may write it."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -119,7 +119,7 @@ class Shards:
 
 @torch.no_grad()
 def load_shards(engine: Any, directory: Path) -> Mapping[str, Any]:
-    """Restore this process's masters and moments, and all weights; returns the `client_state`.
+    """Restore this process's master weights and moments, and all weights; returns the `client_state`.
 
     The optimizer keeps the settings of the current run. Raises `BackendError` if there is no state or it is of another model.
     """
@@ -180,7 +180,7 @@ def _partitioned(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
 
 
 def _publish(optimizer: Any) -> None:
-    """Copy the masters of stage 3 to the weights, as DeepSpeed does after loading."""
+    """Copy the master weights of stage 3 to the model, as DeepSpeed does after loading."""
     optimizer.checkpoint_event_prologue()
     for master, weights, parts in zip(
         optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups, strict=True
@@ -232,6 +232,7 @@ class DeepSpeedBackend(LocalModel):
         self.engine.backward(loss)
 
     def step(self, *, denominator: float) -> StepResult:
+        """Implement `Backend.step`; DeepSpeed calls `_divide_and_clip` or its own hook before AdamW."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         # DeepSpeed averages over the processes. Scaling the loss instead would change the rounding of the backward pass.
@@ -322,6 +323,7 @@ class DeepSpeedBackend(LocalModel):
         gc.collect()  # engine, hooks and model refer to each other
 
     def _config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration: Penstock's settings with the user's options merged over them."""
         clip = self.settings.max_grad_norm if self.zero_stage else 0.0  # stage 0 clips in `_divide_and_clip`
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         offloaded = {"offload_optimizer": host} if self.offload != "none" else {}

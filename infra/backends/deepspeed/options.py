@@ -52,7 +52,7 @@ AGREED: Mapping[str, Any] = {"optimizer": {"type": "AdamW"}}
 
 
 def mistake(options: Mapping[str, Any]) -> str | None:
-    """One line about the first option that Penstock decides, else None."""
+    """Describe in one line the first option that Penstock sets itself; None if there is none."""
     user_options = without_auto(options)
     for name, why in OURS.items():
         value: Any = user_options

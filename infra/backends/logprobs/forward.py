@@ -55,7 +55,7 @@ class Passed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """A way to compute the logprobs of a model."""
+    """One way to compute the logprobs of a model."""
 
     shared: bool = False
     """True to compute every distinct prefix once without padding; False for padded rows."""
@@ -165,7 +165,7 @@ def _set_compiled(model: Any, compiled: bool) -> None:
 
 
 def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, device: torch.device) -> str | None:
-    """Reason why `tried` cannot replace `plain`, or None if their logprobs agree up to rounding; compiled kernels also run backward."""
+    """The reason why `tried` cannot replace `plain`; None if logprobs, and gradients of compiled kernels, agree up to rounding."""
     trained = torch.from_numpy(batch.completion_mask).to(device)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad][1:2] if tried.compiled else []
     results = []
@@ -231,7 +231,7 @@ def _passed(logprobs: torch.Tensor, *others: torch.Tensor | None, slot: torch.Te
 
 @contextlib.contextmanager
 def _passing(layer: Any) -> Iterator[None]:
-    """Within it the output layer returns its input, so that the model returns hidden states instead of logits."""
+    """In the block, the output layer returns its input, so that the model returns hidden states instead of logits."""
     own = vars(layer).get("forward")
     layer.forward = lambda states: states
     try:
@@ -272,6 +272,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
         entropy: bool, fused: bool, in_float32: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute logprobs and entropies in pieces of limited memory."""
         normaliser, logprobs = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
         entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
         ctx.pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
@@ -292,6 +293,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropies: torch.Tensor | None) -> tuple[Any, ...]:
+        """Gradients of states, weight and bias; logits are recomputed in pieces."""
         states, weight, bias, scale, row, target, normaliser, entropies, saved = ctx.saved_tensors
         grad = scale.new_zeros(len(row)) if grad is None else grad
         grad_states = torch.empty_like(states)

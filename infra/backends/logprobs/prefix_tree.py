@@ -179,7 +179,7 @@ def _predictions(batch: TokenBatch, indices: np.ndarray) -> dict[str, np.ndarray
 
 @contextlib.contextmanager
 def tree_expected(tree: PrefixTree) -> Iterator[None]:
-    """Within it, masks are those of the tree, and attention without them is an error."""
+    """In the block, attention masks are those of the tree, and attention without the tree is an error."""
     token = _EXPECTED.set(tree)
     try:
         yield

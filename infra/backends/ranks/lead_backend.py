@@ -24,12 +24,12 @@ class Sharded(Protocol):
 
 
 class LeadBackend:
-    """A backend with ranks in other processes; only `backward` is not sent to them, as each rank has its own samples."""
+    """A backend that forwards each call to the other ranks, except `backward`, as each rank has its own samples."""
 
     divides_late = True
 
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
-        """`own` is rank 0's."""
+        """Wrap `own`, the backend of rank 0."""
         self.own, self.processes = own, processes
         self.sharded, self.shares_prompts, self.saves_in_background = own.sharded, own.shares_prompts, own.saves_in_background
         # Of rank 0 alone: its own samples, weights that every rank holds in full (not sharded ones), and files.

@@ -135,7 +135,7 @@ class ProcessSet:
         return [self._take(f"from-{rank}") for rank in range(1, self.size)]
 
     def send_tensors(self, tensors: Iterable[TensorBytes]) -> Iterator[TensorBytes]:
-        """Yield tensors, each after it was broadcast to every other rank; has to be iterated to the end."""
+        """Broadcast tensors to every other rank and yield each; must be iterated to the end."""
         for tensor in tensors:
             self.broadcast(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
             self._broadcast(from_bytes(tensor))
@@ -157,6 +157,7 @@ class ProcessSet:
         return f"{queue}/{self._numbers[queue]}"
 
     def _take(self, queue: str) -> Any:
+        """Wait for the next JSON message of a queue in the store, and delete it. Raises `BackendError` if another rank has exited."""
         key = self._next(queue)
         try:
             self.store.wait([key], PATIENCE)

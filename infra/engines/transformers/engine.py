@@ -181,6 +181,7 @@ class _Group:
 
     @classmethod
     def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Group":
+        """Start a group: all rows have the prompt, and the requested samples have not finished."""
         rows, longest = request.rows, request.sampling.max_new_tokens
         numbers = [uniforms(seed=request.seed, group=request.random_group, sample=sample, count=longest) for sample in range(rows)]
         return cls(
@@ -236,7 +237,7 @@ class Texts:
     """The tokenizer of a model directory, for stop texts."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `EngineError` if it cannot be read."""
+        """Read the tokenizer of a model directory. Raises `EngineError` if that fails."""
         from tokenizers import Tokenizer
 
         try:
@@ -246,7 +247,7 @@ class Texts:
             raise EngineError(f"sampling.stop: cannot read the tokenizer {directory / 'tokenizer.json'}: {error}") from error
 
     def ends(self, stop: Sequence[str]) -> Ends:
-        """The test for any of these texts; each token is at least one byte of them."""
+        """A function that tests whether tokens contain any of these texts; each token adds at least one byte."""
         window = max(len(text.encode()) for text in stop) + MARGIN
 
         def ended(ids: npt.NDArray[np.int32]) -> bool:

@@ -239,7 +239,7 @@ class VllmEngine:
         return getattr(self._llm.engine_core.engine_core, method)(*arguments)
 
     def _add_requests(self) -> None:
-        """Fill vLLM's rows, lowest group first; other samples wait here, where an abort costs nothing and they get the newest weights."""
+        """Pass samples to vLLM while it has free rows, lowest group first; the others wait here, where an abort costs nothing."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -267,6 +267,7 @@ class VllmEngine:
             return bool(queue.queue) or (queue.not_empty.wait(WAIT_S) and bool(queue.queue))
 
     def _finished(self, output: Any) -> Completion:
+        """Convert vLLM's finished output to a completion. Raises `EngineError` for an unexpected finish reason."""
         row, sampled = self._rows.pop(output.request_id), output.outputs[0]
         if sampled.finish_reason not in ("stop", "length"):
             raise self._broken_by("while generating", RuntimeError(f"vLLM ended a sample with {sampled.finish_reason!r}"))
@@ -282,6 +283,7 @@ class VllmEngine:
         return completion
 
     def _completion(self, row: "Row", sampled: Any, finish: Finish) -> Completion:
+        """Convert vLLM's tokens of a sample to a completion, with the version of each token."""
         ids = np.array(sampled.token_ids, dtype=np.int32)
         logprobs, support = logprobs_and_support(sampled.logprobs, len(ids), limited=row.group.request.sampling.limited)
         spans = tuple(Span(int(span.version), span.start) for span in sampled.weight_versions or () if span.end > span.start)
@@ -312,7 +314,7 @@ class VllmEngine:
             raise EngineError(self._broken)
 
     def _broken_by(self, when: str, error: Exception) -> EngineError:
-        """Mark the engine as unusable; returns the error to raise, with its cause."""
+        """Mark the engine as unusable; returns the error to raise, which names the cause."""
         if isinstance(error, EngineError):
             return error
         cause = one_line(error, characters=400)

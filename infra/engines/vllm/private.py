@@ -37,7 +37,7 @@ IN_ITS_OWN = (
 
 
 def check_modules() -> None:
-    """Raises `EngineError` with all parts that the installed vLLM lacks; imports vLLM."""
+    """Import vLLM and raise `EngineError` with all undocumented parts that the installed release lacks."""
     missing = []
     for part in IN_MODULES:
         module, _, path = part.partition(":")
@@ -51,7 +51,7 @@ def check_modules() -> None:
 
 
 def check_engine(engine: Any, *, own_process: bool) -> None:
-    """Raises `EngineError` with all parts that a running `LLMEngine` lacks."""
+    """Raise `EngineError` with all undocumented parts that a running `LLMEngine` lacks."""
     _refuse(path for path in (*IN_AN_ENGINE, *(IN_ITS_OWN if own_process else IN_THIS_PROCESS)) if _lacks(engine, path))
 
 

@@ -29,7 +29,7 @@ _SHARED = Path("/dev/shm")
 
 
 def end_with_owner() -> None:
-    """In a process of an engine, watch the worker from a thread and exit when it exits; no effect in other processes."""
+    """In a process of an engine, watch the worker from a thread and exit with it; no effect in other processes."""
     owner = int(os.environ.get(OWNER, "0"))
     if not owner or owner == os.getpid():
         return

@@ -213,6 +213,7 @@ def _model_length(user: Mapping[str, Any], geometry: Geometry, longest: int | No
 
 
 def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int | None) -> dict[str, Any]:
+    """Arguments that make vLLM fit on a CPU, unless the user sets them."""
     user = settings.arguments
     defaults: dict[str, Any] = {
         "enforce_eager": True,  # compiling takes a minute, and seconds from its cache
@@ -230,13 +231,14 @@ def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int |
 
 
 def _head(settings: EngineSettings) -> dict[str, Any]:
-    """The argument by which vLLM computes logits in float32, with the user's overrides of the model's configuration."""
+    """Argument by which vLLM computes logits in float32, merged with the user's overrides of the model's configuration."""
     if not settings.float32_head:
         return {}
     return {"hf_overrides": {"head_dtype": "float32", **(settings.arguments.get("hf_overrides") or {})}}
 
 
 def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, on_cpu: bool) -> None:
+    """Raise `EngineRefused` if the configured KV cache cannot hold one sequence of maximum length."""
     cache_bytes, block = arguments.get("kv_cache_memory_bytes"), arguments.get("block_size") or (CPU_BLOCK_TOKENS if on_cpu else 16)
     if not isinstance(cache_bytes, int) or length is None:
         return
@@ -288,6 +290,7 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
 
 
 def _engine(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
+    """Create vLLM's `LLMEngine` in this process, or with `engine_process` in another one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with left_out():

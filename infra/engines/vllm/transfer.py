@@ -62,7 +62,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to do."""
+        """No effect: the transfer needs no initialisation."""
 
     _staged: tuple[UpdateInfo, Staged] | None = None
 
@@ -80,6 +80,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         return self._staged[1].done
 
     def _located(self, update_info: UpdateInfo) -> Sequence[TensorBytes]:
+        """Map the tensors of a version, in this process or in shared memory."""
         if update_info.registered is not None:
             return _registered[update_info.registered]
         assert update_info.path is not None
@@ -116,7 +117,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         pack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """No effect: the transfer has no resources."""
 
 
 def pack_tied_head(model: Any) -> None:

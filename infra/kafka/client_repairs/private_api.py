@@ -131,7 +131,7 @@ def producer_identity(producer: Any) -> Any:
 
 
 def first_error(producer: Any) -> Exception | None:
-    """The error that put a transactional producer into its error state; None if it is in none."""
+    """The error that put a transactional producer into its error state; None if it is not in that state."""
     error: Exception | None = producer._transaction_manager.last_error
     return error
 
