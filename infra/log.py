@@ -197,7 +197,7 @@ class Transactions(Protocol):
 
 
 class Tail(Protocol):
-    """Reads given partitions, without a consumer group; for one thread."""
+    """Reads named partitions, without a consumer group; for one thread."""
 
     @property
     def outage_s(self) -> float: ...

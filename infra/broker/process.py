@@ -47,7 +47,7 @@ def find_java() -> Java:
 
 
 def _first(candidates: list[Path]) -> Java:
-    """The first of `candidates` with a supported version. Raises `BrokerError` with the versions found."""
+    """The first of `candidates` with a supported version. Raises `BrokerError` with all candidates."""
     tried = []
     for program in candidates:
         java = inspect(program)

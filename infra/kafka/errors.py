@@ -63,7 +63,7 @@ def one_line(error: BaseException) -> str:
 
 
 def translate(error: BaseException, what: str) -> LogError:
-    """Translate an error of the client library; `what` says which operation failed."""
+    """Translate an error of the client library; `what` names the operation that failed."""
     if isinstance(error, LogError):
         return error
     text = f"{what}: {one_line(error)}"

@@ -156,7 +156,7 @@ _LOOK_S = 0.05
 
 
 class KafkaTail:
-    """Reads given partitions from given offsets, without a consumer group; for one thread."""
+    """Reads named partitions from named offsets, without a consumer group; for one thread."""
 
     def __init__(
         self, admin: Admin, starts: Mapping[Partition, Start], *, group: str | None, read_dead_letters: ReadDeadLetters | None = None,

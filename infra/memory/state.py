@@ -183,7 +183,7 @@ class _Reader:
 
 
 class MemoryTail:
-    """Reads given partitions, without a consumer group."""
+    """Reads named partitions, without a consumer group."""
 
     outage_s = 0.0
 

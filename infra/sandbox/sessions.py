@@ -18,7 +18,7 @@ from penstock.infra.sandbox.timed_pool import PipedChild
 
 
 class SessionLost(PenstockError):
-    """The child of a session has exited; the message says why. `guilty` is True for the session whose call caused it."""
+    """The child of a session has exited; the message has the cause. `guilty` is True for the session whose call caused it."""
 
     def __init__(self, reason: str, *, guilty: bool) -> None:
         super().__init__(reason)

@@ -33,7 +33,7 @@ MALFORMED_LIMIT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a trajectory and timeouts of its environment."""
+    """Limits of a trajectory, and time limits of its environment."""
 
     max_turns: int
     turn_tokens: int
@@ -52,18 +52,18 @@ class Limits:
 
 
 class EnvironmentBroken(Exception):
-    """An environment failed; `kind` is reset, step, timeout, or exit for an agent's program."""
+    """An environment failed; `kind` is reset, step or timeout, or exit for an agent's program."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"environment-{kind}: {reason}")
 
 
 class _Diverged(Exception):
-    """Replayed actions led to a different context."""
+    """After replaying the same actions, the environment returned another context."""
 
 
 class _Lost(Exception):
-    """The session was lost because of another session in the same child process."""
+    """The child process was killed because of another session in it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class _RecordedTurn:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One trajectory and its state."""
+    """One trajectory in an environment, and its state."""
 
     request: EpisodeRequest
     sample: int
@@ -99,7 +99,7 @@ class Episode:
         self._start()
 
     async def run(self) -> Trajectory:
-        """Run to the end. Raises `ChildError` if no environment can be started."""
+        """Run the episode to its end, with retries. Raises `ChildError` if no environment can be started."""
         failures = 0
         while True:
             try:
@@ -138,6 +138,7 @@ class Episode:
         self._conversation = Conversation(self.template, history=self.limits.history)
 
     async def _run_once(self) -> Trajectory:
+        """One attempt: reset, then turns of policy and environment until either ends the episode or a limit is reached."""
         episode_state, limits = self.episode_state, self.limits
         try:
             tools = await self._reset()
@@ -177,6 +178,7 @@ class Episode:
         return await self._finished("length", self._conversation.turns - 1)
 
     def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Truncate the text of an environment's message to `max_result_tokens`."""
         limit, content = self.limits.result_tokens, message.get("content")
         if limit is None or not content:
             return message
@@ -190,6 +192,7 @@ class Episode:
         return {**message, "content": cut}
 
     async def _reset(self) -> list[Mapping[str, Any]]:
+        """Start the environment and return the first messages. Raises `EnvironmentBroken`."""
         self._session = await self.sessions.open()
         payload = {"seed": self.seed, "row": dict(self.request.row)}
         observed = await self._call("reset", payload, self.limits.reset_timeout_s)
@@ -210,13 +213,14 @@ class Episode:
         return tools_of(self.request.row.get(TOOLS)) if isinstance(self.template, ChatTemplate) else None
 
     async def _finished(self, finish: Literal["stop", "length"], turn: int) -> Trajectory:
-        """End a trajectory of a working environment; an episode reward is added to the reward of its last turn."""
+        """End the trajectory of a working environment; a reward for the episode is added to that of its last turn."""
         reward = await self._call("reward", {}, self.limits.step_timeout_s)
         if turn >= 0:
             self.episode_state.rewards[turn] = self.episode_state.rewards.get(turn, 0.0) + (reward or 0.0)
         return self.ended(finish)
 
     async def _generate(self, token_ids: npt.NDArray[np.int32], *, turn: int, room: int) -> Generation:
+        """Generate a turn, or reuse the recorded one if the context is the same. Raises `_Diverged` if it is not."""
         digest = hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).digest()
         recorded = self._recorded_turns.get(turn)
         if recorded is None:
@@ -227,7 +231,7 @@ class Episode:
         return recorded.generation
 
     async def _call(self, do: str, payload: Mapping[str, Any], timeout_s: float) -> Any:
-        """Call the environment; its time counts towards `trajectory_timeout_s`."""
+        """Call the environment; the call's time counts towards `trajectory_timeout_s`. Raises `EnvironmentBroken` or `_Lost`."""
         session = self._session
         assert session is not None
         remaining_s = self.limits.trajectory_timeout_s - self.episode_state.environment_s
@@ -253,7 +257,7 @@ class Episode:
 
 
 def _with_refused_calls(messages: list[dict[str, Any]], refused: Sequence[str]) -> list[dict[str, Any]]:
-    """The environment's messages; the reasons why tool calls were not run are appended to the last one."""
+    """The environment's messages, with the reasons for rejected tool calls appended to the last one."""
     if not refused or not messages:
         return messages
     *before, last = messages
@@ -261,7 +265,7 @@ def _with_refused_calls(messages: list[dict[str, Any]], refused: Sequence[str]) 
 
 
 def seed_of(row: Mapping[str, Any], *, seed: int, group: int) -> int:
-    """The seed of a group's environment: the row's `seed`, else a hash of the run's seed and the group.
+    """The seed of a group's environment: the row's `seed`, or a hash of the run's seed and the group.
 
     All samples of a group start in the same state, so that their rewards can be compared.
     """

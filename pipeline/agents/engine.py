@@ -29,10 +29,10 @@ from penstock.pipeline.data.conversation.messages import Template
 
 
 class EpisodeEngine(Protocol):
-    """One trajectory."""
+    """An episode in progress that produces one trajectory."""
 
     async def run(self) -> Trajectory:
-        """Run to the end."""
+        """Run the episode to its end and return its trajectory."""
         ...
 
     def ended(self, finish: Literal["stop", "length", "abort"]) -> Trajectory:
@@ -41,20 +41,20 @@ class EpisodeEngine(Protocol):
 
 
 class Episodes(Protocol):
-    """Makes trajectories of one source; used in one asyncio loop."""
+    """Creates episodes from one source; used in one asyncio loop."""
 
     def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> EpisodeEngine:
-        """A trajectory whose turns come from `generate`; `version` is the newest policy version."""
+        """A new episode whose turns come from `generate`; `version` is the newest policy version."""
         ...
 
     async def close(self) -> None:
-        """Stop the processes behind the trajectories."""
+        """Stop the child processes of all episodes."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentEpisodes:
-    """Trajectories of an environment whose sessions are in child processes."""
+    """Creates episodes whose environments run in child processes."""
 
     sessions: Sessions
     template: Template
@@ -81,7 +81,7 @@ async def open_episodes(
     rules: ChildRules = ENVIRONMENT,
     on_loss: Callable[[str], None] = lambda _: None,
 ) -> Episodes:
-    """Open `source` in the running loop, with at most `processes` child processes; `on_loss` gets a line for each recovered failure."""
+    """Open `source` in the running loop with at most `processes` child processes; `on_loss` receives a line per recovered failure."""
     if source.startswith(AGENT):
         try:
             from penstock.pipeline.agents.gateway.episode import AgentEpisodes
@@ -117,7 +117,7 @@ def turn_of(number: int) -> tuple[int, int, int]:
 
 @dataclass(slots=True, eq=False)
 class _TurnRequest:
-    """A turn that a trajectory waits for."""
+    """A turn that a trajectory has requested and waits for."""
 
     key: tuple[int, int]
     request: GroupRequest
@@ -137,7 +137,7 @@ class _Running:
 
 
 class TrajectoryEngine:
-    """Runs up to `in_flight` trajectories at a time, with `processes` child processes for their environments."""
+    """An engine of trajectories: at most `in_flight` at a time, with environments in `processes` child processes."""
 
     def __init__(
         self,
@@ -190,13 +190,14 @@ class TrajectoryEngine:
             task.add_done_callback(partial(self._finished, key))
 
     def step(self) -> list[Completion]:
-        """Run one decode step for all requested turns and return the ended trajectories. Raises errors that are not retried."""
+        """Run one decode step for all requested turns; return the trajectories that have ended. Raises errors that are not retried."""
         ended = self._take(wait=self._inner.idle and bool(self._running))
         for completion in self._inner.step():
             self._deliver(completion)
         return [*ended, *self._take(wait=False)]
 
     def abort(self, group: int) -> list[Completion]:
+        """Abort the turns and episodes of a group; returns its unfinished trajectories."""
         aborted: list[Trajectory] = []
         for key in [key for key in self._running if key[0] == group]:
             running = self._running.pop(key)
@@ -224,6 +225,7 @@ class TrajectoryEngine:
         return self._inner.stats() | self._counts | {"waiting_for_environments": waiting}
 
     def close(self) -> None:
+        """Stop episodes, environments and the inner engine."""
         for running in self._running.values():
             running.task.cancel()
         self._in_loop(self._episodes.close())
@@ -245,7 +247,7 @@ class TrajectoryEngine:
         self._events.put((key, task))
 
     def _take(self, *, wait: bool) -> list[Completion]:
-        """Submit the requested turns and return the ended trajectories; `wait` up to `WAIT_S` for the first of either."""
+        """Submit requested turns to the inner engine and return ended trajectories; with `wait`, wait up to `WAIT_S` for either."""
         ended: list[Completion] = []
         while True:
             try:
@@ -266,6 +268,7 @@ class TrajectoryEngine:
                 ended.append(self._count(event[1].result()))
 
     def _deliver(self, completion: Completion) -> None:
+        """Pass a generated turn to the trajectory that waits for it."""
         request = self._turns_in_flight.pop(completion.group, None)
         running = self._running.get(request.key) if request is not None else None
         if request is None or running is None:
@@ -277,6 +280,7 @@ class TrajectoryEngine:
         self._loop.call_soon_threadsafe(_resolve, request.generation, generation)
 
     def _count(self, trajectory: Trajectory) -> Trajectory:
+        """Count an ended trajectory, and log broken environments and replaced characters."""
         counts = self._counts
         counts["trajectories"] += 1
         counts["turns"] += _turns(trajectory)
@@ -312,6 +316,7 @@ class _TurnGenerator:
     request: EpisodeRequest
 
     async def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Generation:
+        """Request a turn from the inner engine and wait for it."""
         request, (group, sample) = self.request, self.key
         generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         turn_request = GroupRequest(

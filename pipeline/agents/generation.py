@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """T generated tokens, the stop id included, with their logprobs (nats) and policy versions."""
+    """One generated turn: T tokens, the stop id included, with logprobs (nats) and policy versions."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]

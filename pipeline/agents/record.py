@@ -19,7 +19,7 @@ from penstock.topics.samples import ENVIRONMENT, GENERATED, MODEL, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodeRequest(GroupRequest):
-    """A group whose samples are trajectories, with the input of their environment."""
+    """A request for a group of trajectories, with the row that their environments receive."""
 
     messages: str | None
     """JSON list of the prompt's chat messages; None for a plain text."""
@@ -29,7 +29,7 @@ class EpisodeRequest(GroupRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory(Completion):
-    """A sample of several turns; the fields of `Completion` cover all segments, concatenated."""
+    """A sample of several turns; the fields of `Completion` cover all segments in order."""
 
     loss_mask: npt.NDArray[np.bool_]
     segments: tuple[tuple[int, int, int], ...]
@@ -74,7 +74,7 @@ def trajectory_of(
     cause: str | None,
     version: int,
 ) -> Trajectory:
-    """The sample to publish; `version` labels a sample without tokens; `cause` is the environment's failure, if any."""
+    """Convert an episode to the sample to publish; `version` labels a sample without tokens, `cause` is the environment's failure."""
     ids, mask, logprobs, versions, bounds, turns = [], [], [], [], [], []
     total = 0
     for number, segment in enumerate(segments):

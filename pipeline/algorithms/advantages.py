@@ -143,7 +143,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 
 @dataclass(slots=True)
 class RewardScale:
-    """Lowest and highest reward so far; built-in rewards have fixed ranges. Position 0 is the lowest, 1 the full reward."""
+    """Lowest and highest reward so far; built-in rewards have fixed ranges. Position 0 is the lowest reward, 1 the highest."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -167,11 +167,11 @@ class RewardScale:
             self.low, self.high = min(self.low, reward), max(self.high, reward)
 
     def position(self, reward: float) -> float | None:
-        """Position of a reward, at most 1; None while the scale has no width."""
+        """Position of a reward between lowest (0) and highest (1), at most 1; None while they are equal."""
         return (reward - self.low) / (self.high - self.low) if self.low < self.high else None
 
     def advice(self, reward: float) -> str:
-        """Advice on prompts, if the samples of each have equal rewards, this one on average."""
+        """Advice on the choice of prompts, if every group has equal rewards whose mean is `reward`."""
         position = self.position(reward)
         if position is None or LOW <= position < HIGH:
             return "use easier or harder prompts, more samples per group, or a denser reward"
@@ -181,6 +181,6 @@ class RewardScale:
 
 
 def is_trained(sample: Rollout, *, truncated: str) -> bool:
-    """True if a sample has tokens to train; `truncated` is `algorithm.truncated`."""
+    """True if the loss uses any token of a sample; `truncated` is `algorithm.truncated`."""
     cut = truncated == "mask" and sample.finish == "length"
     return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())

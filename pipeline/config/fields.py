@@ -86,7 +86,7 @@ LONGEST_NAME = 255
 
 
 def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:
-    """A validator that refuses other names and suggests the nearest one.
+    """A validator that rejects other names and suggests the nearest one.
 
     `or_none` accepts "none", `or_function` accepts package:function, `options` accepts options after a question mark.
     """
@@ -104,13 +104,13 @@ def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool =
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Marks a text with a relative path; `function(text, base)` makes it absolute, or reads the file."""
+    """Marks a text that contains a relative path; `function(text, base)` makes it absolute, or reads the file."""
 
     function: Callable[[str, Path], Any]
 
 
 def absolute(text: str, base: Path) -> str:
-    """An absolute path. Raises `ValueError` if a name in it is too long for a file system."""
+    """Make a path absolute. Raises `ValueError` if a name in it is too long for a file system."""
     path = (base / Path(text).expanduser()).resolve()
     if long := next((part for part in path.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
         raise ValueError(f"the file name {long[:40]}… has {len(os.fsencode(long))} bytes, limit {LONGEST_NAME}")
@@ -149,7 +149,7 @@ def absolute_environment(text: str, base: Path) -> str:
 
 
 def contents(text: str, base: Path) -> Any:
-    """The value in a JSON file, read once so that the run's record is self-contained. Raises `ConfigError`."""
+    """Read a JSON file, so that the run's record does not depend on it. Raises `ConfigError`."""
     file = Path(absolute(text, base))
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -164,6 +164,6 @@ PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve
 
 
 class Section(BaseModel):
-    """A table of the TOML file; unknown keys are errors, and values do not change after loading."""
+    """A table of the configuration file; unknown keys are errors, and values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -18,12 +18,12 @@ def is_hub_name(path: str) -> bool:
 
 
 def local_model(path: str) -> Path:
-    """The directory of a model; a model on the hub is downloaded to the cache if it is missing. Raises `BackendError`."""
+    """The directory of a model; one on the hub is downloaded to the cache if it is missing. Raises `BackendError`."""
     return _snapshot(path) if is_hub_name(path) else Path(path).expanduser()
 
 
 def pinned(path: str) -> str:
-    """A name on the hub with its commit; other paths unchanged. Raises `BackendError`."""
+    """Add the current commit to the name of a model on the hub; other paths are unchanged. Raises `BackendError`."""
     if not is_hub_name(path):
         return path
     return f"{path.partition('@')[0]}@{_snapshot(path).name}"
@@ -31,6 +31,7 @@ def pinned(path: str) -> str:
 
 @cache
 def _snapshot(name: str) -> Path:
+    """Directory of a model in the hub's cache, downloaded if it is missing. Raises `BackendError`."""
     repository, _, revision = name.removeprefix(SCHEME).partition("@")
     try:
         from huggingface_hub import snapshot_download

@@ -36,7 +36,7 @@ ON_DEVICE_OF = {"eval": "rollout"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDefault:
-    """A key with a different default on a GPU."""
+    """A key whose default is different on a GPU."""
 
     key: str
     gpu: Any
@@ -48,12 +48,12 @@ class DeviceDefault:
 
     @property
     def cpu(self) -> Any:
-        """Default without a GPU, from the schema."""
+        """The default without a GPU, from the schema."""
         section, _, name = self.key.partition(".")
         return SECTIONS[section].model_fields[name].default
 
     def holds_for(self, section: Mapping[str, Any]) -> bool:
-        """True if the values of the section meet the condition and are not the exception."""
+        """True if the section's values meet the condition of this default and are not its exception."""
         only, unless = self.only, self.unless
         return (only is None or section[only[0]] == only[1]) and (unless is None or section[unless[0]] != unless[1])
 
@@ -173,7 +173,7 @@ def trainer_threads(*, parameters: int | None, cores: int, processes: int) -> in
 
 
 def _parameters(path: object) -> int | None:
-    """Number of parameters; None for a model on the hub, or if its files cannot be read, which is reported when it is loaded."""
+    """Parameter count of a model; None for one on the hub or if its files cannot be read, which is an error only when it is loaded."""
     if not isinstance(path, str) or is_hub_name(path):
         return None
     try:
@@ -218,7 +218,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu:
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
-    """The configuration with `a.b=c` overrides; relative paths are relative to the working directory. Raises `ConfigError`."""
+    """Apply `a.b=c` overrides to a configuration; paths are relative to the working directory. Raises `ConfigError`."""
     table = json.loads(to_json(config))
     for text in overrides:
         _apply(table, text)
@@ -230,12 +230,12 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def with_values(config: Config, section: str, **values: Any) -> Config:
-    """The configuration with other values in a section; they are not validated."""
+    """Replace values in a section of a configuration, without validation."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def with_paths(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """A table of sections with relative paths made absolute; they are relative to `base`."""
+    """Make relative paths in a table of sections absolute, from the directory `base`."""
     copied = {name: dict(values) if isinstance(values, Mapping) else values for name, values in table.items()}
     _make_absolute(copied, base)
     return copied
@@ -270,6 +270,7 @@ def to_json(config: Config) -> str:
 
 
 def _one_line(error: ValidationError) -> str:
+    """The first validation error as one line with key, value and a suggestion."""
     first = error.errors(include_url=False)[0]
     location = [str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "list["))]
     key, value, kind = ".".join(location), first.get("input"), first["type"]
@@ -287,7 +288,7 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _meant(location: Sequence[str]) -> str:
-    """A suggestion for an unknown key: the synonym of another trainer's key, the same key in another section, or a similar one."""
+    """Suggest a key for an unknown one: the synonym of another trainer's key, the same key in another section, or a similar one."""
     *sections, name = location
     section: Any = Config
     for part in sections:
@@ -302,6 +303,7 @@ def _meant(location: Sequence[str]) -> str:
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
+    """Set the value of one `a.b=c` override in the table. Raises `ConfigError`."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
@@ -338,7 +340,7 @@ def _made_absolute(value: Any, resolve: Resolve, base: Path, *, key: str) -> Any
 
 
 def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:
-    """Resolve a text or the items of a list; other values stay and are refused by validation."""
+    """Resolve a text or each item of a list; other values stay, and validation rejects them."""
     if isinstance(value, list):
         return [_resolved(item, resolve, base) for item in value]
     return resolve.function(value, base) if isinstance(value, str) else value

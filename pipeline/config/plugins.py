@@ -24,7 +24,7 @@ from penstock.infra.errors import ConfigError
 
 
 class PluginError(ConfigError):
-    """A plug-in cannot be loaded; one line with the missing name and the nearest one."""
+    """A user's function cannot be loaded; one line with the missing name and the nearest one."""
 
 
 def load(spec: str, *, base_dir: str | Path | None = None) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def load(spec: str, *, base_dir: str | Path | None = None) -> Callable[..., Any]
 
 
 def split(spec: str) -> tuple[str, str]:
-    """The parts of a spec: module or file, and function. Raises `PluginError` if one is missing."""
+    """Split a spec into module or file, and function. Raises `PluginError` if either is missing."""
     origin, colon, name = spec.rpartition(":")
     if not colon or not origin or not name:
         raise PluginError(f"{spec!r} does not name a function: expected package.module:function or path/file.py:function")
@@ -110,7 +110,7 @@ def is_address(function: str) -> bool:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A suggestion to append to an error, or nothing."""
+    """Text that suggests the most similar word, to append to an error; empty if none is similar."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -130,7 +130,7 @@ def _read(spec: str, file: Path) -> bytes:
 
 
 class _ThisSource(SourceFileLoader):
-    """Executes the source that was read, never cached bytecode, which Python compares by time (in seconds) and size only."""
+    """Executes source that was read before, never cached bytecode, which Python matches by time (in seconds) and size only."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -141,6 +141,7 @@ class _ThisSource(SourceFileLoader):
 
 
 def _load_file(spec: str, file: Path) -> ModuleType:
+    """Import a file under a private name, once per content. Raises `PluginError`."""
     source = _read(spec, file)
     # Path and content: files of equal names are different modules, and an edited file is a new module.
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
@@ -165,7 +166,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
 
 
 def _import_name(file: Path) -> str | None:
-    """The name under which this file can be imported, which processes started by its functions need; None if it means another file."""
+    """The name under which a file can be imported, as processes started by its functions need; None if that is another file."""
     try:
         module_spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     except (ImportError, ValueError):
@@ -174,6 +175,7 @@ def _import_name(file: Path) -> str | None:
 
 
 def _load_module(spec: str, module: str, base_dir: str | Path | None) -> ModuleType:
+    """Import a module from `sys.path` or `base_dir`. Raises `PluginError`."""
     _append_to_path(base_dir or ".")
     try:
         return importlib.import_module(module)
@@ -198,6 +200,7 @@ def _append_to_path(folder: str | Path | None) -> None:
 
 
 def _value(text: str) -> Any:
+    """The number, true or false that an option's text stands for; otherwise the text."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -209,7 +212,7 @@ def _value(text: str) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """The exception of a user's function, with file and line."""
+    """An exception of a user's function in one line, with file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"

@@ -72,7 +72,7 @@ def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
 
 
 def _way(overrides: Sequence[str], *, run: str) -> str:
-    """The command that forks the run with these keys changed."""
+    """Advice on how to change keys that a resumed run cannot: usually the command that forks the run."""
     keys = [text.partition("=")[0].strip() for text in overrides]
     fork = " ".join(["penstock fork", run, *(f"--set {shlex.quote(text.strip())}" for text in overrides), "--start"])
     if own := [key for key in keys if key in OF_THE_FORK]:

@@ -38,7 +38,7 @@ def source_name(source: str) -> str:
 
 
 class Config(Section):
-    """Configuration of a run. Derived values are properties, so that the record has only the settings."""
+    """The configuration of a run. Derived values are properties, so that the record contains only the settings."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -61,7 +61,7 @@ class Config(Section):
 
     @property
     def model_directory(self) -> Path:
-        """The model's directory; a model on the hub is downloaded if it is not in the cache. Raises `BackendError`."""
+        """Directory of the model; one on the hub is downloaded if the cache lacks it. Raises `BackendError`."""
         return local_model(self.model.path)
 
     @property
@@ -87,14 +87,14 @@ class Config(Section):
 
     @property
     def clip_dual(self) -> float | None:
-        """Bound of the importance ratio for negative advantages; None for no bound."""
+        """Upper bound of the importance ratio for negative advantages; None for no bound."""
         if self.algorithm.clip_dual is not None:
             return self.algorithm.clip_dual or None
         return self._loss.clip_dual if self.algorithm.defaults > 1 else None
 
     @property
     def kl_weighted(self) -> bool:
-        """True if the KL to the reference is weighted by current / behaviour."""
+        """True if the KL to the reference model is weighted by the ratio current / behaviour."""
         return self.algorithm.defaults > 1 if self.algorithm.kl_weighted is None else self.algorithm.kl_weighted
 
     @property
@@ -104,7 +104,7 @@ class Config(Section):
 
     @property
     def correction(self) -> str:
-        """Correction that bounds the weight proximal / behaviour; "none" for no weight."""
+        """Correction that bounds the importance weight proximal / behaviour; "none" for none."""
         return _correction_of(self.algorithm, self.rules, rounded=self.rounded)
 
     @property
@@ -123,7 +123,7 @@ class Config(Section):
         return [source] if isinstance(source, str) else source
 
     def sampling_for(self, source: str | None) -> SamplingSection:
-        """Sampling settings for prompts of a source; None if there is only one."""
+        """Sampling settings for prompts of a source; `source` is None if there is only one."""
         own = self.data.sampling.get(source or "")
         settings = {} if own is None else {name: value for name, value in own.model_dump().items() if value is not None}
         return self.sampling.model_copy(update=settings)
@@ -159,7 +159,7 @@ class Config(Section):
 
     @property
     def eval_reward(self) -> RewardSection:
-        """The reward functions of evaluations; default: those of the run."""
+        """Reward functions of evaluations, by default those of training."""
         if self.eval.functions is None:
             return self.reward
         return self.reward.model_copy(update={"functions": self.eval.functions, "weights": self.eval.weights})
@@ -178,7 +178,7 @@ class Config(Section):
 
     @property
     def slots(self) -> int:
-        """Maximum number of groups in flight per worker.
+        """Largest number of groups in flight per worker.
 
         With continuous batching, twice the number that fills the engine, because stragglers occupy some of its rows.
         """
@@ -204,7 +204,7 @@ class Config(Section):
 
     @property
     def groups_per_process(self) -> int | None:
-        """Largest number of groups in a micro-batch, so that each trainer process gets one; None with one process."""
+        """Largest number of groups in a micro-batch, so that each trainer process gets one; None for a single process."""
         processes = self.trainer.processes
         return -(-self.schedule.prompts_per_step // processes) if processes > 1 else None
 
@@ -230,7 +230,7 @@ class Config(Section):
 
     @property
     def weight_partitions(self) -> int:
-        """Partitions of `weights`: for manifests, for version 0, and for all other chunks."""
+        """Number of partitions of `weights`: for manifests, for version 0, and for all other chunks."""
         return FIRST + self.weights.partitions
 
     @property
@@ -267,7 +267,7 @@ class Config(Section):
 
 
 def _proximal_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool) -> str:
-    """The proximal policy: the configured one, else one that fits schedule, loss and correction.
+    """The proximal policy: the configured one, or one that suits schedule, loss and correction.
 
     `current` (at S > 1 `snapshot`) with a correction, which weights its difference from the behaviour policy, and for GSPO, whose clip
     range is narrower than the engine's rounding errors. CISPO's ratio is such a weight itself, so it uses the behaviour policy.
@@ -287,7 +287,7 @@ def _proximal_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool)
 
 
 def _correction_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool) -> str:
-    """The correction of the weight proximal / behaviour: the configured one, else truncation if they differ and no ratio corrects it."""
+    """The correction of importance weights: the configured one, or truncation if policies differ and no ratio corrects for it."""
     if algorithm.correction is not None:
         return algorithm.correction
     differs = rules.max_lag > 0 or (rounded and algorithm.defaults > 1)
@@ -299,7 +299,7 @@ def _correction_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: boo
 
 
 def _proximal_1(algorithm: AlgorithmSection, rules: Schedule) -> str:
-    """The first edition of the default: the clip range is around the behaviour policy, also with a lag."""
+    """The proximal policy in version 1 of the defaults: the behaviour policy, also with a lag."""
     corrected = algorithm.correction not in (None, "none") or (algorithm.loss == "gspo" and rules.max_lag > 0)
     if rules.steps_per_version == 1:
         return "current" if corrected or rules.max_lag == 0 else "behaviour"

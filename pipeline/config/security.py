@@ -16,7 +16,7 @@ PASSWORDS = ("sasl_plain_password", "ssl_password")
 
 
 def credentials(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the environment, updated with `overrides`. Raises `ConfigError`."""
+    """Kafka settings in the environment variable, updated with `overrides`. Raises `ConfigError`."""
     try:
         settings = json.loads(os.environ.get(VARIABLE) or "{}")
     except json.JSONDecodeError as error:
@@ -27,13 +27,13 @@ def credentials(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_password(key: str, *, where: str) -> None:
-    """Raise `ConfigError` if a setting is a password, which others could read at `where`."""
+    """Raise `ConfigError` if a setting is a password, which other users could read at `where`."""
     if key in PASSWORDS:
         raise ConfigError(f"{where}: other users could read a password here; set {VARIABLE}='{{\"{key}\": …}}' instead")
 
 
 def security_settings(words: Sequence[str] | None) -> dict[str, str]:
-    """The settings in `KEY=VALUE` words. Raises `ConfigError` for a password, which every user of the machine could read."""
+    """Parse `KEY=VALUE` words. Raises `ConfigError` for a password, which every user of the machine could read."""
     settings = {}
     for word in words or ():
         key, equals, value = word.partition("=")
@@ -73,7 +73,7 @@ INSTEAD = {
 
 
 def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | None = None) -> None:
-    """Raise `ConfigError` for a password or token, which would be written to the log; values in `recorded` are there already."""
+    """Raise `ConfigError` for a password or token, which would be written to the log, except for values that `recorded` contains."""
     for setting in _mapping(_mapping(table.get("kafka")).get("security")):
         refuse_password(setting, where=f"kafka.security.{setting}")
     for key, instead in INSTEAD.items():

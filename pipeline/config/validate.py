@@ -79,6 +79,7 @@ def _temperature(config: Config) -> str | None:
 
 
 def _support(config: Config) -> str | None:
+    """Sampling limits that the engine or the loss does not support."""
     sampling = config.sampling
     if sampling.top_p < 1.0 and not sampling.top_k:
         return (
@@ -121,6 +122,7 @@ def _corrected_once(config: Config) -> str | None:
 
 
 def _correction_bounds(config: Config) -> str | None:
+    """Bounds of importance weights that have no effect."""
     algorithm, correction = config.algorithm, config.correction
     for key in ("correction_low", "correction_high"):
         value = getattr(algorithm, key)
@@ -135,6 +137,7 @@ def _correction_bounds(config: Config) -> str | None:
 
 
 def _clip_dual(config: Config) -> str | None:
+    """Clip ranges that have no effect, or that contradict each other."""
     dual, high = config.algorithm.clip_dual, 1.0 + config.clip_high
     if config.algorithm.loss == "sapo":
         keys = [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(config.algorithm, key)]
@@ -157,6 +160,7 @@ def _own_loss(config: Config) -> str | None:
 
 
 def _value_head(config: Config) -> str | None:
+    """A value head that backend, loss or forward pass does not support."""
     algorithm, backend = config.algorithm, config.trainer.backend
     if algorithm.value_lr is None:
         return None
@@ -171,6 +175,7 @@ def _value_head(config: Config) -> str | None:
 
 
 def _combine(config: Config) -> str | None:
+    """Changes of the summed reward although advantages are combined by function."""
     algorithm = config.algorithm
     if algorithm.combine == "advantages" and algorithm.truncated == "penalise":
         return (
@@ -183,6 +188,7 @@ def _combine(config: Config) -> str | None:
 
 
 def _terms(config: Config) -> str | None:
+    """KL and entropy keys that have no effect, or need another key."""
     algorithm = config.algorithm
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
         return "algorithm.kl_in: 'reward' needs algorithm.kl_coef, which is 0"
@@ -208,6 +214,7 @@ def _samples(config: Config) -> str | None:
 
 
 def _sources(config: Config) -> str | None:
+    """Keys about single data sources that do not match the sources."""
     data, names = config.data, [source_name(source) for source in config.data_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         return f"data.source: two sources have the same name {repeated!r}; rename one"
@@ -267,6 +274,7 @@ def _tracking_uri(config: Config) -> str | None:
 
 
 def _isolated_network(config: Config) -> str | None:
+    """Isolation from the network although functions need it."""
     addresses = filter(is_address, (*config.reward.functions, *config.eval_reward.functions))
     remote = {"reward": next(addresses, None), "environment": config.environment.source}
     for section, children in (("reward", config.reward), ("environment", config.environment)):
@@ -307,6 +315,7 @@ def _partitions(config: Config) -> str | None:
 
 
 def _pools(config: Config) -> str | None:
+    """Pools of rollout workers that contradict each other or the number of workers."""
     pools, tags = config.rollout.pools, [tag for pool in config.rollout.pools.values() for tag in pool.tags]
     if not pools:
         if config.data.tag_field is not None:
@@ -333,6 +342,7 @@ def _backend(config: Config) -> str | None:
 
 
 def _colocated(config: Config) -> str | None:
+    """A colocated run with more processes than can share one device, or that cannot free it."""
     if not config.colocated:
         return None
     key = "launch.placement: 'colocated'"
@@ -355,6 +365,7 @@ def _early_stopping(config: Config) -> str | None:
 
 
 def _environment(config: Config) -> str | None:
+    """Keys that need an environment, or that trajectories do not support."""
     source = config.environment.source
     if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
         return "reward.functions: 'environment' takes its rewards from an environment; set environment.source"
@@ -379,6 +390,7 @@ def _environment_segments(config: Config) -> str | None:
 
 
 def _keep_steps(config: Config) -> str | None:
+    """Retention of fewer steps than the run still needs."""
     steps, rules = config.kafka.keep_steps, config.rules
     if steps is None:
         return None if config.kafka.archive is None else "kafka.archive: only kafka.keep_steps deletes records; set that too"

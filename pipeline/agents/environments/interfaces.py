@@ -22,12 +22,12 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 
 class EnvironmentFault(ValueError):
-    """An environment has neither interface, or returned a wrong type; one line."""
+    """An environment has none of the two interfaces, or returned a wrong type; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The result of a reset or a step."""
+    """What an environment returns for a reset or a step."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -47,7 +47,7 @@ class TextEpisode:
         return Observation(messages=_messages(text, "reset"))
 
     async def step(self, message: Message) -> Observation:
-        """The observation after the policy's turn, whose text is the action."""
+        """The observation after a turn of the policy, whose text is the action."""
         result = await _awaited(self._environment.step(message.get("content") or ""))
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise EnvironmentFault(f"step returned {str(result)[:80]!r}, expected (text, reward, ended)")
@@ -76,7 +76,7 @@ class ToolEpisode:
         return Observation(messages=_messages(result, "reset"))
 
     async def step(self, message: Message) -> Observation:
-        """The results of the policy's tool calls; an exception of a tool is its result."""
+        """Results of the policy's tool calls; an exception of a tool becomes its result."""
         calls = message.get("tool_calls") or ()
         results = [await call_tool(self._tools, call) for call in calls]
         return Observation(messages=tuple(results), ended=not calls)
@@ -87,7 +87,7 @@ class ToolEpisode:
         return None if get_reward is None else _number(await _awaited(get_reward()), "get_reward")
 
     async def close(self) -> None:
-        """Do nothing: all public methods of a tool environment are tools."""
+        """No effect, because every public method of a tool environment is a tool."""
 
 
 Episode = TextEpisode | ToolEpisode
@@ -112,7 +112,7 @@ def waits(kind: Any) -> bool:
 
 
 def fitting(function: Callable[..., Any], items: Mapping[str, Any]) -> dict[str, Any]:
-    """The items that a function takes by name."""
+    """The items that a function accepts as keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(items)
@@ -174,6 +174,7 @@ async def call_tool(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, 
 
 
 async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: Mapping[str, Any]) -> str:
+    """Call a tool; its result as text, or an error message for the policy."""
     if name not in tools:
         return f"error: there is no tool {name!r}; there are: {', '.join(tools)}"
     written = function.get("arguments") or {}

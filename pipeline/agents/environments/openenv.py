@@ -85,7 +85,7 @@ class OpenEnvText:
         self._socket: ClientConnection | None = None
 
     async def reset(self, *, seed: int, **row: Any) -> str:
-        """The first observation; retried until `timeout_s` if the server has no free session."""
+        """Start an episode and return the first observation; retries until `timeout_s` while the server has no free session."""
         await self.close()
         until, pause = time.monotonic() + self._server.timeout_s, 0.1
         while True:
@@ -107,7 +107,7 @@ class OpenEnvText:
             pause = min(2 * pause, 2.0)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, ended; an action that the server refuses costs a turn and changes nothing."""
+        """Text, reward, True at the end; an action that the server rejects costs a turn and changes nothing."""
         data = self._action(action)
         if isinstance(data, str):
             return data, 0.0, False
@@ -123,6 +123,7 @@ class OpenEnvText:
             await socket.close()
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message and return the server's response. Raises `RuntimeError` if there is none in time."""
         if self._socket is None:
             raise RuntimeError("openenv: the session is closed")
         try:
@@ -175,6 +176,7 @@ def _refused(response: Mapping[str, Any], code: str) -> bool:
 
 
 def _fetched(source: str, url: str) -> dict[str, Any]:
+    """JSON at `url`, retried for `CONNECT_S`. Raises `PluginError`."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:

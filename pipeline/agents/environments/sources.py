@@ -43,7 +43,7 @@ class EnvironmentKind:
     """True if its methods are coroutines."""
 
     def episode(self) -> Episode:
-        """A new episode. Raises `EnvironmentFault` if the object is no environment."""
+        """Start a new episode. Raises `EnvironmentFault` if the constructed object is not an environment."""
         return episode_of(self.make())
 
 
@@ -70,7 +70,7 @@ class GymnasiumText:
         return self._shown(self._environment.reset(seed=seed)[0])
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, ended; an invalid action costs a turn and changes nothing."""
+        """Text, reward, True at the end; an invalid action costs a turn and changes nothing."""
         text = action.strip()
         if not text.isdecimal() or int(text) >= self._actions:
             return f"{text[:40]!r} is not an action: write a number from 0 to {self._actions - 1}", 0.0, False
@@ -102,6 +102,7 @@ class TextArenaGame:
         self._numbers: Any = None
 
     def reset(self, *, seed: int) -> str:
+        """Start a game and return its first text. Raises `PluginError` for a game of several players."""
         shared_state = random.getstate()
         try:
             self._game.reset(num_players=1, seed=seed)
@@ -113,6 +114,7 @@ class TextArenaGame:
         return self._new_messages()
 
     def step(self, action: str) -> tuple[str, float, bool]:
+        """Text, reward, True at the end; only the last turn has a reward."""
         shared_state = random.getstate()
         random.setstate(self._numbers)
         try:
@@ -166,7 +168,7 @@ SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
 
 
 def check_agent(source: str) -> None:
-    """Raise `PluginError` if the program of `agent:COMMAND` is not on this machine."""
+    """Raise `PluginError` if the program in `agent:COMMAND` is not installed."""
     program = next(iter(shlex.split(source.removeprefix(AGENT))), None)
     if program is None:
         raise PluginError('environment.source: "agent:" names no program; expected agent:COMMAND, such as agent:python agent.py')
@@ -189,7 +191,7 @@ def check_source(source: str, *, rewards: Iterable[Sequence[str]]) -> None:
 
 
 def _unrewarded(plain: str) -> bool:
-    """True for a user's class without rewards; False if it is installed only on the machines of environment workers."""
+    """True for a class without rewards; False also if it is installed only where environment workers run."""
     if plain.partition(":")[0] in SCHEMES:
         return False
     try:
@@ -223,7 +225,7 @@ def _release(package: str) -> str:
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:
-    """The handler of a child process: `reset`, `step`, `reward` and `close` of its episodes, by session number."""
+    """Handler of a child process: `reset`, `step`, `reward` and `close` for its episodes, by session number."""
     kind = open_environment(init["source"])
     episodes: dict[int, Episode] = {}
 

@@ -17,7 +17,7 @@ _CHANGES_THE_POLICY = ("logit_bias", "functions", "function_call", "audio", "web
 
 
 class BadRequest(ValueError):
-    """An invalid request; returned as an error of the API with this status and code."""
+    """An invalid request; the API returns the message with this status and code."""
 
     def __init__(self, message: str, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -77,6 +77,7 @@ def chat_request(body: Any) -> ChatRequest:
 
 
 def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation, context: Context) -> dict[str, Any]:
+    """The response of the chat completions API for a generated turn."""
     token_ids, prompt = generation.token_ids[: turn.tokens], len(context.token_ids)
     choice: dict[str, Any] = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason, "logprobs": None}
     if request.logprobs:

@@ -40,7 +40,7 @@ MODEL = "policy"
 
 
 class Gateway:
-    """Serves the open sessions by their keys; used in one asyncio loop."""
+    """The OpenAI-compatible endpoint for agents: finds the session of a request by its API key; used in one asyncio loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, AgentSession] = {}
@@ -70,6 +70,7 @@ class Gateway:
         await self._server.close()
 
     async def _chat(self, request: Request) -> Response:
+        """Handle a chat completion request, streamed or not; errors are returned in the API's format."""
         try:
             session = self._session(request)
             body, replaced = await _body(request)
@@ -110,7 +111,7 @@ class Gateway:
 
 
 async def _body(request: Request) -> tuple[Any, int]:
-    """The request's JSON value and the number of lone surrogates replaced in it."""
+    """The JSON value in a request, and how many lone surrogates were replaced in it."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
@@ -139,7 +140,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
-    """The program and its arguments in `agent:COMMAND`, each `{column}` replaced by the row's value; no shell is used.
+    """The program and arguments in `agent:COMMAND`, with each `{column}` replaced by the row's value; no shell is used.
 
     `python` is the interpreter of this process.
     """
@@ -153,7 +154,7 @@ def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
 
 
 def version_of(source: str) -> str | None:
-    """The first 16 digits of the SHA-256 of the files that are arguments of a command; None if none is."""
+    """First 16 digits of the SHA-256 of all files among a command's arguments; None if there are none."""
     words = shlex.split(source.removeprefix(AGENT))
     files = [Path(word) for word in words[1:] if Path(word).is_file()]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
@@ -161,7 +162,7 @@ def version_of(source: str) -> str | None:
 
 @dataclass(slots=True, eq=False)
 class AgentClock:
-    """Measures the time that an agent takes; stops while a turn is generated for it. `now` returns seconds."""
+    """Measures the time that an agent uses, without the time in which its turns are generated. `now` returns seconds."""
 
     now: Callable[[], float] = time.monotonic
     spent_s: float = 0.0
@@ -194,7 +195,7 @@ class AgentClock:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AgentEpisode:
-    """One trajectory of an agent and its state."""
+    """One trajectory of an agent program, and its state."""
 
     request: EpisodeRequest
     sample: int
@@ -213,7 +214,7 @@ class AgentEpisode:
     _clock: AgentClock | None = None
 
     async def run(self) -> Trajectory:
-        """Run the program to its end; restart it after a failure, up to `limits.retries` times."""
+        """Run the program to its end; after a failure restart it, up to `limits.retries` times."""
         failures = 0
         while True:
             try:
@@ -227,6 +228,7 @@ class AgentEpisode:
             await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
+        """The trajectory from the turns so far, with this finish and the cause of a failure."""
         session = self._session
         messages, generated = session.record() if session else ([], [])
         episode_state = EpisodeState(
@@ -247,6 +249,7 @@ class AgentEpisode:
         )
 
     async def _run_once(self) -> Trajectory:
+        """One attempt: start the program with a new API key and wait for its exit. Raises `EnvironmentBroken`."""
         limits = self.limits
         clock = self._clock = AgentClock()
         bounds = Bounds(max_turns=limits.max_turns, turn_tokens=limits.turn_tokens, longest=limits.trajectory_tokens)
@@ -271,7 +274,7 @@ class AgentEpisode:
         return self.ended("length" if session.truncated else "stop")
 
     async def _watched(self, program: Program, clock: AgentClock, session: AgentSession) -> int:
-        """The program's exit status; -1 if the policy aborted a turn. Raises `EnvironmentBroken` after a timeout."""
+        """Wait for the program; returns its exit status, or -1 if the policy aborted a turn. Raises `EnvironmentBroken` after a timeout."""
         ending = asyncio.create_task(program.wait())
         try:
             while not ending.done():
@@ -293,13 +296,14 @@ class AgentEpisode:
         return f"{each}, {limits.trajectory_timeout_s:g} s in all"
 
     def _row(self) -> dict[str, Any]:
-        """The program's input: the row's columns, the prompt's text and messages, the seed and the sample."""
+        """Input of the program: the row's columns, prompt text and messages, seed and sample number."""
         request = self.request
         messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
         prompt = text_of(messages[-1]) if request.messages else request.prompt
         return with_facts(request.row, {"prompt": prompt, "messages": messages, "seed": self.seed, "sample": self.sample})
 
     def _environment(self, key: str) -> dict[str, str]:
+        """Environment variables that point an agent program at the gateway; `key` identifies its trajectory."""
         url = self.gateway.base_url
         return {
             "OPENAI_BASE_URL": url,
@@ -314,7 +318,7 @@ class AgentEpisode:
 
 @dataclass(slots=True, kw_only=True)
 class AgentEpisodes:
-    """Trajectories of an agent, with one shared endpoint."""
+    """Creates episodes of an agent program, which share one endpoint."""
 
     source: str
     template: Template

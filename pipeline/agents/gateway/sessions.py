@@ -21,7 +21,7 @@ MAX_OPEN = 64
 
 
 class TrajectoryEnded(Exception):
-    """The policy generates no more turns: the trajectory is stale, or the run ends."""
+    """No more turns are generated, because the trajectory is stale or the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class _PendingTurn:
-    """A request's context, the generation of its turn, and the chat completion once it is recorded."""
+    """A turn that is being generated: its context, and the chat completion once it is recorded."""
 
     context: Context
     generation: "asyncio.Task[Generation]"
@@ -45,7 +45,7 @@ class _PendingTurn:
 
 @dataclass(slots=True, eq=False)
 class AgentSession:
-    """The state of one trajectory; used in one asyncio loop only."""
+    """The requests and turns of one trajectory; used in one asyncio loop only."""
 
     conversation: Conversation
     generate: Generate
@@ -83,7 +83,7 @@ class AgentSession:
         return messages, generated
 
     async def chat(self, body: Any, *, retry: bool = False) -> tuple[ChatRequest, dict[str, Any]]:
-        """The parsed request and its chat completion; `retry`: the client marks the request as a retry.
+        """Answer a request by generating a turn: the parsed request and its chat completion. `retry`: the client repeats a request.
 
         If the caller is cancelled, a later request with the same body receives the turn. Raises `BadRequest`, `TrajectoryEnded`.
         """
@@ -117,6 +117,7 @@ class AgentSession:
             turn.generation.cancel()
 
     def _new_turn(self, request: ChatRequest) -> _PendingTurn:
+        """Start to generate a turn. Raises `BadRequest` if a limit is reached, `TrajectoryEnded` after an abort."""
         if self.aborted:
             raise TrajectoryEnded("the trajectory was ended")
         if self.waiting >= MAX_OPEN:
