@@ -200,7 +200,7 @@ def _append_to_path(folder: str | Path | None) -> None:
 
 
 def _value(text: str) -> Any:
-    """The number, true or false that an option's text stands for; otherwise the text."""
+    """The number, true or false that an option's text means; otherwise the text."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

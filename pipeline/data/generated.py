@@ -78,7 +78,7 @@ def open_tiny(task: str, *, seed: int, size: int | None, split: str) -> Rows:
 
 
 class ReasoningGym:
-    """Rows of a reasoning-gym task. Their columns contain the recipe of the entry, because JSON loses types that scoring needs."""
+    """Rows of a reasoning-gym task. Columns include the recipe of the entry, as JSON loses types that scoring needs."""
 
     generated = True
 
@@ -96,6 +96,7 @@ class ReasoningGym:
         return self._size
 
     def raw(self, index: int) -> dict[str, Any]:
+        """The entry of a row as columns. Raises `DataError`."""
         try:
             entry = self._made[index]
         # The boundary to a library's 100 tasks: report any error with the row.

@@ -22,7 +22,7 @@ MODES = ("auto", "on", "off")
 
 
 class _Generation(Extension):
-    """Ignores the tags `{% generation %}` and `{% endgeneration %}` and renders the text between them."""
+    """Jinja extension that renders the text between `{% generation %}` and `{% endgeneration %}` and ignores these tags."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -94,7 +94,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
 
 
 def json_file(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; empty if the file is absent. Raises `ConfigError`."""
+    """The JSON object in a file of a model; empty if the file does not exist. Raises `ConfigError`."""
     if not file.is_file():
         return {}
     try:
@@ -125,7 +125,7 @@ MADE_HERE = ("tiny", "lake", "smollm2")
 
 
 def model_folder(model_directory: str | Path) -> Path:
-    """The directory, after checking for the required files. Raises `ConfigError` with the fix."""
+    """Return the model's directory if it contains the required files. Raises `ConfigError` with the fix."""
     folder = local_model(str(model_directory))
     if not folder.is_dir():
         # If the parent folder exists, the path is meant as a directory and not as a name on the hub.
@@ -240,6 +240,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _named(folder: Path) -> Iterator[str]:
+    """Special tokens that the tokenizer's settings list."""
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in json_file(folder / name).items():
             if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):

@@ -17,7 +17,7 @@ SHOWN_PROBLEMS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """A parsed data source: name, options, and the settings of the run."""
+    """A parsed data source: name, options, and the run's settings for it."""
 
     name: str
     """The part of the source after the scheme and its colon."""
@@ -53,6 +53,7 @@ class Hub:
 
 
 def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any]) -> Any:
+    """Load a data set of the hub or a folder. Raises `DataError`."""
     try:
         import datasets
     except ImportError as error:
@@ -130,7 +131,7 @@ def open_dataset(
 
 
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:
-    """Read every row once (only the first few if rows are generated) and pass it to `also`, whose ValueErrors are reported too.
+    """Read every row (of generated data only the first few) and pass it to `also`, whose `ValueError`s are reported too.
 
     Raises:
         DataError: one line with the origins and problems of the first unusable rows, and the number of others.

@@ -38,11 +38,11 @@ SHOWN = 60
 
 
 class DataError(ValueError):
-    """Unusable data; one line that starts with the origin."""
+    """Unusable data; the message is one line that starts with the file and line."""
 
 
 class MissingData(DataError, ConfigError):
-    """A missing source: an error of the configuration, not of the data."""
+    """A data source that does not exist; an error in the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Names of the prompt and answer columns. If `answer` is empty the data has none; the default column is optional in a row."""
+    """Names of the prompt and answer columns. Without `answer` the data has none; the default column may be missing in a row."""
 
     prompt: str = "prompt"
     answer: str = ANSWER
@@ -81,10 +81,12 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def raw(self, index: int) -> Mapping[str, Any]:
-        """Columns of a row. Raises `DataError` with the origin."""
+        """Columns of a row. Raises `DataError` that names the row's origin."""
         ...
 
-    def origin(self, index: int) -> str: ...
+    def origin(self, index: int) -> str:
+        """File and line of a row, for error messages."""
+        ...
 
 
 class Dataset:
@@ -116,7 +118,7 @@ class Dataset:
         return len(self._window)
 
     def __getitem__(self, index: int) -> Row:
-        """The row with this number, counted from the start of the window. Raises `DataError` with its origin."""
+        """Row number `index` of the window. Raises `DataError` that names its origin."""
         number = self._window[index]
         origin = self._source.origin(number)
         return make_row(self._source.raw(number), index=number - self._window.start, origin=origin, fields=self._fields)
@@ -126,17 +128,18 @@ class Dataset:
 
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
-    """Make a `Row` of raw columns; values that JSON cannot hold go to `not_json`. Raises `DataError`, naming `origin`."""
+    """Make a `Row` of raw columns; those that JSON cannot represent go to `not_json`. Raises `DataError` with `origin` in its message."""
     raw, replaced = _well_formed(raw)
-    for name, none in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
-        if name not in raw and name not in ("", ANSWER if none else ""):
-            raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){none}")
+    for name, fix in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
+        # The prompt column is required; of the answer columns, only one that the user has named.
+        if name not in raw and name not in ("", ANSWER if fix else ""):
+            raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){fix}")
     prompt, messages = _prompt(raw[fields.prompt], origin=origin, name=fields.prompt)
     columns: dict[str, Any] = {}
     not_json: dict[str, str] = {}
     for name, value in raw.items():
         if name == fields.prompt != fields.answer:
-            continue
+            continue  # the prompt column, unless it is the answer column too
         try:
             columns[str(name)] = jsonable(value)
         except TypeError as error:
@@ -153,13 +156,13 @@ def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields)
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A value that a source cannot convert; `what` describes it like a type: "a map that has a key twice"."""
+    """A value that a source cannot convert; `what` describes it like a type: "a map that contains a key twice"."""
 
     what: str
 
 
 def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The row with U+FFFD for lone surrogates, and their number; too deeply nested values become `Unreadable`."""
+    """Replace lone surrogates in a row by U+FFFD, and values nested too deeply by `Unreadable`; also returns the number of surrogates."""
     row: dict[str, Any] = {}
     total = 0
     for name, value in raw.items():
@@ -234,6 +237,7 @@ def _shown(value: Any) -> str:
 
 
 def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dict[str, Any]] | None]:
+    """The prompt as text or as messages; the other is None. Raises `DataError`."""
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
@@ -268,6 +272,7 @@ class JsonLines:
     generated = False
 
     def __init__(self, files: Sequence[Path]) -> None:
+        """Index the lines of all files. Raises `DataError`."""
         self._files = list(files)
         self._firsts = [0]
         """First row number of each file, and the total number of rows."""
@@ -282,6 +287,7 @@ class JsonLines:
         return len(self._starts)
 
     def raw(self, index: int) -> dict[str, Any]:
+        """Parse the line of a row. Raises `DataError`."""
         file = self._files[self._file(index)]
         try:
             with file.open("rb", buffering=0) as stream:
@@ -312,6 +318,7 @@ class JsonLines:
         return bisect_right(self._firsts, index) - 1
 
     def _index(self, file: Path, hasher: Any) -> None:
+        """Append the offsets of a file's non-empty lines to the index, and hash the file."""
         start = 0
         try:
             with file.open("rb") as stream:
@@ -334,6 +341,7 @@ class Parquet:
     generated = False
 
     def __init__(self, files: Sequence[Path]) -> None:
+        """Decode all files. Raises `DataError`."""
         self._batches: list[pa.RecordBatch] = []
         self._firsts = [0]
         self._origins: list[tuple[Path, int]] = []
@@ -361,6 +369,7 @@ class Parquet:
         return f"{file}:{first + index - self._firsts[batch] + 1}"
 
     def _read(self, file: Path) -> None:
+        """Append the batches of a file. Raises `DataError` if a column occurs twice."""
         table, first = parquet.rows(file), 0
         if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
             raise DataError(f"{file}: the column {twice[0]!r} occurs twice; rename or drop one of them")
@@ -385,7 +394,7 @@ def row_of(rows: pa.RecordBatch | pa.Table, index: int) -> dict[str, Any]:
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """An Arrow value as a Python value, maps as dicts; `Unreadable` if it has none."""
+    """An Arrow value as a Python value, maps as dicts; `Unreadable` if there is no such value."""
     try:
         return scalar.as_py(maps_as_pydicts="strict")
     except KeyError:
@@ -397,6 +406,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _find(source: str, base_dir: Path) -> list[Path]:
+    """The files of a path, folder or glob, in the order of their names. Raises `DataError`."""
     path = base_dir / Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)

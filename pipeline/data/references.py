@@ -22,11 +22,11 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 
 class InvalidReference(ValueError):
-    """A reference answer that no built-in reward can compare; the message names it: "null", "an empty list"."""
+    """A reference answer that no built-in reward can compare; the message describes it: "null", "an empty list"."""
 
 
 def accepted(reference: Any) -> tuple[str, ...]:
-    """The texts that are correct. Raises `InvalidReference` for null, empty text, and all that is not one of `FORMS`.
+    """The texts that count as correct. Raises `InvalidReference` for null, empty text, and values that are not one of `FORMS`.
 
     Example:
         accepted({"ground_truth": [18.0, "eighteen"]})  # -> ("18", "eighteen")
@@ -60,7 +60,7 @@ def matches_reference(text: str, reference: Any) -> bool:
 
 
 def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge columns and facts. A fact replaces the column of the same name, whose value is then under `columns`.
+    """Merge columns and facts. A fact hides the column of the same name, whose value stays under `columns`.
 
     Example:
         with_facts({"level": 2, "step": "x"}, {"step": 7})  # -> {"level": 2, "step": 7, "columns": {"step": "x"}}
@@ -73,6 +73,7 @@ def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
 
 
 def _alternatives(reference: Any) -> Iterator[str | int | float]:
+    """The accepted values of a reference. Raises `InvalidReference`."""
     if isinstance(reference, Mapping) and GROUND_TRUTH in reference:
         reference = reference[GROUND_TRUTH]
     if not isinstance(reference, list | tuple):
@@ -110,6 +111,7 @@ def _written(reference: str | int | float) -> Iterator[str | int | float]:
 
 
 def _named(reference: Any) -> str:
+    """Describe an unusable reference for an error message."""
     if reference is None:
         return "null"
     if isinstance(reference, str):

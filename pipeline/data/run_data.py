@@ -28,7 +28,7 @@ from penstock.topics.prompts import Prompt
 
 
 class RowId(NamedTuple):
-    """A row and the epoch in which it is used."""
+    """A row of a source, and the epoch in which it is used."""
 
     source: int
     epoch: int
@@ -125,7 +125,7 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Choices:
-    """The requested prompts, as far as they decide what is next."""
+    """Chooses the next prompt, from the prompts requested so far and their outcomes."""
 
     order: PromptOrder
     limit: int | None = None
@@ -150,11 +150,11 @@ class Choices:
 
     @property
     def remembers(self) -> bool:
-        """True if outcomes decide the next prompts, so that a restarted feeder has to read all of them."""
+        """True if outcomes influence the choice, so that a restarted feeder must read all of them."""
         return self.solved is not None or self.unsolved is not None
 
     def next(self) -> Choice | None:
-        """The next prompt; None if there is none, yet or for good."""
+        """The choice for the next group; None if there is none, now or for good."""
         if self.awaiting:
             group = min(self.awaiting)
             return self.awaiting[group]._replace(again=group)
@@ -181,6 +181,7 @@ class Choices:
         return self.limit is not None and self.next_position >= self.limit and not self.awaiting
 
     def requested(self, group: int, choice: Choice) -> None:
+        """Record that a choice became a group's prompt."""
         self._requested[group] = choice
         if choice.again is not None:
             self.repeated += 1
@@ -193,7 +194,7 @@ class Choices:
             self._reward[choice.turn] = None
 
     def ended(self, group: int, *, outcome: str | None, reward: float | None) -> None:
-        """Record how a group ended; an abandoned one is retried once."""
+        """Record a group's outcome; an abandoned group is retried once."""
         choice = self._requested.pop(group, None)
         if choice is None:
             return
@@ -213,7 +214,7 @@ class Choices:
 
 
 def choice_of(prompt: Prompt, *, rows_before: Mapping[int, int]) -> Choice:
-    """The choice of a recorded prompt; `rows_before` has for each source the rows of those before it."""
+    """The choice that led to a recorded prompt; `rows_before` contains for each source the number of rows in earlier sources."""
     source = max(number for number, rows in rows_before.items() if rows <= prompt.row)
     turn = RowId(source, prompt.epoch, prompt.row - rows_before[source])
     return Choice(prompt.group if prompt.place is None else prompt.place, turn, prompt.again)
@@ -239,7 +240,7 @@ class Data:
         return source, number - self.rows_before[source]
 
     def row(self, source: int, index: int) -> Row:
-        """The row `index` of source number `source`; in a mixture it has the name of its source as `data_source`."""
+        """Row `index` of source number `source`; in a mixture the column `data_source` contains the source's name."""
         name = list(self.sources)[source]
         return self._named(self.sources[name][index], name)
 
@@ -274,6 +275,7 @@ def open_eval_data(config: Config) -> dict[str, Dataset]:
 
 
 def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key: str) -> Dataset:
+    """Open one source with the settings of the section `rows`. Raises `DataError` that names `key`."""
     try:
         return open_dataset(
             source, prompt_field=config.data.prompt_field, answer_field=config.data.answer_field, split=rows.split, start=rows.start,
@@ -288,7 +290,7 @@ def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key
 
 
 def pool_of(row: Row, config: Config) -> str | None:
-    """The pool with the row's tag, else the one without tags; None if the run has no pools. Raises `DataError`."""
+    """The pool that lists the row's tag, or the pool without tags; None if the run has no pools. Raises `DataError`."""
     field, pools = config.data.tag_field, config.rollout.pools
     if not pools or field is None:
         return None
@@ -305,7 +307,7 @@ def pool_of(row: Row, config: Config) -> str | None:
 
 
 def described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:
-    """The description of data sets for the record; `context` is training or evaluation."""
+    """Description of data sets for the run's record; `context` is training or evaluation."""
     return [
         {"name": name, "source": source, "digest": rows.digest, "rows": len(rows), "context": context}
         for source, (name, rows) in zip(sources, opened.items(), strict=True)

@@ -23,7 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 class Digests(TypedDict):
-    """Tokenizer, chat template and stop ids, which have to be equal on all workers."""
+    """Digests of tokenizer, chat template and stop ids, which must be equal on all workers."""
 
     tokenizer: str
     """SHA-256 (hex) over the tokenizer's files."""
@@ -63,6 +63,7 @@ class Renderer:
 
     @classmethod
     def of(cls, config: Config) -> "Renderer":
+        """The renderer for a run's configuration. Raises `ConfigError`."""
         data = config.data
         return cls(
             config.model.path,
@@ -73,7 +74,7 @@ class Renderer:
         )
 
     def render(self, row: Row) -> tuple[str, NDArray[np.int32]]:
-        """The prompt's text and its token ids, int32 [L].
+        """Text of a row's prompt, and its token ids, int32 [L].
 
         Raises:
             DataError: with the row's origin: too long, empty, messages without a template, or refused by the template.
@@ -90,7 +91,7 @@ class Renderer:
         return self._template is None or self._template.ends_turns()
 
     def messages(self, row: Row) -> list[dict[str, Any]] | None:
-        """The chat messages that a row's prompt is rendered from; None without a chat template."""
+        """The chat messages of a row's prompt; None without a chat template."""
         if self._template is None:
             return None
         messages = list(row.messages) if row.messages is not None else [{"role": "user", "content": row.prompt}]
@@ -99,6 +100,7 @@ class Renderer:
         return messages
 
     def _rendered(self, row: Row) -> tuple[str, list[int]]:
+        """Text and token ids, by the chat template if there is one. Raises `DataError`."""
         if self._template is None:
             if row.prompt is None:
                 why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; set it to a Jinja file"

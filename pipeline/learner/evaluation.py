@@ -53,7 +53,7 @@ def pass_at(k: int, *, solved: int, samples: int) -> float:
 def summary(
     *, greedy: Sequence[Score | None], sampled: Sequence[Score | None], samples: int, names: Sequence[str], threshold: float
 ) -> dict[str, float]:
-    """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a prompt whose reward broke is None.
+    """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a score of None: the reward function failed.
 
     A prompt with a completion without a reward counts as one whose reward broke: its completions are counted in `n_failed` only. `greedy`
     has one completion a prompt, `sampled` has `samples`; `names` are the reward functions. A completion whose reward reaches the
@@ -84,7 +84,7 @@ def _solved(score: Score, threshold: float) -> list[bool]:
 
 
 def _rewards(how: str, scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
-    """Mean reward, and the mean of each function over the completions that it applies to."""
+    """Mean reward, and mean of each function over the completions that it scored."""
     totals = [reward for score in scores for reward in score.scored]
     means = {f"{how}_reward": sum(totals) / len(totals)}
     for index, name in enumerate(names):
@@ -105,7 +105,7 @@ FIRST_GROUP = 1 << 32
 
 @dataclass(slots=True)
 class Evaluator:
-    """The held-out prompts and the reward functions."""
+    """Evaluates versions on held-out prompts with the run's reward functions."""
 
     config: Config
     info: Mapping[str, Any]
@@ -155,7 +155,7 @@ class Evaluator:
         return cls(config, info, notify, stopped, engine, pool, Decoder(config.model.path), rows, names, renderer, faults, meanwhile)
 
     def evaluate(self, version: int, tensors: Sequence[TensorBytes]) -> dict[str, float] | None:
-        """The `measures` of the version with these tensors; None if a stop was requested."""
+        """Load a version and return its `measures`; None if a stop was requested meanwhile."""
         held, sampling = self.config.eval, self.config.sampling
         started = time.monotonic()
         self.engine.load_weights(version, tensors)
@@ -184,7 +184,7 @@ class Evaluator:
         return {**values, "eval_s": time.monotonic() - started}
 
     def _request(self, index: int, rows: int, how: Sampling) -> GroupRequest:
-        """Request for `rows` samples of one held-out prompt."""
+        """Request to the engine for `rows` samples of one held-out prompt."""
         row, (text, token_ids) = self.rows[index]
         request = GroupRequest(
             group=FIRST_GROUP + index, prompt_ids=token_ids, samples=tuple(range(rows)), rows=rows,
@@ -201,7 +201,7 @@ class Evaluator:
         return {"prompt": prompt, "completion": completion, "reward": None if score is None else score.rewards[0]}
 
     def _score(self, index: int, completions: Sequence[Completion], version: int) -> None:
-        """Submit the completions of one prompt to the rewards; if an environment broke, the prompt has no reward."""
+        """Pass the completions of one prompt to the reward functions, unless its environment failed."""
         row, (text, _) = self.rows[index]
         if cause := next((cause for completion in completions if (cause := cause_of(getattr(completion, "turns", None)))), None):
             self.notify(f"the environment of held-out prompt {index} failed: {cause}")
@@ -245,7 +245,7 @@ class Evaluator:
         self.pool.close()
 
     def _generate(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, its completions) as prompts finish, as many at a time as the engine samples; ends early on a stop request."""
+        """Index and completions of each prompt as it finishes, as many at a time as the engine samples; ends early on a stop request."""
         left, held = deque(requests), dict[int, list[Completion]]()
         while (left or not self.engine.idle) and not self.stopped():
             while left and self.engine.has_room:
@@ -258,7 +258,7 @@ class Evaluator:
             self.meanwhile()
 
     def _scored(self) -> dict[int, Score]:
-        """Prompt -> the rewards of its completions, without prompts whose reward failed; failures are logged. Raises `BrokenReward`."""
+        """Prompt -> scores, without prompts whose reward function failed; failures are logged. Raises `BrokenReward`."""
         scores: dict[int, Score] = {}
         while self.pool.pending:
             for result in self.pool.poll(1.0):

@@ -24,7 +24,7 @@ READ_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerHistory:
-    """The ledger's entries in order, all or from a checkpoint on, and the state they lead to with the published versions."""
+    """Ledger entries in order, all or from a checkpoint on, and the state of the run after them."""
 
     entries: Sequence[Entry]
     ledger_state: LedgerState
@@ -65,6 +65,7 @@ class LedgerHistory:
         return "failed" if status == "failed" else "finished"
 
     def recorded(self) -> Recorded:
+        """Steps, digests and versions in the ledger, with which checkpoints must agree."""
         digests: dict[int, set[str]] = {}
         for entry in self.entries:
             if entry.kind == "checkpoint" and entry.step is not None and entry.digest is not None:
@@ -91,7 +92,7 @@ def ledger_history_of(reader: RunReader) -> LedgerHistory:
 
 
 def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
-    """Read the groups of a plan at their recorded offsets, in plan order. Raises `LogError`, `Unrecoverable` for other groups."""
+    """Read the groups of a plan at their recorded offsets, in plan order. Raises `LogError`, or `Unrecoverable` for another group."""
     topic = f"{run}.groups"
     firsts = {}
     for partition in {planned.partition for planned in plan}:

@@ -23,7 +23,7 @@ from penstock.topics.samples import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSequence:
-    """One sample, or one segment of a trajectory, as it is trained: token ids, and logprob and mask of each completion token."""
+    """One sequence to train, a sample or a segment of a trajectory: token ids, and logprob and mask of each completion token."""
 
     group: int
     sample: int
@@ -43,7 +43,7 @@ class TokenSequence:
     """[T, k] ids that each token was sampled from, padded with -1; None: the full vocabulary."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for arrays of different lengths and values that cannot be trained."""
+        """Raise `ValueError` for arrays of different lengths or values that cannot be trained on."""
         tokens = len(self.completion_ids)
         if not tokens == len(self.behaviour_logprobs) == len(self.loss_mask) or not len(self.prompt_ids):
             raise ValueError(
@@ -61,13 +61,13 @@ class TokenSequence:
 
     @cached_property
     def computed_ids(self) -> npt.NDArray[np.int32]:
-        """The ids up to the one that predicts the last trained token, all that a model without padding computes."""
+        """Token ids up to the one that predicts the last trained token: all that a model without padding must compute."""
         trained = np.flatnonzero(self.loss_mask)
         return np.concatenate([self.prompt_ids, self.completion_ids[: trained[-1]]]) if len(trained) else self.prompt_ids[:1]
 
 
 def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
-    """Reason why a group with a valid record cannot be trained, or None; its payload would stop the trainer."""
+    """The reason why a group with a valid record cannot be trained on; None if it can."""
     if not len(group.prompt_ids):
         return "the prompt is empty"
     rollouts = [sample.rollout for sample in group.samples]
@@ -82,7 +82,7 @@ def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
 
 
 def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
-    """The advantage of that name, or a user's function as `package:function` or `file.py:function`, with options after a question mark.
+    """The advantage function of that name; a user's function is `package:function` or `file.py:function`, with options after `?`.
 
     Raises `PluginError`, and `ValueError` for a user's function without `trust_code`: reading a log must not execute code that it names.
     """
@@ -101,24 +101,26 @@ def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callab
     a reward is not passed to the function; its advantage is 0.
     """
 
-    def of_rewards(group: Group) -> Any:
-        advantages = np.asarray(function(np.array(group.rewards, np.float64)))
+    def from_rewards(group: Group) -> Any:
+        """Advantages of the scored samples; 0 keeps an unscored sample out of the gradient."""
+        scored = np.asarray(function(np.array(group.rewards, np.float64)))
         if len(group.rewards) == len(group.samples):
-            return advantages
-        total = np.zeros(len(group.samples), advantages.dtype)
-        total[[sample.reward is not None for sample in group.samples]] = advantages
-        return total
+            return scored
+        advantages = np.zeros(len(group.samples), scored.dtype)
+        advantages[[sample.reward is not None for sample in group.samples]] = scored
+        return advantages
 
-    def of_components(group: Group) -> Any:
-        total = np.zeros(len(group.samples), np.float64)
+    def from_components(group: Group) -> Any:
+        """Weighted sum of the advantages of each reward component."""
+        advantages = np.zeros(len(group.samples), np.float64)
         values = np.array([sample.components for sample in group.samples], np.float64)  # None becomes NaN
         for weight, column in zip(group.reward_weights, values.T, strict=True):
             applies = ~np.isnan(column)
             if applies.any():
-                total[applies] += weight * np.asarray(function(column[applies]), np.float64)
-        return total.astype(np.float32)
+                advantages[applies] += weight * np.asarray(function(column[applies]), np.float64)
+        return advantages.astype(np.float32)
 
-    return of_components if combine == "advantages" else of_rewards
+    return from_components if combine == "advantages" else from_rewards
 
 
 def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: str) -> list[TokenSequence]:
@@ -136,7 +138,7 @@ def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: st
 
 
 def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float) -> Iterator[TokenSequence]:
-    """The sequences of one sample that have a trained token: one, or one for each segment of a trajectory."""
+    """The sequences of one sample that contain a trained token: one, or one for each segment of a trajectory."""
     segments = rollout.segments or ((0, len(rollout.token_ids), 0),)
     if rollout.support is None and (rollout.top_k or rollout.top_p < 1.0):
         raise ValueError(
@@ -170,19 +172,19 @@ Size = Callable[[Sequence[TokenSequence], int, TokenSequence], int]
 
 
 def padded_tokens(batch: Sequence[TokenSequence], _size: int, sequence: TokenSequence) -> int:
-    """Rows times longest row."""
+    """Size of a micro-batch with another sequence as padded rows: number of rows times longest row."""
     return (len(batch) + 1) * max(row.length for row in (*batch, sequence))
 
 
 def distinct_tokens(batch: Sequence[TokenSequence], size: int, sequence: TokenSequence) -> int:
-    """Tokens that pass through a model that computes common prefixes once; a few too many if only rows of other groups share them."""
+    """Size of a micro-batch with another sequence, common prefixes counted once; slightly too large if only other groups share them."""
     earlier = [row for row in batch if row.group == sequence.group] or batch[-1:]
     ids = sequence.computed_ids
     return size + len(ids) - max((_common(ids, row.computed_ids) for row in earlier), default=0)
 
 
 def _common(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> int:
-    """Length of the common prefix."""
+    """Length of the common prefix of two token sequences."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length
@@ -204,7 +206,7 @@ class MicroBatcher:
         most_groups: int | None = None,
         ends: Collection[int] | None = None,
     ) -> None:
-        """Raises `ValueError` for a budget below 1."""
+        """Raise `ValueError` for a token budget below 1."""
         if token_budget < 1:
             raise ValueError(f"a micro-batch needs a token budget above 0, not {token_budget}")
         self.token_budget, self.size, self.ranks, self.most_groups, self.ends = token_budget, size, ranks, most_groups, ends
@@ -214,7 +216,7 @@ class MicroBatcher:
         self._added = 0
 
     def add(self, sequence: TokenSequence) -> list[MicroBatch]:
-        """Add the next sequence; returns the micro-batches of a round that ends before it."""
+        """Add the next sequence; returns the micro-batches of the round that ends before it, usually none."""
         size, complete = self.size(self._open, self._size, sequence), list[MicroBatch]()
         if self._open and self._ends_before(sequence, size):
             self._round.append(tuple(self._open))
@@ -240,7 +242,7 @@ class MicroBatcher:
         return size > self.token_budget
 
     def _even(self, rows: Sequence[TokenSequence]) -> list[MicroBatch]:
-        """The rows in as many micro-batches as there are ranks, if there are as many rows; the largest is as small as possible."""
+        """Divide rows into one micro-batch per rank, if there are enough rows; the largest is as small as possible."""
         low, high = 1, self.token_budget
         while high - low > self.token_budget // 64:
             middle = (low + high) // 2
@@ -254,7 +256,7 @@ class MicroBatcher:
 
 
 def _filled(rows: Sequence[TokenSequence], token_budget: int, size: Size) -> list[MicroBatch]:
-    """The rows in micro-batches of at most `token_budget` tokens each."""
+    """Divide rows into micro-batches of at most `token_budget` tokens each."""
     batcher = MicroBatcher(token_budget, size=size)
     return [batch for row in rows for batch in batcher.add(row)] + batcher.close()
 
@@ -269,7 +271,7 @@ def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
 
 
 def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
-    """Right-padded arrays of one micro-batch, one row per sequence in order."""
+    """Pad the sequences of one micro-batch on the right, one row per sequence."""
     if not sequences:
         raise ValueError("a micro-batch needs at least one sequence")
     rows, width = len(sequences), max(2, *(sequence.length for sequence in sequences))
@@ -318,7 +320,7 @@ def _sample_tokens(sequences: Sequence[TokenSequence]) -> npt.NDArray[np.int64] 
 
 
 def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *, aggregate: str, counts_untrained: bool) -> float:
-    """Divisor of a step's loss sum, from the masks [B, L] of its trained tokens and the groups of its plan.
+    """Divisor of a step's loss sum, from masks [B, L] of trained tokens and the groups of the plan.
 
     Under `token_mean` it counts trained tokens, under `sequence_mean` and `constant` samples: with `counts_untrained` all K of each group,
     so that masked samples do not raise the weight of the others, else those with a trained token.
@@ -345,7 +347,7 @@ def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
 def lowered_rewards(
     group: Group, *, coef: float, reference: Callable[[TokenBatch], npt.NDArray[np.float32]], token_budget: int
 ) -> tuple[Group, dict[str, float]]:
-    """The group with `coef` times k1 subtracted from each sample's reward, and the sum of all k1 as `kl_reference_k1_sum`.
+    """Subtract `coef` times k1 from each sample's reward; returns the group and the sum of all k1 as `kl_reference_k1_sum`.
 
     k1 is the sum of log behaviour - log reference over a sample's trained tokens: an unbiased estimate of KL(behaviour || reference)
     (Schulman 2020; the reward of RLHF, arXiv 2203.02155). `reference` returns the [B, L-1] logprobs of a micro-batch of at most

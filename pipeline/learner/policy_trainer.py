@@ -30,7 +30,7 @@ WeightsOf = Callable[[int], Iterable[TensorBytes]]
 
 @dataclass(slots=True)
 class Weights:
-    """The weights between two steps, copied and hashed at most once, on first use."""
+    """The weights between two steps, copied and hashed at most once, when they are first used."""
 
     _copy: Callable[[], Sequence[TensorBytes]]
     hash_name: Hash = HASH
@@ -59,11 +59,11 @@ class Weights:
         return self._digest is not None
 
     def hashed(self, digest: str) -> None:
-        """Take the digest, which was computed while the tensors were sent."""
+        """Set the digest, which was computed while the tensors were sent."""
         self._digest = digest
 
     def invalidate(self) -> None:
-        """Refuse to copy from now on, because the model changes; weights held as adapters stay valid."""
+        """Forbid copying from now on, because the model changes; weights held as adapters stay valid."""
         self._invalid = self.adapted is None
 
     def forget(self) -> None:
@@ -103,7 +103,7 @@ class PolicyTrainer:
         processes: "ProcessSet | None" = None,
         hash_name: Hash = HASH,
     ) -> "PolicyTrainer":
-        """Load the run's initial model in each process. Raises `BackendError`."""
+        """Load the initial model of the run on each rank. Raises `BackendError`."""
         return cls(
             config=config, steps=steps, backend=_initial_backend(config, steps=steps, processes=processes),
             objective=Objective.of(config, total_steps=config.trainer.initial_steps + steps), weights_of=weights_of,
@@ -111,7 +111,7 @@ class PolicyTrainer:
         )  # fmt: skip
 
     def step(self, *, recorded_ends: Sequence[int] | None = None) -> Step:
-        """Start an optimizer step, to which groups are added; one that is repeated keeps the `recorded_ends` of its micro-batches.
+        """Start an optimizer step, to which groups are added; a repeated step divides them at `recorded_ends`.
 
         Raises `LogError` when a snapshot has to be read from the log and cannot be.
         """
@@ -152,7 +152,7 @@ class PolicyTrainer:
     def load_newest(
         self, store: CheckpointStore, recorded: Recorded, *, notify: Notify, doing: Notify, at_most: int | None = None
     ) -> State | None:
-        """Load the newest checkpoint of `at_most` so many steps that is complete, agrees with the ledger and has the recorded weights.
+        """Load the newest checkpoint, of at most `at_most` steps, that is complete and agrees with the ledger.
 
         Returns its state; without one, None, and the policy stays at the initial model.
         """
@@ -175,7 +175,7 @@ class PolicyTrainer:
         return None
 
     def load(self, directory: Path, state: State) -> None:
-        """Load a verified checkpoint. Raises `BackendError`, and `CheckpointError` if its weights have another digest than it records."""
+        """Load a verified checkpoint. Raises `BackendError`, or `CheckpointError` if its weights do not have the recorded digest."""
         self.release_weights()
         self._proximal = None
         self.backend.load(directory)
@@ -187,14 +187,14 @@ class PolicyTrainer:
         self.steps_done = state.steps
 
     def _reopen(self) -> None:
-        """Load the initial model again, because a failed load may have replaced half of it."""
+        """Load the initial model again, because a failed load may have replaced half of its weights."""
         self.backend.close()
         self.backend = _initial_backend(self.config, steps=self.steps, processes=self.processes)
         self.release_weights()
         self.steps_done, self._proximal = 0, None
 
     def _take_snapshot(self) -> None:
-        """Take the weights of the current version as the proximal policy: at its first step the current ones, later the published ones."""
+        """Make the weights at the start of the current version the proximal policy: the current ones at its first step, then the published."""
         per_version = self.config.schedule.steps_per_version
         version = rules.version_after(self.steps_done, steps_per_version=per_version)
         if version == self._proximal:
@@ -205,7 +205,7 @@ class PolicyTrainer:
 
 
 def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | None") -> Backend:
-    """A backend with the run's initial model and, for a run that continues another one, that run's optimizer state."""
+    """A backend with the run's initial model, and the parent's optimizer state if the run is a fork."""
     if processes is None:
         backend = make_backend(config, steps=steps)
     else:

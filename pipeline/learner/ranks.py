@@ -48,7 +48,7 @@ class Ranks:
         return bool(rank)
 
     def finish(self, backend: Backend, own: Sequence[Stats], *, batches: int) -> list[Stats]:
-        """Let ranks with one micro-batch less run an empty one; returns the statistics of all micro-batches in plan order."""
+        """Give ranks with fewer micro-batches an empty one; returns the statistics of all micro-batches in plan order."""
         for number in range(batches, batches + -batches % self.processes.size):
             if rank := self.rank_of(number):
                 self.processes.send(rank, do="nothing")

@@ -15,13 +15,13 @@ from penstock.topics.ledger import Entry
 
 
 def arithmetic_of(backend: Backend, config: Config) -> dict[str, str | int]:
-    """The backend's fingerprint, and a digest of the source of each user function."""
+    """The backend's fingerprint, with a digest of the source of each user function."""
     names = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.advantage}
     return backend.fingerprint() | {key: source_digest(split_options(name)[0])[:16] for key, name in names.items() if ":" in name}
 
 
 def changed_arithmetic(entries: Sequence[Entry], now: Mapping[str, str | int]) -> dict[str, tuple[Any, Any]]:
-    """Differences from the newest fingerprint in the ledger, of the opening or of a rebase: name -> (recorded, now)."""
+    """Differences from the newest fingerprint in the ledger: name -> (recorded, now)."""
     details = [json.loads(entry.details or "{}") for entry in entries if entry.kind in ("run-opened", "rebased")]
     recorded: Mapping[str, Any] = details[-1].get("fingerprint", {}) if details else {}
     if recorded and "forward" in now:
@@ -30,14 +30,14 @@ def changed_arithmetic(entries: Sequence[Entry], now: Mapping[str, str | int]) -
 
 
 def rebases(config: Config, changed: Mapping[str, Any], now: Mapping[str, str | int]) -> bool:
-    """True if a trainer continues after a repeated step gave other bits: as configured, else on GPUs and under changed arithmetic."""
+    """True if a trainer continues after a repeated step differs: as configured, by default on GPUs and under changed arithmetic."""
     action = config.trainer.on_mismatch
     return action == "rebase" if action is not None else bool(changed) or now.get("device", "cpu") != "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A number of a repeated step that differs from the recorded one."""
+    """A number of a repeated step that differs from the ledger."""
 
     name: str
     found: Any
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """A repeated step."""
+    """Result of a repeated step, with its differences from the ledger."""
 
     entry: Entry
     outcome: StepOutcome
@@ -60,7 +60,7 @@ class Repetition:
 
 
 def repeat(policy: PolicyTrainer, entry: Entry, groups: Iterable[Group]) -> Repetition:
-    """Train the groups of a recorded plan in the recorded micro-batches and compare every number of the step with the ledger."""
+    """Train on the groups of a recorded plan in the recorded micro-batches, and compare all numbers of the step with the ledger."""
     step, planned = policy.step(recorded_ends=entry.boundaries), {member.group: member for member in entry.plan}
     for group in groups:
         step.add(group, planned.get(group.group))
@@ -89,6 +89,6 @@ def compare(outcome: StepOutcome, entry: Entry) -> list[Difference]:
 
 
 def other_weights(digest: str, recorded: str) -> Difference:
-    """The difference between the digests of the weights after a step."""
+    """The difference between two digests of the weights after a step."""
     text = f"weights {digest[:16]}…, recorded {recorded[:16]}…"
     return Difference(name="weights digest", found=digest, recorded=recorded, text=text)

@@ -43,7 +43,7 @@ BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Loss and advantage function of a run with their settings."""
+    """The loss and the advantage function of a run, with their settings."""
 
     batch_loss: BatchLoss
     advantages: Callable[[Group], Any]
@@ -120,7 +120,7 @@ class Objective:
         )
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """The coefficients that change, at an optimizer step: linear from step 0 to `total_steps`."""
+        """The coefficients that change over the run, at optimizer step `step`: linear from step 0 to `total_steps`."""
         done = min(1.0, step / self.total_steps)
         return {name: first + (last - first) * done for name, (first, last) in self.decays.items()}
 
@@ -128,13 +128,14 @@ class Objective:
         return micro_batches.sequences(group, advantages=self.advantages, truncated=self.truncated)
 
     def batcher(self, *, shares_prompts: bool, ends: Collection[int] | None) -> MicroBatcher:
-        """Divides a step for a backend; `ends` are the recorded boundaries of a step that is repeated."""
+        """The `MicroBatcher` for a backend; `ends` are the recorded boundaries of a repeated step."""
         if not self.counts_computed:
             return MicroBatcher(self.token_budget, most_groups=self.most_groups, ends=ends)
         size = distinct_tokens if shares_prompts else padded_tokens
         return MicroBatcher(self.token_budget, size=size, ranks=self.processes, ends=ends)
 
     def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
+        """Run a micro-batch backward with this loss; returns its summed statistics."""
         changing = {name: value for name, value in self.coefficients(backend.steps).items() if name != "kl_reward"}
         inputs: dict[str, Any] = {"proximal": self._proximal(backend, batch), **changing}
         if self.kl_coef:
@@ -154,7 +155,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """Result of a step: the exact numbers that a repetition is compared with, and its metrics."""
+    """Result of a step: its metrics, and the exact numbers with which a repetition is compared."""
 
     loss: float
     grad_norm: float
@@ -199,7 +200,7 @@ class Step:
     _groups: list[Group] = field(default_factory=list)
 
     def add(self, group: Group, planned: Planned | None = None) -> None:
-        """Add the next group of the plan; `planned` is its location in the log, for the other ranks."""
+        """Add the next group of the plan; `planned` tells other ranks where the group is in the log."""
         if self.ranks is not None and planned is not None:
             self.ranks.planned[group.group] = planned
         if self._batcher is None:
@@ -277,6 +278,7 @@ class Step:
         self.compute_s += time.monotonic() - started
 
     def _measures(self, learner_version: int) -> dict[str, float]:
+        """Metrics of the step's groups, batches and lags."""
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
         real_tokens = float(sum(batch.attention_mask.sum() for batch in self._batches))
         return {
@@ -354,7 +356,7 @@ def _logged(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _utilisation(measures: dict[str, float], *, seconds: float) -> dict[str, float]:
-    """A backend's measures with FLOP/s instead of FLOPs, and their share of the device's peak (MFU)."""
+    """Metrics of the backend with FLOP/s instead of FLOPs, and the share of the device's peak (MFU)."""
     others = {name: value for name, value in measures.items() if name not in ("model_flops", "peak_flops")}
     rate = measures.get("model_flops", 0.0) / seconds if seconds else 0.0
     peak = measures.get("peak_flops")

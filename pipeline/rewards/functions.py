@@ -32,7 +32,7 @@ NOTHING: Final = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Rewards of a group, in the order of its completions."""
+    """Rewards of a group's completions, in their order."""
 
     rewards: tuple[float | None, ...]
     """None for a completion to which no function applies, or whose reward failed."""
@@ -132,7 +132,7 @@ class Rewards:
         return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
 
     def check(self, columns: Mapping[str, Any], *, not_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
-        """Check that a row has the columns that the functions require, and a reference answer that the built-in ones accept.
+        """Check that a row contains the columns that the functions need, and a reference that the built-in functions accept.
 
         `not_json`: column -> type of values that JSON cannot represent; `answer_field`: name of the answer column in the data.
         Raises `RewardError` with the column.
@@ -151,7 +151,7 @@ class Rewards:
                     raise RewardError(f"{column} is {error}, which the reward {name} cannot compare: expected {FORMS}") from error
 
     def facts_named_by(self, columns: Mapping[str, Any]) -> list[str]:
-        """Columns that facts replace, so that functions find their values only under `columns`."""
+        """Columns that facts hide, so that functions find their values only under `columns`."""
         return [name for name in self._facts(0, (), 0) if name in columns]
 
     def _functions_for(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
@@ -175,7 +175,7 @@ class Rewards:
         }
 
     def _called(self, columns: Mapping[str, Any], facts: Mapping[str, Any], logged: Logged, *, last: Sequence[str]) -> list[Any]:
-        """Call each function; the result is `NOTHING` for one that does not apply to the row.
+        """Call each function; returns `NOTHING` for one that does not apply to the row.
 
         Built-in functions score `last`, the last generated text of each sample.
         """
@@ -200,6 +200,7 @@ class Rewards:
         return returned
 
     def _score(self, returned: Sequence[Any], *, logged: Logged, count: int) -> Score:
+        """The weighted score from the functions' return values. Raises `RewardError` for invalid ones."""
         columns: list[list[float | None]] = []
         for name, value in zip(self.names, returned, strict=True):
             numbers, parts = ([None] * count, []) if value is NOTHING else checked(name, value, count)
@@ -323,6 +324,7 @@ def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
 
 
 def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
+    """Load one reward function by name, plug-in spec or address. Raises `PluginError`."""
     plain, options = split_options(name)
     if plain not in BUILTINS and ":" not in plain:
         builtins = ", ".join(BUILTINS)
@@ -342,7 +344,7 @@ def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
 
 
 def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The offered items that the function takes: all with `**columns`, else its named parameters; bound options are excluded."""
+    """The offered items that a function takes: all with `**columns`, otherwise its named parameters; options are excluded."""
     offered = {key: value for key, value in offered.items() if key not in getattr(function, "keywords", ())}
     parameters = _parameters(function)
     if parameters is None:

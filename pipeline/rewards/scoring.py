@@ -58,7 +58,7 @@ class FaultCount:
         self._count(reason, 1.0)
 
     def partly(self, reasons: Collection[str], samples: int) -> None:
-        """Count a group with `samples` samples, of which these failed."""
+        """Count a group of `samples` samples, some of which failed for these reasons."""
         self.groups += 1
         for reason in reasons:
             self._count(reason, 1 / samples)
@@ -88,7 +88,7 @@ def fault_of(reason: str) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """A group in flight."""
+    """A group that is being scored."""
 
     payload: Payload
     count: int
@@ -107,7 +107,7 @@ class _Group:
 
 
 class RewardPool(Generic[Key]):
-    """A `ChildPool` of groups: payloads are those of `payload`, results those of `Score.of`."""
+    """A `ChildPool` that scores groups: payloads are those of `payload`, results those of `Score.of`."""
 
     def __init__(self, children: ChildPool[tuple[Key, Members]], *, timeout_s: float) -> None:
         self._calls = children
@@ -132,7 +132,7 @@ class RewardPool(Generic[Key]):
         self._calls.cancel({(key, members) for key in keys & self._groups.keys() for members in self._groups.pop(key).calls})
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Finished groups in the order of their end; waits up to `timeout_s` for the first. Raises `ChildError`."""
+        """Groups in the order in which they finished; waits up to `timeout_s` for the first. Raises `ChildError`."""
         end = monotonic() + timeout_s
         while True:
             calls = self._calls.poll(max(0.0, end - monotonic()))
@@ -155,7 +155,7 @@ class RewardPool(Generic[Key]):
         self._calls.submit((key, members), payload, timeout_s=self._timeout_s * (len(members) if slow else 1))
 
     def _take(self, call: Done[tuple[Key, Members]] | Failed[tuple[Key, Members]]) -> Done[Key] | Failed[Key] | None:
-        """The result of a group, if this was its last call."""
+        """Apply the result of one call; returns the result of its group if that was the last call."""
         key, members = call.key
         group = self._groups[key]
         group.calls.remove(members)
@@ -183,7 +183,7 @@ class RewardPool(Generic[Key]):
         return self._rest(key, group)
 
     def _rest(self, key: Key, group: _Group) -> Done[Key] | Failed[Key] | None:
-        """Score the completions that did not fail alone in one call."""
+        """Score in one call the completions that did not fail alone."""
         if not group.alone:
             return self._failed(key, group.reason)
         members = tuple(sorted(group.alone))
@@ -208,7 +208,7 @@ def _part(payload: Payload, members: Sequence[int]) -> dict[str, Any]:
 
 
 def _spread(result: Mapping[str, Any], members: Members, group: _Group) -> dict[str, Any]:
-    """The result of a group from the result of some of its completions."""
+    """Expand the result for some completions to the full group; the others have no reward."""
     indices, width = {number: index for index, number in enumerate(members)}, len(result["components"][0])
 
     def whole(values: Sequence[Any], default: Any) -> list[Any]:
@@ -243,6 +243,7 @@ def spec(
     concurrency: int = 1,
     **settings: float,
 ) -> dict[str, Any]:
+    """The settings of a child process that scores groups, as JSON."""
     return {
         "names": list(names),
         "weights": None if weights is None else list(weights),
@@ -343,6 +344,7 @@ def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score:
 
 
 def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "AlgorithmSection") -> str | None:
+    """The reason why a scored group is filtered; None if it is not."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"
@@ -363,6 +365,7 @@ def _differ(score: Score) -> bool:
 def group_of(
     prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: "RewardSection", scored_ns: int
 ) -> Group:
+    """The record of a group with its outcome."""
     return Group(
         group=prompt.group, outcome=outcome, reason=reason, slot=prompt.slot, min_version=prompt.min_version,
         samples_per_prompt=prompt.samples_per_prompt, epoch=prompt.epoch, row=prompt.row, prompt=prompt.prompt, prompt_ids=prompt.token_ids,

@@ -27,7 +27,7 @@ RETRIED = (408, 425, 429, 502, 503, 504)
 
 
 class Load:
-    """Load of this process's reward services since the last `taken`."""
+    """Load on this process's reward services since `taken` was last called."""
 
     def __init__(self) -> None:
         self.requests, self.retries, self._busy_s = 0, 0, 0.0
@@ -36,7 +36,7 @@ class Load:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request, and the time in which at least one is in flight."""
+        """In the block, count a request, and the time in which at least one is in flight."""
         self._advance()
         self.requests, self._in_flight = self.requests + 1, self._in_flight + 1
         try:
@@ -66,7 +66,7 @@ LOAD = Load()
 
 
 class _Retry(Exception):
-    """A failure that is retried."""
+    """A failure after which the request is sent again."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -91,7 +91,7 @@ class RewardService:
         )
 
     async def score(self, **arguments: Any) -> Any:
-        """The rewards of one group's completions. Raises `RewardError` with the last failure."""
+        """Request the rewards of one group's completions. Raises `RewardError` with the last failure."""
         # Functions cannot be sent; token ids are long, and useless to a service without the run's tokenizer.
         sent = {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
         content = json.dumps({**sent, "trainer_state": asdict(arguments["trainer_state"])})
@@ -113,6 +113,7 @@ class RewardService:
             await asyncio.sleep(pause)
 
     async def _post(self, content: str, remaining_s: float) -> Any:
+        """Send one request. Raises `_Retry` for failures that may pass, `RewardError` for others."""
         import httpx
 
         try:

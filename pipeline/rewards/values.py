@@ -29,7 +29,7 @@ Parts = dict[str, float | None]
 
 
 class RewardError(ValueError):
-    """A reward function raised, or returned an invalid reward; one line with its name."""
+    """A reward function raised an exception or returned an invalid reward; one line with its name."""
 
 
 def broke(name: str, error: BaseException, function: Callable[..., Any] | None = None) -> RewardError:
@@ -46,7 +46,7 @@ def broke(name: str, error: BaseException, function: Callable[..., Any] | None =
 
 
 class BrokenReward(Unrecoverable):
-    """A reward fails so often that the run stops; one line with the failure and the fix."""
+    """A reward function fails so often that the run stops; one line with the failure and the fix."""
 
 
 def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], list[Parts]]:
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rows(columns: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
-    """The named parts of each completion from one list per name; None if the values are not lists of one length."""
+    """Named parts per completion from one list per name; None if the values are not lists of equal length."""
     lists = [_plain(column) for column in columns.values()]
     if not all(isinstance(column, (list, tuple)) for column in lists) or len({len(column) for column in lists}) != 1:
         return None
@@ -196,7 +196,7 @@ def _name(reward: str, name: Any, logged: Mapping[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """A value as JSON: values that JSON cannot represent as text, long ones cut."""
+    """A value as JSON; values that JSON cannot represent become text, long ones are truncated."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 1 << 53):

@@ -29,7 +29,7 @@ def group_status(outcome: str | None, *, trained: bool, stale: bool, ended: bool
 def group_statuses(
     admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool, since: int = 0
 ) -> dict[int, str]:
-    """Group -> status, for all admitted and trained groups from `since` on."""
+    """Final or open status of each admitted or trained group from number `since` on."""
     members = set(trained)
     groups = [*(numbers := admitted_groups(admitted, since=since)), *sorted(members.difference(numbers))]
     return {group: group_status(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}

@@ -36,7 +36,7 @@ class ResumePoint:
     """Lowest and highest reward seen; empty before any."""
 
     def to_json(self, **others: object) -> str:
-        """The details of a step's entry, with `others`."""
+        """The details of a step's ledger entry: this resume point and `others`."""
         return json.dumps({"resume": asdict(self), **others}, separators=(",", ":"))
 
 

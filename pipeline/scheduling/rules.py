@@ -20,7 +20,7 @@ StaleInFlight = Literal["finish", "abort", "continue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When steps start, when weights are loaded, and the largest lag of a sample."""
+    """When steps start, when weights are loaded, and how stale a sample may be."""
 
     mode: str
     starts_on: Literal["round", "groups"]
@@ -103,7 +103,7 @@ def version_after(steps: int, *, steps_per_version: int) -> int:
 
 
 def versions_of(steps: int, *, steps_per_version: int) -> int:
-    """The newest version of a whole run; the last one is published after the last step even when S does not divide the steps."""
+    """The newest version of a complete run; it is published after the last step even if S does not divide the steps."""
     return -(-steps // steps_per_version)
 
 
@@ -113,12 +113,12 @@ def publishes(step: int, *, steps: int, steps_per_version: int) -> bool:
 
 
 def too_far_off(ess: float | None, *, floor: float | None) -> bool:
-    """True if the newest step's effective sample size is below `floor`, so that generation ahead has to pause."""
+    """True if the last step's effective sample size is below `floor`, so that generation ahead must pause."""
     return ess is not None and floor is not None and ess < floor
 
 
 def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, steps: int, ahead: bool = True) -> int:
-    """Number of groups that may be admitted: the backpressure.
+    """Number of groups that may be admitted in all, which limits how far generation runs ahead of training.
 
     `admitted - dropped <= U·S·(newest_version + 1 + max_lag) + s`, and at most s more than the run's steps need. `dropped` counts
     distinct groups.
@@ -197,17 +197,17 @@ def fractions_by_lag(lags: npt.ArrayLike) -> dict[int, float]:
 
 
 def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> bool:
-    """True if the trainer may train a group: its lag, by the oldest of its policy versions, is at most `max_lag`."""
+    """True if a group may be trained on: the lag of its oldest policy version is at most `max_lag`."""
     return learner_version - policy_version_min <= max_lag
 
 
 def will_be_stale(*, newest_version: int, policy_version_min: int, max_lag: int) -> bool:
-    """True if a group in flight cannot be fresh when it is trained, because the learner is at `newest_version` or later."""
+    """True if a group in flight would be stale when it is trained on, because the learner is at `newest_version` or later."""
     return not is_fresh(learner_version=newest_version, policy_version_min=policy_version_min, max_lag=max_lag)
 
 
 def next_in_line(groups: Sequence[tuple[int, int]], *, loaded_version: int, newest_version: int) -> int | None:
-    """Index of the (group number, min version) pair to start next, or None if all have to wait for weights.
+    """Index of the (group number, min version) pair to start next; None if all must wait for weights.
 
     It is the lowest group number that an available version allows.
     """

@@ -310,7 +310,7 @@ class AgentEpisode:
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
             "PENSTOCK_REWARD_URL": f"{url}/reward",
-            # A proxy of this machine cannot reach its loopback.
+            # Bypass any configured proxy, which could not reach this machine's loopback.
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
         }

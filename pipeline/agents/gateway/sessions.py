@@ -83,7 +83,7 @@ class AgentSession:
         return messages, generated
 
     async def chat(self, body: Any, *, retry: bool = False) -> tuple[ChatRequest, dict[str, Any]]:
-        """Answer a request by generating a turn: the parsed request and its chat completion. `retry`: the client repeats a request.
+        """Generate the turn for a request; returns the parsed request and its chat completion. `retry`: the client repeats a request.
 
         If the caller is cancelled, a later request with the same body receives the turn. Raises `BadRequest`, `TrajectoryEnded`.
         """

@@ -104,7 +104,7 @@ class ControlTokens:
         return start, len(text) - len(text[end:].lstrip()) if token.rstrip else end
 
     def _as_text(self, text: str, *, first: bool) -> list[int]:
-        """The ids of a span without control tokens; `first`: the span starts the rendered text."""
+        """Token ids of a text part without control tokens; `first`: the part starts the rendered text."""
         text = self.restore(text)
         plain = self._plain(first)
         ids, done = [], 0
@@ -153,6 +153,7 @@ class _Finder:
         self.longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """Start, end and word of each match, from left to right without overlaps."""
         done = 0
         for match in self._starts.finditer(text):
             start = match.start()

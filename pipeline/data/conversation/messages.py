@@ -14,7 +14,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateRefused(ValueError):
-    """A template cannot render the messages; one line."""
+    """A chat template cannot render these messages; the message is one line."""
 
 
 def text_of(message: Message) -> str:
@@ -32,7 +32,7 @@ def text_of(message: Message) -> str:
 
 
 def shortened(text: str, tokens: int, tokenizer: Any) -> str:
-    """The first `tokens` tokens of a text and a note that it was cut; the text itself if it has no more.
+    """The first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer.
 
     Example:
         shortened("one two three", 2, tokenizer)  # -> "one two [cut: the first 2 of 3 tokens]"
@@ -89,6 +89,7 @@ def _calls(message: Message) -> Sequence[Any]:
 
 
 def _function(call: Any) -> dict[str, Any]:
+    """A tool call as name and arguments, decoded if they are a JSON object. Raises `TemplateRefused`."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TemplateRefused('a tool call has no {"function": {"name": ..., "arguments": ...}}')
@@ -126,7 +127,7 @@ class Template(Protocol):
         ...
 
     def shortened(self, text: str, tokens: int) -> str:
-        """The first `tokens` tokens of a text and a note that it was cut; the text itself if it has no more."""
+        """The first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -22,11 +22,11 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 class _MalformedCall(ValueError):
-    """A call cannot be parsed; the message is for the model."""
+    """A tool call cannot be parsed; the message is for the model."""
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
-    """The text in `<think>` ... `</think>` (None if there is none), and the rest.
+    """The text in `<think>` ... `</think>`, None if there is none, and the remaining text.
 
     `opened`: the prompt ends with `<think>`. Truncated reasoning has no rest.
     """
@@ -84,6 +84,7 @@ def format_of(template: str) -> str:
 
 
 def _call(value: Any) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a tool call in JSON. Raises `_MalformedCall`."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:

@@ -58,7 +58,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """The input of one turn; recorded only when its completion is added."""
+    """Input of one turn; recorded only together with its completion."""
 
     number: int
     """0, 1, ... in the order of creation."""
@@ -95,6 +95,8 @@ class AssistantTurn:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
+    """A recorded completion, and the context that follows its parent's last token."""
+
     number: int
     parent: "_Turn | None"
     context: Int32s
@@ -217,7 +219,7 @@ class Conversation:
         return parent, np.concatenate([*pieces, np.asarray(bridge, np.int32)]), sum(map(len, pieces))
 
     def _parent(self, history: list[bytes]) -> tuple[_Turn | None, int]:
-        """The turn that ends the longest recorded prefix of the messages; of several, the latest that no context extends yet."""
+        """The turn at the end of the longest recorded prefix of the messages; of several, the latest that no context extends yet."""
         for prefix in range(len(history) - 1, 0, -1):
             if turns := self._turns_by_history.get(history[prefix]):
                 return max(turns, key=lambda turn: (not turn.continued, turn.number)), prefix
@@ -254,6 +256,7 @@ def _cut(message: dict[str, Any], stop: str) -> None:
 
 
 def _segment(chain: list[_Turn]) -> Segment:
+    """One sequence to train, from turns each of which extends the one before."""
     ids: list[Int32s] = []
     mask, logprobs, versions, parts = [], [], [], []
     length = 0

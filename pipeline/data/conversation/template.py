@@ -112,7 +112,7 @@ def _call_form(render: Callable[[list[dict[str, Any]]], str], parts: bool) -> Fo
 
 
 def _single_call(render: Callable[[list[dict[str, Any]]], str], form: Form) -> bool:
-    """True if the template supports only one tool call per message: it refuses a second one or drops it."""
+    """True if the template supports only one tool call per message, because it rejects or drops a second one."""
     calls: list[dict[str, Any]] = [
         {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": {}}}
         for number, name in enumerate((_NAME, _TEXT))
@@ -137,7 +137,7 @@ def _as_json(function: dict[str, Any]) -> str:
 
 
 class _TokenizedText:
-    """The part of both templates that the tokenizer does alone."""
+    """What both kinds of template do with the tokenizer alone."""
 
     _tokenizer: Any
 
@@ -155,6 +155,7 @@ class ChatTemplate(_TokenizedText):
     """
 
     def __init__(self, tokenizer: Any, source: str, *, stop_ids: Sequence[int], arguments: Mapping[str, Any] | None = None) -> None:
+        """Compile the template, and probe in which form it reads messages, tools and tool calls."""
         self._template = compiled(source)
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
         self._control = ControlTokens(tokenizer)
@@ -198,7 +199,7 @@ class ChatTemplate(_TokenizedText):
         return not self._stops or self._end_of_turn(rest) is not None
 
     def bridge(self, messages: Sequence[Message], prefix: int, tools: Tools | None, last: int) -> list[int] | None:
-        """The ids between a completion and the next one; None if the template does not allow appending `messages[prefix:]`."""
+        """Token ids between a completion and the next one; None if the template does not allow appending `messages[prefix:]`."""
         *before, completion = self._escaped(messages[:prefix])
         for message in before:
             message.pop("reasoning_content", None)
@@ -215,7 +216,7 @@ class ChatTemplate(_TokenizedText):
         return ids[1:] if ids[0] == last else None
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
-        """The message in generated ids: reasoning is split off, tool calls are parsed if there are `tools`."""
+        """The message in generated token ids, with reasoning separate, and tool calls if there are `tools`."""
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_ids else token_ids)
         text = self.decode(ids)
         reasoning: str | None = None
@@ -278,6 +279,7 @@ class ChatTemplate(_TokenizedText):
         return text if text is None or apart is None or not self._control.joined(text, apart) else apart
 
     def _prompt(self, messages: list[dict[str, Any]], tools: Tools | None) -> str:
+        """Render messages with a generation prompt; a last assistant message is left open. Raises `TemplateRefused`."""
         if not messages or messages[-1]["role"] != "assistant":
             return self._text(messages, tools)
         *before, last = messages
@@ -294,6 +296,7 @@ class ChatTemplate(_TokenizedText):
         return text
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools | None, *, turn: bool = True) -> str:
+        """Render messages in the form that the template reads. Raises `TemplateRefused`."""
         calls = any("tool_calls" in message for message in messages)
         form = self._form if self._call_form is None else self._call_form
         if not self._takes_tools and (tools or (calls and self._call_form is None)):

@@ -22,14 +22,14 @@ Cell = tuple[int, int]
 
 
 class Lake:
-    """One episode; reward 1 at the goal, else 0."""
+    """One episode on the frozen lake; the reward is 1 at the goal, otherwise 0."""
 
     def reset(self, *, seed: int) -> str:
         self.holes, self.cell, self.turns = holes_of(seed), (0, 0), 0
         return self._observation()
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, ended; an invalid move ends the episode."""
+        """Text, reward, True at the end; an invalid move ends the episode."""
         self.turns += 1
         if action not in MOVES:
             return "!", 0.0, True

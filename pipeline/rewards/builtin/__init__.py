@@ -52,7 +52,7 @@ _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB
 
 
 def candidates(text: str) -> list[str]:
-    r"""Candidates for the final answer of a completion, best first; empty if there is none.
+    r"""Candidates for the final result of a completion, best first; empty if it has none.
 
     Example:
         candidates(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
@@ -72,6 +72,7 @@ def candidates(text: str) -> list[str]:
 
 
 def _in_prose(text: str) -> list[str]:
+    """Candidates in text without a box or tag, from its last sentences."""
     text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.translate(_WIDE).strip()))
     text = _SYMBOLS.sub("", _MONEY.sub("", text)).replace(" or so", "").replace(" and a half", " and one half")
     text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
@@ -170,7 +171,7 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
-    """The task's score, between 0 and 1, of the text in the last `<answer>` tag, else of the completion."""
+    """The task's score, between 0 and 1, of the text in the last `<answer>` tag, or of the full completion without a tag."""
     return [_task_score(text_of(completion), entry) for completion, entry in zip(completions, reasoning_gym, strict=True)]
 
 
@@ -205,6 +206,7 @@ def _is_correct(completion: str, accepted_texts: Sequence[str]) -> float | None:
 
 
 def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
+    """Score of one completion by the data set that its row's recipe creates."""
     recipe = {key: value for key, value in entry.items() if key != "index"}
     task, made = _task_entry(json.dumps(recipe, sort_keys=True), entry["index"])
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
@@ -270,6 +272,7 @@ def reward_table(
         raise ValueError(f"reward_table: discount = {discount} must be above 0 and at most 1")
 
     def reward(success: float | None, completion: Any, length: int) -> float | None:
+        """The reward of one completion by its status and length."""
         if success is None:
             return None
         if success:

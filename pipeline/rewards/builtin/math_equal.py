@@ -45,13 +45,13 @@ _MATH_NAME = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
 
 
 class Words(NamedTuple):
-    """Words, a date or a time."""
+    """A text of words, a date or a time."""
 
     words: tuple[str, ...]
 
 
 class Quantity(NamedTuple):
-    """An expression, its tree if it can be parsed, and its unit if it is in `UNITS`: base unit, power, size in the base unit."""
+    """An expression, its tree if it can be parsed, and its unit if that is in `UNITS`: base unit, power, size in the base unit."""
 
     text: str
     tree: Tree | None
@@ -81,6 +81,7 @@ Reading = Words | Quantity | Group | Relation
 
 
 def read(text: str, depth: int = 0) -> Reading:
+    """Parse a text as words, quantity, group or relation."""
     text = text.rstrip(" .").lstrip()
     if depth > 8:
         return Quantity(text, None)
@@ -123,6 +124,7 @@ def _list(items: tuple[Reading, ...]) -> Reading:
 
 
 def _relation(sides: list[str], depth: int) -> Reading:
+    """An equation or inequality from its sides; an interval if it bounds one symbol."""
     if sides[-2] == r"\approx" and not _NAME.fullmatch(sides[-3].strip()):
         return read("".join(sides[:-2]), depth + 1)
     operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
@@ -163,7 +165,7 @@ def _interval(values: list[str], operators: list[str], depth: int) -> Group | No
 
 
 def _bracketed(text: str, depth: int) -> Reading | None:
-    """A set, tuple, interval, or the content of redundant brackets; None for other texts."""
+    """A set, tuple or interval, or the content of redundant brackets; None for other texts."""
     if text.replace(" ", "") in (r"\emptyset", r"\{\}"):
         return Group("{", (), "}")
     whole = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
@@ -266,6 +268,7 @@ def has_content(text: str) -> bool:
 
 
 def _same(first: Reading, second: Reading) -> bool:
+    """True if two parsed texts are equal."""
     match first, second:
         case Relation(), Relation():
             return _same_relation(first, second)
@@ -281,6 +284,7 @@ def _same(first: Reading, second: Reading) -> bool:
 
 
 def _same_relation(first: Relation, second: Relation) -> bool:
+    """True if two equations or inequalities have the same solutions."""
     if first.operator != second.operator:
         return False
     if first.difference is None or second.difference is None:
@@ -293,6 +297,7 @@ def _same_relation(first: Relation, second: Relation) -> bool:
 
 
 def _same_group(first: Group, second: Group) -> bool:
+    """True if two groups have the same brackets and equal items; sets in any order."""
     kinds = {first.opening + first.closing, second.opening + second.closing}
     if max(len(first.items), len(second.items)) > _MAX_ITEMS:
         return first == second
@@ -317,6 +322,7 @@ def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated
 
 
 def _same_quantity(first: Quantity, second: Quantity) -> bool:
+    """True if two quantities have equal values in compatible units."""
     if first.tree is None or second.tree is None:
         return compact(first.text) == compact(second.text) or _same_digits(first.text, second.text)
     if first.unit and second.unit:
@@ -347,7 +353,7 @@ def _same_without_sign(first: Quantity, second: Quantity) -> bool:
 
 
 def _holds(relation: Any, first: Tree, second: Tree, **options: bool) -> bool:
-    """True if the relation holds; equality of the trees if their values cannot be computed."""
+    """True if `relation` holds for two trees; if their values cannot be computed, whether the trees are equal."""
     try:
         return bool(relation(first, second, **options))
     except (ArithmeticError, ValueError, TypeError, RecursionError):

@@ -31,7 +31,7 @@ _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
 class Unreadable(ValueError):
-    """The text is not an expression of the grammar."""
+    """A text that is not an expression of the grammar."""
 
 
 def parse(text: str) -> Tree:
@@ -47,6 +47,8 @@ def parse(text: str) -> Tree:
 
 
 class _Parser:
+    """Recursive descent parser of one normalised text."""
+
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = self.bars = 0
@@ -58,7 +60,7 @@ class _Parser:
         return self.text[self.position : self.position + 1]
 
     def take(self, *options: str) -> str:
-        """Consume and return the first option that comes next; empty if none does."""
+        """Consume and return the first of `options` that comes next; empty if none does."""
         self.peek()
         for option in options:
             end = self.position + len(option)
@@ -81,6 +83,7 @@ class _Parser:
         return tree
 
     def product(self, continues: "Callable[[_Parser], bool] | None" = None) -> Tree:
+        """A product, with or without multiplication signs, while `continues` is true."""
         factors = [self.signed()]
         while continues is None or continues(self):
             if operator := self.take("*", r"\times", "/"):
@@ -111,6 +114,7 @@ class _Parser:
         return tree
 
     def atom(self) -> Tree:
+        """A number, symbol, function or bracketed expression."""
         char = self.peek()
         if char and char in _CLOSING:
             self.position += 1
@@ -126,6 +130,7 @@ class _Parser:
         return self.named()
 
     def named(self) -> Tree:
+        """An expression that starts with a LaTeX command or an alphabetic character."""
         if self.take("|"):
             self.bars += 1
             tree = self.sum()
@@ -246,6 +251,7 @@ def renamed(tree: Tree, old: str, new: str) -> Tree:
 
 
 def _pairs(first: Tree, second: Tree, base: Value = _MP.e) -> Iterator[tuple[Value, Value]]:
+    """Values of two expressions at sample points where both are defined."""
     names = (symbols(first) | symbols(second)) - {LOG_BASE[1]}
     for number in range(len(_SIGNS) if names else 1):
         point = {name: _coordinate(name, number) for name in names} | {LOG_BASE[1]: base}
@@ -282,6 +288,7 @@ def _bits(number: Fraction) -> int:
 
 
 def _operate(name: str, *numbers: Value) -> Value:
+    """Result of an operation: exact if rational and small, otherwise with 100 digits."""
     if name in _EXACT and all(isinstance(number, Fraction) and _bits(number) <= _MAX_BITS for number in numbers):
         exact = _EXACT[name](*numbers)
         if exact is not None:
@@ -297,6 +304,7 @@ def _operate(name: str, *numbers: Value) -> Value:
 
 
 def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    """The rational value of a power; None if it is irrational or too large."""
     power, degree = exponent.as_integer_ratio()
     if degree > 1:
         if base < 0 or degree > 64:
