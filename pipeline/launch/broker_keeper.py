@@ -31,7 +31,7 @@ Notify = Callable[[str], None]
 
 @dataclass(slots=True)
 class BrokerKeeper:
-    """Supervises the embedded broker at `bootstrap` and leaves any other broker alone; its owner calls `check` in a loop."""
+    """Restarts the embedded broker at `bootstrap` when it crashes, and ignores any other broker; the launcher calls `check` in a loop."""
 
     bootstrap: str
     rules: Rules
@@ -57,7 +57,7 @@ class BrokerKeeper:
         return self._down is None
 
     def check(self, *, now_s: float) -> str | None:
-        """Restart the broker if it has crashed. Returns the reason once the restart limit is reached."""
+        """Restart the broker if it has crashed; returns why not, once the restart limit is reached."""
         if not self.ours or (self._starting is not None and self._starting.is_alive()):
             return None
         status = embedded.status()
@@ -85,6 +85,7 @@ class BrokerKeeper:
         self._unreachable_s = None
 
     def _is_gone(self, why: str | None, *, now_s: float) -> None:
+        """Log that the broker has stopped or crashed; start it in a thread if it has crashed."""
         if why is None:
             if not self._stopped:
                 self.notify(f"the broker at {self.bootstrap} was stopped; the run waits for its restart (`penstock broker start`)")
@@ -100,7 +101,7 @@ class BrokerKeeper:
         self.exits.append(WorkerExit(at_s=now_s, status=FAILED, progress=progress))
 
     def _started(self, *, now_s: float) -> None:
-        """Apply the result of the starting thread."""
+        """Apply the result of the thread that starts the broker."""
         if self._refusal is not None:
             self._on_exit(self._refusal, now_s=now_s, progress=False)
             self.notify(f"the broker could not be restarted: {self._refusal}")
@@ -119,7 +120,7 @@ class BrokerKeeper:
 
 
 def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, start: bool = True, wait_s: float = 0.0) -> KafkaLog:
-    """Connect to a broker, within `wait_s` if none responds yet; these client settings override those of the environment.
+    """Connect to a broker, waiting up to `wait_s` for it; `security` overrides the client settings of the environment.
 
     `embedded` is this machine's own broker, which is started if it does not run, unless `start` is false.
 
@@ -142,7 +143,7 @@ def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, star
 def serve(
     listener: Listener, *, home: Path, drain_s: float, stop_file: Path | None, notify: Notify, ready: Callable[[embedded.BrokerInfo], None]
 ) -> None:
-    """Run the broker of `home` until a stop is requested; `ready` gets its address.
+    """Run the broker of `home` until a stop is requested; `ready` receives the broker's address.
 
     SIGTERM and SIGINT end it once no client is connected, at the latest after `drain_s`: workers that are stopped at the same time still
     write. A second signal ends it at once, in order, and so does `stop_file` as soon as it exists.
@@ -166,7 +167,7 @@ def serve(
 def _await_stop(
     home: Path, stop: threading.Event, *, ports: Collection[int], drain_s: float, stop_file: Path | None, notify: Notify
 ) -> None:
-    """Return as soon as the broker has to end. Raises `BrokerError` if it has ended by itself."""
+    """Return when the broker must be stopped. Raises `BrokerError` if it has exited."""
     limit_s: float | None = None
     while stop_file is None or not stop_file.exists():
         status = embedded.status(home)

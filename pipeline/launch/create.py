@@ -49,7 +49,7 @@ def create(
     checked: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """Check the data and the model, make the run's key and topics and register it; starts nothing. `about` is added to the run's info.
+    """Check data and model, create the run's key and topics, and register the run; starts nothing. `about` extends the run's info.
 
     `checked` is the info that `check_inputs` has returned, where it has been called.
 
@@ -88,13 +88,12 @@ def require_topics(config: Config, run: str, log: KafkaLog, *, notify: Callable[
 
 
 def new_id(config: Config) -> str:
-    """Make an id that no run has yet."""
-    slug = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:32] or "run"
-    return f"{slug}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """A run id that no other run has yet."""
+    return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
-    """The part of the run's info that its data and model determine: rows, steps, digests; and the rows that rewards are to be tried on.
+    """The part of the run's info that data and model determine (rows, steps, digests), and rows on which to try the reward functions.
 
     Raises what `create` raises.
     """
@@ -155,7 +154,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
 
 
 def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:
-    """Refuse a model that is no decoder with an output layer, or is quantised, by its `config.json`: workers would fail to load it."""
+    """Raise `ConfigError` for a model that workers could not load, by its `config.json`: not a causal LM, or quantised."""
     names = config.get("architectures") or ()
     decoder = any(str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
     if config.get("is_encoder_decoder") or (names and not decoder):
@@ -169,7 +168,7 @@ def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:
 
 
 def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[str], None]) -> None:
-    """Refuse a warm-up or a step that the run is too short for; warn if a step repeats rows, or the last prompts fill none."""
+    """Raise `ConfigError` if the run is too short for its warm-up or for a step; warn if a step repeats rows or prompts remain."""
     epochs, prompts, warmup = config.run.epochs, config.schedule.prompts_per_step, config.trainer.warmup_steps
     total = None if epochs is None else int(epochs * rows)
     if warmup > steps:
@@ -187,7 +186,7 @@ def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[st
 
 
 def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
-    """Warn if one sample may exceed a micro-batch, which then holds it alone and takes the memory for all of it."""
+    """Warn if a sample may be longer than a micro-batch and then needs more memory."""
     completion, budget = config.sampling.max_new_tokens, config.trainer.micro_batch_tokens
     longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + completion
     if longest > budget:
@@ -198,7 +197,7 @@ def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
 
 
 def _note_learning_rate(config: Config, steps: int, notify: Callable[[str], None]) -> None:
-    """Warn if the run may end before its learning rate does: under `run.epochs` a dropped group uses up its prompt."""
+    """Warn if the run may end before its learning-rate schedule: under `run.epochs` dropped groups use up prompts."""
     if config.run.epochs is not None and config.trainer.lr_schedule != "constant" and config.algorithm.filter_zero_variance:
         notify(
             f"trainer.lr_schedule = {config.trainer.lr_schedule!r} spans {steps} steps, but under run.epochs filtered groups are not "
@@ -207,7 +206,7 @@ def _note_learning_rate(config: Config, steps: int, notify: Callable[[str], None
 
 
 def git_revision() -> str | None:
-    """The revision of the working directory's git checkout, marked when it has changes; None outside of one."""
+    """Git revision of the working directory, marked if it has changes; None outside of a checkout."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=5, check=False
@@ -218,7 +217,7 @@ def git_revision() -> str | None:
 
 
 def usable(run: str) -> str:
-    """The id of a run to be. Raises `ConfigError` for one that no topic can be named by."""
+    """Return the id of a new run. Raises `ConfigError` if no topic can have it as prefix."""
     try:
         return check_run_id(run)
     except ValueError as error:
@@ -226,7 +225,7 @@ def usable(run: str) -> str:
 
 
 def check_user_functions(config: Config) -> None:
-    """Call the advantage with the rewards of one group, and a user's loss with a synthetic micro-batch. Raises `ConfigError`."""
+    """Try the advantage on the rewards of one group, and a user's loss on a synthetic micro-batch. Raises `ConfigError`."""
     for key, name, attempt in (
         ("algorithm.advantage", config.advantage, _try_advantage),
         ("algorithm.loss", config.algorithm.loss, _try_loss),
@@ -253,6 +252,7 @@ def _try_advantage(config: Config) -> str | None:
 
 
 def _try_loss(config: Config) -> str | None:
+    """The mistake of a user's loss on a synthetic micro-batch; None if it has none."""
     import torch
 
     from penstock.pipeline.learner.train_step import Objective

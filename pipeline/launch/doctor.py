@@ -58,7 +58,7 @@ CRC32C_CHECK = 0xE3069283
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one examination."""
+    """Result of one check of the machine."""
 
     name: str
     level: Level
@@ -81,7 +81,7 @@ PURPOSES = {
 
 @cache
 def requirements() -> dict[str, tuple[str, str]]:
-    """Package -> (version or range, extra) that the installed wheel requires it by; "" for any version, and for no extra."""
+    """Package -> (version or range, extra) required by the installed wheel; "" for any version and for no extra."""
     declared: dict[str, tuple[str, str]] = {}
     with suppress(metadata.PackageNotFoundError):
         for text in metadata.requires("penstock-rl") or []:
@@ -92,7 +92,7 @@ def requirements() -> dict[str, tuple[str, str]]:
 
 
 def needs() -> list[Package]:
-    """The packages to examine: of two builds of one module the installed one, else the one this machine could use."""
+    """The packages to check; of two builds of a module, the installed one or the one that suits this machine."""
     own = [
         Package(module=MODULES.get(name, name.replace("-", "_")), name=name, purpose=purpose, extra=requirements().get(name, ("", ""))[1])
         for name, purpose in PURPOSES.items()
@@ -109,7 +109,7 @@ def needs() -> list[Package]:
 
 
 def examine(*, bootstrap: str = "embedded", config: Config | None = None, imports: bool = False) -> Iterator[Finding]:
-    """Examine everything, one finding after the other; with `imports` every package is imported too, which takes a minute."""
+    """Run all checks, one finding after the other; with `imports` every package is imported too, which takes a minute."""
     yield _python()
     yield from (_package(need, imports=imports) for need in needs())
     yield from _engine(config)
@@ -135,12 +135,12 @@ def _installed(package: str) -> bool:
 
 
 def as_line(finding: Finding) -> str:
-    """One finding."""
+    """A finding as one line."""
     return f"{finding.level:<5} {finding.name:<15}  {finding.found}{f' -> {finding.do}' if finding.do else ''}"
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The number of problems."""
+    """The number of problems as text."""
     bad = {level: sum(finding.level == level for finding in findings) for level in ("warn", "fail")}
     return f"{len(findings)} checks: {bad['fail']} failed, {bad['warn']} warnings"
 
@@ -156,6 +156,7 @@ def _python() -> Finding:
 
 
 def _package(need: Package, *, imports: bool) -> Finding:
+    """Check a package: installed, in a suitable version, complete, and with `imports` importable."""
     install = f"pip install '.[{need.extra}]' in the checkout"
     if need.make or not need.extra:
         install = f"make {need.make or 'install'} in Penstock's folder"
@@ -215,6 +216,7 @@ def _engine(config: Config | None) -> Iterator[Finding]:
 
 
 def _gpu(driver_file: Path = DRIVER_FILE) -> Finding:
+    """Check that torch can use the visible GPUs."""
     gpus = visible_gpus()
     if not gpus:  # importing torch takes seconds
         return Finding("gpu", "ok", "no NVIDIA GPU: models run on the CPU")
@@ -252,6 +254,7 @@ def _workers_memory(config: Config) -> Finding:
 
 
 def _state() -> Finding:
+    """Check that the state directory is writable and has enough space."""
     try:
         directory = state_directory()
     except PenstockError as error:
@@ -284,6 +287,7 @@ def _java() -> Finding:
 
 
 def _jars() -> Finding:
+    """Check that Kafka's jars are in the Maven cache."""
     pins, cache = read_pins(), maven_cache()
     there = sum((cache / path).exists() for path in pins)
     return _finding(
@@ -295,18 +299,18 @@ def _jars() -> Finding:
 
 
 def open_files() -> int:
-    """Files that a process may have open: the hard limit, which Java takes for itself."""
+    """Number of files that a process may open: the hard limit, which Java sets for itself."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return 2**63 if hard == resource.RLIM_INFINITY else hard
 
 
 def memory_maps() -> int | None:
-    """Memory maps that a process may have; None where the system has no such limit."""
+    """Number of memory maps that a process may have; None if the system has no such limit."""
     return int(MAX_MAP_COUNT.read_text()) if MAX_MAP_COUNT.exists() else None
 
 
 def _limits() -> Iterator[Finding]:
-    """Bytes of weights that an embedded broker can keep: it holds each segment open, as one file and two mapped indexes.
+    """Check how many bytes of weights an embedded broker can retain: each segment needs one open file and two mapped indexes.
 
     "OS" in Kafka's operations guide; a broker without room for the next segment stops.
     """
@@ -338,6 +342,7 @@ def _broker(bootstrap: str) -> Finding:
 
 
 def _durability(bootstrap: str) -> Iterator[Finding]:
+    """Check for broker settings with which one lost broker loses acknowledged records."""
     try:
         log = connect(bootstrap, {}, notify=lambda _: None)
         try:
@@ -354,6 +359,7 @@ def _durability(bootstrap: str) -> Iterator[Finding]:
 
 
 def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
+    """Check that one of the addresses accepts connections; `do` returns the fix otherwise."""
     for address in bootstrap.split(","):
         host, _, port = address.strip().rpartition(":")
         try:

@@ -54,7 +54,7 @@ Notify = Callable[[str], None]
 
 
 def launch(config: Config, *, notify: Notify, live: bool, json_out: bool, run_id: str | None = None) -> int:
-    """Create a run and attend it to its end; returns the exit status."""
+    """Create a run and supervise it to its end; returns the exit status."""
     state_directory()  # fails now if nothing can be written
     checked = check(config, tell=lambda _name, _text: None, samples=False, notify=notify)
     log = connect(config.kafka.bootstrap, config.kafka.security, notify=notify)
@@ -65,7 +65,7 @@ def launch(config: Config, *, notify: Notify, live: bool, json_out: bool, run_id
 def resume(
     run: str, *, log: KafkaLog, notify: Notify, live: bool, json_out: bool, overrides: Sequence[str] = (), trust_code: bool = False
 ) -> int:
-    """Start the workers of an unfinished run; they continue from the log, with these overrides of its configuration.
+    """Start the workers of an unfinished run; they continue from the log, with these overrides of the configuration.
 
     Raises `ConfigError` for code that no key of this machine signed; with `trust_code` the run gets a key here.
     """
@@ -102,7 +102,7 @@ def attend(log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, 
 def watch(
     log: KafkaLog, record: RunRecord, config: Config, *, notify: Notify, live: bool, quiet: bool, screen: "NotebookScreen | None" = None
 ) -> int:
-    """Start a registered run's workers and wait until they have exited: 0, or 130 if it was stopped; `quiet` leaves stdout alone.
+    """Start a run's workers and wait for their exit; returns 0, or 130 if the run was stopped. `quiet` keeps stdout free.
 
     `screen` shows the live view if there is no terminal.
 
@@ -172,7 +172,7 @@ def watch(
 
 @contextlib.contextmanager
 def _only_one(lease: WriterLease) -> Iterator[None]:
-    """Hold the launcher's lease; raises `Fenced` while a launcher on another machine holds it."""
+    """In the block, hold the launcher's lease; raises `Fenced` while a launcher on another machine holds it."""
     lease.log.create_topics(control_topics_of(lease.run))
     lease.acquire().close()
     try:
@@ -204,7 +204,7 @@ class Watching:
         return self.supervisor.poll(view, now_s=now_s, reachable=reachable)
 
     def stop(self, *, status: str | None) -> None:
-        """Stop the workers and leave the last view on the screen, with this status if the log has none yet."""
+        """Stop the workers and leave the last view on the screen; `status` is shown if the log contains none yet."""
         away = not self.broker.up or self.view.outage_s > 0
         self.view.status = None if status is None else "stopping"
         try:
@@ -238,7 +238,7 @@ def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
 
 
 def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
-    """Set the registered status to stopped, unless the trainer has set another end."""
+    """Set the registered status to stopped, unless the trainer has already set another one."""
     try:
         now = find(log, record.run)
         if now is not None and now.status in ("created", "running"):
@@ -248,7 +248,7 @@ def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
 
 
 def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
-    """The exit status of a run whose workers have exited; sets its registered status if the trainer crashed before doing so."""
+    """Exit status of a run whose workers have exited; sets the registered status if a crashed trainer did not."""
     now, closed = find(log, record.run), view.view.closed
     status: Status = record.status if now is None else now.status
     if closed is not None and status not in ("finished", "failed"):

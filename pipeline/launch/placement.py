@@ -18,17 +18,18 @@ from penstock.pipeline.runtime.roles import ROLES
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Worker name -> GPU numbers, or identifiers as in CUDA_VISIBLE_DEVICES; None if nothing is placed."""
+    """GPUs of each worker by name, as numbers or identifiers as in CUDA_VISIBLE_DEVICES; None if GPUs are not assigned."""
 
     gpus: Mapping[str, tuple[str, ...]] | None
     time_shared: bool = False
     """True if the workers with GPUs share one of them alternately."""
 
     def environment(self, worker: str) -> dict[str, str]:
-        """Environment variables for a worker's process; a worker without GPUs of its own sees none."""
+        """Environment variables for a worker's process; a worker without assigned GPUs sees none."""
         return {} if self.gpus is None else {VISIBLE: ",".join(self.gpus.get(worker, ()))}
 
     def __str__(self) -> str:
+        """The placement in one line."""
         if self.gpus is None:
             return (
                 "trainer and rollout worker time-share the CPU" if self.time_shared else "GPUs are not assigned: every worker sees all GPUs"
@@ -43,7 +44,7 @@ NOT_PLACED = Placement(None)
 
 
 def place(config: Config, available: Sequence[str]) -> Placement:
-    """The trainer's GPUs first, then each rollout worker's, then the evaluator's. Raises `ConfigError` if there are too few.
+    """Assign GPUs to the trainer first, then to rollout workers, then to the evaluator. Raises `ConfigError` if there are too few.
 
     Example:
         str(place(config, ["0", "1", "2"]))  # trainer.gpus = 1, two workers with 1 each
@@ -78,7 +79,7 @@ def place(config: Config, available: Sequence[str]) -> Placement:
 
 
 def _by_turns(config: Config, available: Sequence[str]) -> Placement:
-    """The first GPU for trainer and rollout worker. Raises `ConfigError` if they request more than one."""
+    """Assign the first GPU to trainer and rollout worker together. Raises `ConfigError` if they request more than one."""
     requested = {"trainer.gpus": config.trainer.gpus, "rollout.gpus_per_worker": config.rollout.gpus_per_worker}
     if config.engine.gpus_key is not None:
         requested[config.engine.gpus_key] = config.engine.gpus(config.rollout.vllm)
@@ -90,13 +91,13 @@ def _by_turns(config: Config, available: Sequence[str]) -> Placement:
 
 
 def _or_by_turns(config: Config) -> str:
-    """The alternative if there is one GPU."""
+    """Text that suggests time-sharing, for a machine with one GPU."""
     backend = "" if BACKENDS[config.trainer.backend].sleeps else " and trainer.backend = 'torch'"
     return f"; or set launch.placement = 'colocated'{backend}: trainer and rollout worker time-share the GPU"
 
 
 def _check_parallel(config: Config) -> None:
-    """Check that an engine uses as many GPUs as its worker has. Raises `ConfigError`."""
+    """Raise `ConfigError` unless an engine uses as many GPUs as its worker has."""
     rollout, spread = config.rollout, config.engine.gpus(config.rollout.vllm)
     if rollout.gpus_per_worker and spread != rollout.gpus_per_worker:
         gpus, key = rollout.gpus_per_worker, config.engine.gpus_key
@@ -105,7 +106,7 @@ def _check_parallel(config: Config) -> None:
 
 
 def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int, trainer_threads: int) -> Mapping[str, tuple[int, ...]]:
-    """Worker name or role -> its cores; "" for the others. Empty if no core would remain for training.
+    """Worker name or role -> CPU cores; "" for all other workers. Empty if no core would remain for training.
 
     Example:
         cores_of([0, 1], rollout_workers=1, rollout_threads=1, trainer_threads=1)  # -> {"rollout-0": (0,), "trainer": (1,), "": (0, 1)}
@@ -121,7 +122,7 @@ def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int
 
 
 def pinning_of(config: Config) -> Mapping[str, tuple[int, ...]]:
-    """The cores of this machine's workers; empty where they are not pinned: `launch.pin = "off"`, GPUs, too few cores, no Linux."""
+    """CPU cores of each worker on this machine; empty unless they are pinned, as with GPUs or too few cores."""
     on_gpus = config.trainer.gpus or config.rollout.gpus_per_worker or (config.colocated and visible_gpus())
     if config.launch.pin == "off" or on_gpus or not hasattr(os, "sched_getaffinity"):
         return {}
@@ -135,7 +136,7 @@ def pinning_of(config: Config) -> Mapping[str, tuple[int, ...]]:
 
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts in the block run on these cores only; on all of its own if there are none.
+    """In the block, processes that this thread starts run on these cores only; an empty list changes nothing.
 
     They inherit the cores: a launcher of root has dropped the capability to set those of another process.
     """

@@ -23,7 +23,7 @@ Decision = Literal["start", "wait", "give-up"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """One unexpected end of a process."""
+    """One unexpected exit of a process."""
 
     at_s: float
     status: int
@@ -80,7 +80,7 @@ def decide(exits: Sequence[WorkerExit], *, now_s: float, rules: Rules, reachable
 
 
 def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool:
-    """True if a worker that was ready is to be restarted: it has neither reported for two stalls nor computed during the last one.
+    """True if a worker hangs and must be restarted: it has neither reported for two stall times nor used CPU time in the last one.
 
     One that computes is left alone, however long it takes: a step of a large model may last longer than any limit.
     """
@@ -102,7 +102,7 @@ def how(status: int) -> str:
 
 
 def failure_cause(exits: Sequence[WorkerExit], *, rules: Rules) -> str:
-    """The reason for the decision `give-up`, as the end of a sentence."""
+    """The reason why a process is not restarted, as the end of a sentence."""
     if exits[-1].status in (NO_RETRY, BROKEN):
         return "not restarted, because the cause would remain"
     if rules.restart == "never":

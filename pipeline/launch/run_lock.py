@@ -31,7 +31,7 @@ STOP_LIMIT_S = 30.0
 
 @contextlib.contextmanager
 def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]:
-    """Hold the lock of this run's only launcher on this machine; raises `PenstockError` while another one holds it.
+    """In the block, be the only launcher of this run on this machine; raises `PenstockError` while there is another one.
 
     Yields this launcher's token and that of the one before it on this machine, which has exited.
     """
@@ -51,17 +51,17 @@ def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]
 
 
 def note(directory: Path, workers: Mapping[str, Mapping[str, object]]) -> None:
-    """Write the list of worker processes atomically: name -> pid, start time, number of starts and tokens, each by name."""
+    """Write the list of worker processes atomically: name -> pid, start time, number of starts and tokens."""
     write_private(directory / PIDS, json.dumps({"launcher": os.getpid(), **workers}))
 
 
 def forget(directory: Path) -> None:
-    """Remove the list: no worker runs."""
+    """Remove the list of worker processes, because none runs."""
     (directory / PIDS).unlink(missing_ok=True)
 
 
 def end_leftovers(directory: Path, run: str, *, notify: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> dict[str, list[str]]:
-    """End the workers that a killed launcher of this run left; only for the lock's holder. Returns worker -> tokens, all ended."""
+    """End the workers that a killed launcher of this run left running; the caller must hold the lock. Returns worker -> tokens."""
     noted, tokens = _noted(directory)
     left = {name: process for name, pid in noted.items() if (process := _worker(pid, run)) is not None}
     if not left:
@@ -94,7 +94,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _noted(directory: Path) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Name -> pid and name -> tokens as last written, empty if unreadable: after a power cut the file may be incomplete."""
+    """Name -> pid and name -> tokens from the list; empty if it is unreadable, as it may be after a power cut."""
     try:
         table = json.loads((directory / PIDS).read_text(encoding="utf-8"))
         pids = {str(name): int(pid) for name, pid in table["workers"].items()}
@@ -119,7 +119,7 @@ UI_ADDRESS = "ui.address"
 
 
 def launcher_of(directory: Path) -> int | None:
-    """Process id of the launcher that attends the run of this folder; None without one."""
+    """Process id of the launcher of the run in this folder; None if there is none."""
     try:
         with (directory / LOCK).open("r", encoding="utf-8") as file:
             try:
@@ -132,7 +132,7 @@ def launcher_of(directory: Path) -> int | None:
 
 
 def attended_runs() -> list[str]:
-    """The runs that a launcher attends on this machine."""
+    """Runs that have a launcher on this machine."""
     return [folder.name for folder in run_folders() if launcher_of(folder) is not None]
 
 
@@ -143,7 +143,7 @@ def run_folders() -> list[Path]:
 
 
 def folder_of(text: str) -> Path:
-    """The folder of the run that an id, a unique prefix or `latest` names; needs no broker. Raises `ConfigError`."""
+    """Folder of a run by id, unique prefix or `latest`; needs no broker. Raises `ConfigError`."""
     folders = {path.name: path for path in run_folders()}
     if text == "latest":
         own = own_runs()
@@ -158,7 +158,7 @@ def folder_of(text: str) -> Path:
 
 
 def request_stop(directory: Path, *, wait_s: float, requested: Callable[[], None] = lambda: None) -> bool:
-    """Send the launcher of this folder SIGTERM, then call `requested`; True once it has exited. Raises `ConfigError` without a launcher."""
+    """Send SIGTERM to the launcher of this folder, then call `requested`; True once it has exited. Raises `ConfigError`."""
     process = launcher_of(directory)
     if process is None:
         raise ConfigError(f"run {directory.name} has no launcher on this machine")
@@ -182,7 +182,7 @@ def ui_address() -> str | None:
 
 
 def log_files(directory: Path, role: str | None) -> Sequence[Path]:
-    """The logs of a run's workers, or of those of a role. Raises `ConfigError` if there is none."""
+    """Log files of a run's workers, or of one role. Raises `ConfigError` if there are none."""
     files = sorted((directory / "logs").glob("*.log"))
     chosen = [file for file in files if role is None or file.stem == role or file.stem.rpartition("-")[0] == role]
     if not chosen:
@@ -197,7 +197,7 @@ _TIME = re.compile(r"(?:---- )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 
 
 def timed_lines(logs: Mapping[Path, bytes], *, count: int) -> list[tuple[Path, str]]:
-    """(log, line) of the last `count` lines of each log, in the order of their times; a line without a time follows the one before it."""
+    """(log, line) of the last `count` lines of each log, sorted by time; a line without a time follows its predecessor."""
     lines: list[tuple[str, Path, str]] = []
     for file, text in logs.items():
         time_of = ""

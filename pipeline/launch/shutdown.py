@@ -22,7 +22,7 @@ SAME_KEY_S = 0.1
 
 @contextlib.contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """The event that the first signal sets; a second one raises KeyboardInterrupt in the main thread.
+    """In the block, the first stop signal sets this event; a second one raises KeyboardInterrupt in the main thread.
 
     A signal that the parent process had set to be ignored (`nohup`, `&` in a script) stays ignored.
     """
@@ -51,7 +51,7 @@ def stop_requested() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Discard output to stdout and stderr, instead of raising, once their terminal or pipe is closed."""
+    """In the block, discard output instead of raising once the terminal or pipe of stdout and stderr is closed."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
     try:
@@ -61,7 +61,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a stream to the null device: what it has buffered would fail again when the interpreter ends."""
+    """Redirect a stream to the null device, because its buffered text would fail again when the interpreter exits."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, stream.fileno())

@@ -28,7 +28,7 @@ UNBLOCK_AFTER_S = 20.0
 
 @dataclass(slots=True)
 class Watchdog:
-    """Remembers when a run last advanced; driven by its owner's loop."""
+    """Tracks when a run last made progress; the launcher calls `check` in a loop."""
 
     log: Log
     stall_s: float
@@ -42,7 +42,7 @@ class Watchdog:
     _notified: Stuck | None = None
 
     def check(self, view: RunView, *, silent: Mapping[str, float], outage_s: float, notes: Mapping[str, str]) -> None:
-        """Report if the run has not advanced for too long."""
+        """Report what is stuck if the run has not made progress for too long."""
         now_s = time.monotonic()
         if view.moved_ms != self._moved_ms:
             if self._notified is not None:
@@ -63,7 +63,7 @@ class Watchdog:
 
 
 def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
-    """Write the missing end markers of transactions in a run's topics, if their decision is recorded."""
+    """Write the missing end markers of transactions in a run's topics, if the decision on each is recorded."""
     try:
         for transaction in log.hanging(log.topics(f"{run}.")):
             if transaction.committed is None:
@@ -92,7 +92,7 @@ def describe(stuck: Stuck, *, still_s: float) -> str:
 
 
 def _samples(log: Log, run: str, group: int, partition: int) -> Generated:
-    """The samples of a group without an outcome: its scorer's committed offset is before them."""
+    """Samples of a group without an outcome, from the scorer's committed offset on."""
     partition_read = (f"{run}.rollouts", partition)
     tail = log.tail({partition_read: "earliest"}, group=f"{run}.scorer")
     try:

@@ -40,7 +40,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason a run cannot continue: one line, and the last output of the worker that failed."""
+    """The reason why a run cannot continue: one line, and the last output of the worker that failed."""
 
     line: str
     last_words: str = ""
@@ -102,7 +102,7 @@ class Supervisor:
         return None
 
     def kill_hung(self, silent: Mapping[str, float], *, now_s: float, stall_s: float, reachable: bool) -> None:
-        """Kill workers that neither report nor compute although they could; they are restarted like crashed ones."""
+        """Kill workers that neither report nor use CPU time although they could; they are restarted like crashed workers."""
         if self._rules.restart == "never":
             return
         for worker in self.workers:
@@ -114,7 +114,7 @@ class Supervisor:
                 worker.signal(signal.SIGKILL, group=True)
 
     def notes(self, *, now_s: float) -> dict[str, str]:
-        """State that is not in the log, by worker: crashed and waiting for a restart, or restarted and not ready yet."""
+        """Worker -> state that the log does not contain: crashed and waiting for a restart, or restarted and not ready."""
         states = {}
         for worker in self.workers:
             if worker.exited:
@@ -144,6 +144,7 @@ class Supervisor:
             run_lock.forget(self.directory)
 
     def _await(self, running: list[Worker], *, limit_s: float, labels: Callable[[], Mapping[str, Mapping[str, str]]]) -> None:
+        """Wait for the exit of these workers and print their progress; kill those that report nothing new for `limit_s`."""
         reported: dict[str, str] = {}
         started = news = time.monotonic()
         while left := [worker for worker in running if worker.status is None]:
@@ -170,6 +171,7 @@ class Supervisor:
         return Rules(restart=self.config.run.restart, max_restarts=self.config.run.max_restarts)
 
     def _on_exit(self, worker: Worker, status: int, *, now_s: float, moved: int, reachable: bool) -> Failure | None:
+        """Record an exit and decide about a restart; a `Failure` if a required worker is not restarted."""
         if not worker.exited:
             worker.on_exit(status, now_s=now_s, moved=moved, excused=not reachable)
         decision = restart_policy.decide(worker.exits, now_s=now_s, rules=self._rules, reachable=reachable)
@@ -188,7 +190,7 @@ class Supervisor:
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:
-        """A `Failure` once a worker has exited without an error for `LEFT_LIMIT_S`: the run might wait for it forever."""
+        """A `Failure` if a worker exited without an error `LEFT_LIMIT_S` ago, because the run might wait for it forever."""
         if worker.left_s is None:
             worker.left_s = now_s
         if now_s - worker.left_s <= LEFT_LIMIT_S:
@@ -207,6 +209,7 @@ class Supervisor:
         run_lock.note(self.directory, {key: {worker.name: getattr(worker, name) for worker in rows} for key, name in columns.items()})
 
     def _worker(self, role: str, slot: int) -> Worker:
+        """A worker with its command, environment variables and log file."""
         config = self.config
         name = ROLES[role].worker(slot)
         environment = {

@@ -24,7 +24,7 @@ LAST_WORDS = 12
 
 @dataclass(slots=True)
 class Worker:
-    """A worker whose process may be replaced."""
+    """A worker of this machine, across restarts of its process."""
 
     role: str
     name: str
@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id of its newest process."""
+        """Process id of the newest process."""
         assert self.process is not None
         return self.process.pid
 
@@ -61,12 +61,12 @@ class Worker:
         return None if self.process is None else self.process.poll()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of its newest process. Raises `subprocess.TimeoutExpired`."""
+        """Wait for the exit of the newest process. Raises `subprocess.TimeoutExpired`."""
         assert self.process is not None
         self.process.wait(timeout_s)
 
     def start(self, *, moved: int) -> None:
-        """Start its process; a line in its log keeps it apart from the one before. `moved` counts the run's progress so far."""
+        """Start a process, after a separating line in the log. `moved` counts the run's progress so far."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.starts += 1
         ended = ",".join(self.tokens)
@@ -88,23 +88,23 @@ class Worker:
         self.started_s, self._ready_s, self.exited, self._moved = time.time(), None, False, moved
 
     def on_report(self, view: WorkerView | None, *, now_s: float) -> None:
-        """Record from its own report when its process became ready."""
+        """Record from the worker's report when its process became ready."""
         if self._ready_s is None and self.process is not None and view is not None:
             ready = "startup_s" in view.values and view.labels.get("pid") == str(self.pid)
             self._ready_s = now_s if ready else None
 
     def on_exit(self, status: int, *, now_s: float, moved: int, excused: bool) -> None:
-        """Append the exit of its process to `exits`."""
+        """Append the exit of the process to `exits`."""
         progress = self.served_s(now_s) >= restart_policy.HEALTHY_S and moved > self._moved
         self.exits.append(WorkerExit(at_s=now_s, status=status, progress=progress, excused=excused))
         self.exited = True
 
     def served_s(self, now_s: float) -> float:
-        """Seconds since its process became ready, 0.0 before."""
+        """Seconds since the process became ready; 0.0 before."""
         return 0.0 if self._ready_s is None else now_s - self._ready_s
 
     def cpu_share(self, *, now_s: float, over_s: float) -> float | None:
-        """CPU time of its process and that process's children, per second since the first call; None before `over_s`."""
+        """CPU time of the process and its children, per second since the first call; None before `over_s`."""
         try:
             process = psutil.Process(self.pid)
             times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
@@ -121,17 +121,17 @@ class Worker:
         self._share_since = None
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
-        """Send its process a signal, or with `group` everything that the process has started."""
+        """Send a signal to the process, or with `group` to everything that it has started."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def last_words(self) -> str:
-        """The last lines its newest process wrote."""
+        """The last lines that the newest process wrote."""
         return "\n".join(f"  | {line}" for line in self._lines()[-LAST_WORDS:])
 
     def cause(self) -> str:
-        """The line of its log with the cause of its failure, or the last line."""
+        """The line of the log with the cause of the failure, or the last line."""
         lines, prefix = self._lines(), f"penstock: {self.role}: "
         causes = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
         return (causes or lines or [""])[-1]

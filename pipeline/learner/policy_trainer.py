@@ -194,7 +194,7 @@ class PolicyTrainer:
         self.steps_done, self._proximal = 0, None
 
     def _take_snapshot(self) -> None:
-        """Make the weights at the start of the current version the proximal policy: the current ones at its first step, then the published."""
+        """Make the weights at the start of the current version the proximal policy; they are read from the log after its first step."""
         per_version = self.config.schedule.steps_per_version
         version = rules.version_after(self.steps_done, steps_per_version=per_version)
         if version == self._proximal:

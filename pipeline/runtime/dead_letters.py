@@ -34,7 +34,7 @@ _SIZE = mmap.PAGESIZE
 
 
 class Attempts:
-    """Records in a with block which record is being decoded; for one thread, not to be nested.
+    """In a block, stores which record is being decoded, so that a crash can be attributed to it; for one thread, not nested.
 
     Example:
         with attempts.reading(record):  # raises Unusable for a poison record
@@ -42,7 +42,7 @@ class Attempts:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Load the previous process's state at `path`; with None, or a path that is not writable, nothing is stored."""
+        """Load the state of the previous process from `path`; nothing is stored if it is None or not writable."""
         self.crashes: dict[RecordId, int] = {}
         """Record -> number of crashes while it was being decoded."""
         self._counts = path.with_name(f"{path.name}.json") if path else None
@@ -52,13 +52,14 @@ class Attempts:
         self._load()
 
     def reading(self, record: Record) -> "Attempts":
-        """Select the record that the block decodes. Raises `Unusable` for a poison record."""
+        """Select the record to decode in the block. Raises `Unusable` for a poison record."""
         if self.crashes:
             self._refuse(record)
         self._record = record
         return self
 
     def __enter__(self) -> None:
+        """Store which record is being decoded."""
         page, record = self._page, self._record
         assert record is not None
         if record.topic != self._topic:
@@ -85,6 +86,7 @@ class Attempts:
             raise Unusable(f"{count} processes of this worker crashed while decoding the record", kind=POISON)
 
     def _load(self) -> None:
+        """Load the number of crashes by record, and count the record that the previous process did not finish."""
         if self._counts is not None:
             with suppress(OSError, ValueError, TypeError):  # only a count is lost
                 self.crashes = {
@@ -109,7 +111,7 @@ class Attempts:
 
 
 def _page(path: Path | None) -> mmap.mmap:
-    """A page of the file, or of anonymous memory if the file cannot be opened: then it ends with the process."""
+    """A memory-mapped page of the file; if that cannot be opened, memory that is lost with the process."""
     if path is None:
         return mmap.mmap(-1, _SIZE)
     try:
@@ -128,7 +130,7 @@ def _page(path: Path | None) -> mmap.mmap:
 
 @dataclass(slots=True)
 class DeadLetters:
-    """Writes one worker's dead letters and guards its decoding."""
+    """Writes dead letters of one worker, and guards its decoding against poison records."""
 
     log: Log
     reporter: Reporter
@@ -137,7 +139,7 @@ class DeadLetters:
     _attempts: Attempts | None = field(default=None, repr=False)
 
     def write(self, record: Record, error: Unusable) -> None:
-        """Write a dead letter about a record, unless there is one."""
+        """Write a dead letter about a record, unless one exists."""
         if not self._read:
             self._written |= self._read_written()
             self._read = True
@@ -160,7 +162,7 @@ class DeadLetters:
 
     @contextlib.contextmanager
     def decoding(self, record: Record) -> Iterator[None]:
-        """A block that decodes a record: its CPU time is counted, and a record whose decoding crashes the process is remembered.
+        """Decode a record in this block: CPU time is counted, and a record that crashes the process is remembered.
 
         Raises `Unusable` for a record that has crashed this worker too often, after writing the dead letter, for any topic.
         """
@@ -180,14 +182,14 @@ class DeadLetters:
             self._attempts.close()
 
     def _open_attempts(self) -> Attempts:
-        """The record that the previous process of this worker's name was decoding when it crashed; stored on this machine."""
+        """The guard with the state that the previous process of this worker stored on this machine."""
         try:
             return Attempts(run_directory(self.reporter.run) / "attempts" / self.reporter.worker)
         except BrokerError:  # no directory to write to: no record is skipped then
             return Attempts(None)
 
     def _read_written(self) -> set[RecordId]:
-        """Records with a dead letter; only a readable one counts, as any client may write a key."""
+        """Records that have a readable dead letter; keys alone do not count, because any client may write one."""
         partition = f"{self.reporter.run}.dead-letters", 0
         end = self.log.end_offsets([partition])[partition]
         tail = self.log.tail({partition: "earliest"})

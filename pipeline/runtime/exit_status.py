@@ -12,7 +12,7 @@ MISTAKES = (ConfigError, DataError, NewerSchema)
 
 
 def exit_status(error: BaseException) -> int:
-    """FAILED if a restart may help after this error, else NO_RETRY or BROKEN."""
+    """Exit status for an error: FAILED if a restart may help, otherwise NO_RETRY or BROKEN."""
     if isinstance(error, BrokenReward):
         return BROKEN
     return NO_RETRY if isinstance(error, (Unrecoverable, Fenced, *MISTAKES)) else FAILED

@@ -28,7 +28,7 @@ _LOADING = threading.Lock()
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Turn settings that an engine or a backend refuses into `ConfigError`."""
+    """In the block, turn the rejection of settings by an engine or a backend into `ConfigError`."""
     try:
         yield
     except ValueError as error:
@@ -36,7 +36,7 @@ def _mistakes() -> Iterator[None]:
 
 
 def check_engine(config: Config) -> None:
-    """Refuse an engine that cannot be opened on this machine, without opening it. Raises `ConfigError`."""
+    """Raise `ConfigError` if the engine cannot be opened on this machine; does not open it."""
     settings = _settings_of(config, sleeps=config.colocated)
     if config.trainer.gpus and not config.rollout.gpus_per_worker and not config.colocated and settings.device == "auto":
         settings = replace(settings, device="cpu")  # the trainer has all GPUs that the run has
@@ -82,6 +82,7 @@ def template_for(config: Config) -> Template:
 
 
 def _settings_of(config: Config, *, sleeps: bool) -> EngineSettings:
+    """The engine's settings from the configuration."""
     rollout = config.rollout
     completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(
@@ -128,7 +129,7 @@ def open_device(config: Config, run: str) -> SharedDevice | None:
 
 
 def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:
-    """The run's checkpoints, None if it writes none; `to_read` ignores the one being written. Raises `CheckpointError`."""
+    """The checkpoints of a run; None if it writes none. `to_read` ignores an unfinished one. Raises `CheckpointError`."""
     chosen = config.trainer
     if not chosen.checkpoint_every:
         return None

@@ -35,13 +35,13 @@ def new_token() -> str:
 
 
 def process_token() -> str:
-    """This process's token: the one from its launcher, else a new one."""
+    """Identity of this process: the token from its launcher, or a new one."""
     return os.environ.get(TOKEN) or new_token()
 
 
 @dataclass(slots=True, kw_only=True)
 class WriterLease:
-    """Exclusive right of one process to write as `writer`."""
+    """The exclusive right of one process to write as `writer`."""
 
     log: Log
     run: str
@@ -99,7 +99,7 @@ class WriterLease:
             raise Fenced(f"another process, on {owner.host}, now writes as {self.run}.{self.writer}: this process must stop")
 
     def release(self) -> None:
-        """Record that this process has ended, even if it lost the lease: a successor need not wait."""
+        """Record that this process has ended, so that a successor need not wait; also if the lease was lost."""
         self._left.set()
         if self._producer is not None:
             with contextlib.suppress(PenstockError):  # without it the successor only waits
@@ -112,7 +112,7 @@ class WriterLease:
         return control_topic(self.run, self.writer.partition("-")[0])
 
     def _await_silence(self, tail: Tail) -> None:
-        """Return once no other process sends heartbeats. Raises `Fenced` as soon as one does."""
+        """Return once no other process has sent heartbeats for `watch_s`. Raises `Fenced` as soon as one does."""
         owner, gone = None, set(self.ended)
         for claim in self._read(tail.read_to_end()):
             owner = claim if claim.kind == "taken" else owner

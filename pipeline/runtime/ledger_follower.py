@@ -66,6 +66,7 @@ class LedgerState:
         return self._apply_entry(item) if isinstance(item, Entry) else self._apply_manifest(item)
 
     def _apply_entry(self, entry: Entry) -> Entry | None:
+        """Apply a ledger entry; None if it was applied before. Raises `Unusable` after a gap."""
         if not ledger.continues(entry, after=self.last_seq):
             return None
         self.last_seq = entry.seq
@@ -82,6 +83,7 @@ class LedgerState:
         return entry
 
     def _apply_manifest(self, manifest: Manifest) -> Manifest | None:
+        """Apply a manifest; None if it was applied before. Raises `Unusable` after a gap."""
         if manifest.version <= self.newest_version:
             previous = self.manifests.get(manifest.version)
             if previous is None or previous == manifest or previous.digest != manifest.digest:
@@ -94,7 +96,7 @@ class LedgerState:
         return manifest
 
     def add(self, manifest: Manifest) -> None:
-        """Count a version as published, or update where its chunks are after they were sent again."""
+        """Count a version as published, or update the offsets of its chunks after they were sent again."""
         if (origin := self.manifests.get(0)) is not None and (manifest.names, manifest.shapes) == (origin.names, origin.shapes):
             dtypes = origin.dtypes if manifest.dtypes == origin.dtypes else manifest.dtypes  # all versions share the tuples
             manifest = replace(manifest, names=origin.names, dtypes=dtypes, shapes=origin.shapes)
@@ -113,7 +115,7 @@ class LedgerFollower:
     """
 
     def __init__(self, log: Log, run: str, state: LedgerState | None = None, starts: Mapping[Partition, Start] | None = None) -> None:
-        """`starts`: start offsets, if not the beginning, for a state that includes the records before.
+        """Follow from `starts`, by default the beginning; `state` includes the records before.
 
         Without a `state` only the newest manifests are retained.
         """
@@ -121,7 +123,7 @@ class LedgerFollower:
         self._tail: Tail = log.tail(starts or {(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
 
     def poll(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for new records and apply them."""
+        """Apply new records, waiting up to `timeout_s` for the first."""
         for record in self._tail.poll(timeout_s):
             self._apply(record)
 

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
-    """The command line of a worker, the only definition of its options. Raises `ConfigError`."""
+    """Parse a worker's command line; the only definition of its options. Raises `ConfigError`."""
     parser = _Parser(prog=prog, description="Run one worker of a run, anywhere that reaches the broker, until the run is over.")
     add = parser.add_argument
     add("role", metavar="ROLE", help=", ".join(ROLES))
@@ -177,6 +177,7 @@ def _log(
     notify: Callable[[str], None],
     stop: threading.Event,
 ) -> Log:
+    """Connect to the log, waiting up to `wait_s` for the broker. Raises `ConfigError` for an invalid address or setting."""
     from penstock.infra.kafka.log import KafkaLog, await_broker
 
     try:
@@ -186,7 +187,7 @@ def _log(
 
 
 def _failed(role: str, session: Session | None, error: BaseException, *, run: str, debug: bool) -> int:
-    """Print the cause, report it, and end without waiting for client threads that may be stuck."""
+    """Print and report the cause of a failure, and exit without waiting for client threads, which may hang."""
     if debug or os.environ.get("PENSTOCK_DEBUG"):
         traceback.print_exception(error)
     text = f"{error}. Check that the run was not started twice" if isinstance(error, Fenced) else str(error)

@@ -16,21 +16,21 @@ from typing import NamedTuple, TypeVar
 
 
 class RolloutOffsetMetadata(NamedTuple):
-    """The samples of a partition's unfinished prompts."""
+    """Offset at which the samples of a partition's unfinished prompts start."""
 
     rollouts: int
     """Offset in `rollouts` of the first sample of the prompts above the committed offset."""
 
 
 class CallOffsetMetadata(NamedTuple):
-    """The replies to a partition's unfinished calls."""
+    """Offset at which the replies to a partition's unfinished calls start."""
 
     replies: int
     """Offset in `replies` of the first reply to the calls above the committed offset."""
 
 
 class ScorerOffsetMetadata(NamedTuple):
-    """A partition's finished groups."""
+    """Finished groups of a partition."""
 
     below: int
     """Groups below this number have ended."""
@@ -58,7 +58,7 @@ def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetada
 
 
 def decode(kind: type[Note], text: str) -> Note | None:
-    """Metadata of a committed offset; None if missing or malformed."""
+    """Parse the metadata of a committed offset; None if it is missing or malformed."""
     try:
         fields = json.loads(text)
         numbers = [fields[name] for name in kind._fields]

@@ -17,7 +17,7 @@ Count = Callable[["Config"], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One kind of worker."""
+    """A kind of worker: its topics, rank in the order, and number of workers."""
 
     name: str
     does: str
@@ -51,7 +51,7 @@ class Role:
         return f"penstock.workers.{self.name}.worker"
 
     def worker(self, slot: int) -> str:
-        """The name of its worker number `slot`, as `rollout-1`."""
+        """Name of the worker with number `slot`, such as `rollout-1`."""
         return self.name if self.single else f"{self.name}-{slot}"
 
 
@@ -241,7 +241,7 @@ def generating_roles() -> list[str]:
 
 
 def as_table() -> list[dict[str, object]]:
-    """The DAG as plain data, for `penstock graph --json`."""
+    """The graph of roles and topics as plain data, for `penstock graph --json`."""
     return [
         {
             "role": role.name,
@@ -258,7 +258,7 @@ def as_table() -> list[dict[str, object]]:
 
 
 def as_text() -> str:
-    """The DAG for a terminal: a paragraph per role, then who writes and reads each topic."""
+    """The graph for a terminal: a paragraph per role, then the writers and readers of each topic."""
     lines: list[str] = []
     for role in ROLES.values():
         lines.append(f"{role.name} ({'one' if role.single else 'any number'}): {role.does}")
@@ -288,7 +288,7 @@ _READERS = {
 
 
 def as_mermaid() -> str:
-    """The DAG as a Mermaid flow chart: roles are boxes, topics are cylinders; reports of every role are left out."""
+    """The graph as a Mermaid flow chart: roles are boxes, topics are cylinders; topics that every role reports to are omitted."""
     lines = ["flowchart LR"]
     lines += [f"    {role.name}[{role.name}]" for role in ROLES.values()]
     shown = [topic for topic in TOPICS if topic not in ("dead-letters", *catalogue.CONTROL, catalogue.STATE)]
@@ -314,7 +314,7 @@ LAUNCHER, READER = "launcher", "reader"
 
 @dataclass(frozen=True, slots=True, order=True)
 class AclRule:
-    """One operation that a user may do on one resource: reading and writing imply DESCRIBE, an idempotent producer needs none."""
+    """An operation that a user may perform on a resource; READ and WRITE imply DESCRIBE, an idempotent producer needs no other."""
 
     resource: str
     """topic, group or transactional-id."""
@@ -338,7 +338,7 @@ def _acl_rules_of(role: Role, run: str) -> list[AclRule]:
 
 
 def acl_rules(run: str) -> dict[str, list[AclRule]]:
-    """The rules of every role, of who launches, and of who looks."""
+    """The rules of every role, of users who launch a run, and of users who inspect one."""
     own = f"{run}."
     looks = [AclRule("topic", own, "prefixed", "READ"), AclRule("topic", catalogue.RUNS_TOPIC, "literal", "READ")]
     # librdkafka, which exports and audits, describes its group although it joins none.
@@ -352,7 +352,7 @@ def acl_rules(run: str) -> dict[str, list[AclRule]]:
 
 
 def as_acl_command(rule: AclRule, *, user: str) -> str:
-    """The arguments of Kafka's own tool that add a rule."""
+    """The command of Kafka's own tool that adds a rule."""
     name = f"--{rule.resource} '{rule.name}' --resource-pattern-type {rule.pattern}"
     return f"kafka-acls.sh --add --allow-principal 'User:{user}' --operation {rule.operation} {name}"
 

@@ -21,7 +21,7 @@ _TRAJECTORY = ("segments", "turns", "messages", "environment", "environment_vers
 
 
 def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_ids: Sequence[int]) -> GroupRequest:
-    """These samples of a prompt's group, with the run's sampling settings and seed."""
+    """Request for these samples of a prompt's group, with the run's sampling settings and seed."""
     chosen = config.sampling_for(source_of(prompt.columns))
     sampling = Sampling(
         temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens,
@@ -38,13 +38,13 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
 
 
 def episode_request(request: GroupRequest, *, text: str, messages: str | None, columns: Mapping[str, Any]) -> EpisodeRequest:
-    """The same group as episodes, in an environment that gets the row's columns."""
+    """The same request as episodes of an environment, which receives the row's columns."""
     fields = {name: getattr(request, name) for name in GroupRequest.__dataclass_fields__}
     return EpisodeRequest(**fields, prompt=text, messages=messages, row=columns)
 
 
 def source_of(columns: str) -> str | None:
-    """The source of a mixture's prompt, from its columns as JSON; None if there is one source."""
+    """The source of a prompt in a mixture, from its columns as JSON; None if there is only one source."""
     if f'"{SOURCE_COLUMN}"' not in columns:
         return None
     source: str | None = json.loads(columns).get(SOURCE_COLUMN)
@@ -52,7 +52,7 @@ def source_of(columns: str) -> str | None:
 
 
 def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str, oldest_trained: int = 0) -> Rollout:
-    """One sample as a record; tokens of versions below `oldest_trained` are masked out of the loss."""
+    """Convert a completion to a sample; tokens of versions below `oldest_trained` are masked out of the loss."""
     spans = completion.spans
     versions = np.array([span.version for span in spans], np.int32)
     starts = np.array([span.start for span in spans], np.int32)

@@ -30,7 +30,7 @@ from penstock.topics.runs import RunRecord
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One worker's connection to its run."""
+    """A worker's connection to its run: name, configuration, log, producer and reporter."""
 
     run: str
     role: str
@@ -71,7 +71,7 @@ class Session:
 
     @property
     def pools(self) -> Pools | None:
-        """Partitions that this worker and its pool may own; None without pools."""
+        """Pools by partition, for this worker; None if the run has no pools."""
         return None if self.pool is None else Pools(own=self.pool, by_partition=self.config.pools_by_partition)
 
     def topic(self, name: str) -> str:
@@ -94,12 +94,12 @@ class Session:
         return self._lease.acquire()
 
     def require_lease(self) -> None:
-        """Raise `Fenced` if another process has acquired this worker's lease, whose records would else look foreign."""
+        """Raise `Fenced` if another process has acquired this worker's lease; its records would otherwise look foreign."""
         if self._lease is not None:
             self._lease.require_held()
 
     def check_model(self) -> None:
-        """Refuse a model directory whose tokenizer, template or stop ids are not those the run was created with."""
+        """Raise `ConfigError` if tokenizer, template or stop ids in the model directory differ from those of the run."""
         path = self.config.model.path
         if dict(digests(path, chat_template=self.config.data.chat_template)) != self.info["digests"]:
             raise ConfigError(
@@ -179,14 +179,14 @@ def join(
 
 
 def _is_made(log: Log, registered: Registration) -> bool:
-    """True if the run is registered, or made by an earlier release: any client may write a status for a run that does not exist."""
+    """True if the run is registered or comes from an earlier release: any client may write a status for a run that does not exist."""
     if registered.record is None:
         return False
     return registered.own or log.partitions(topic_name(registered.run, "ledger")) is not None
 
 
 def pool_of_worker(config: Config, *, role: str, worker: str, requested: str | None) -> str | None:
-    """The pool that a worker is in: the requested one, else that of its number; None without pools. Raises `ConfigError`."""
+    """The pool of a worker: the requested one, or by the worker's number; None without pools. Raises `ConfigError`."""
     names = ", ".join(config.rollout.pools)
     if role != "rollout" or not names:
         if requested is not None:
@@ -201,7 +201,7 @@ def pool_of_worker(config: Config, *, role: str, worker: str, requested: str | N
 
 
 def stop_on_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set the event; a second one ends the process at once."""
+    """Let SIGTERM and SIGINT set the event; a second signal ends the process at once."""
 
     requested: list[int] = []
 

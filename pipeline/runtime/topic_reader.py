@@ -46,7 +46,7 @@ Decoder = Callable[..., tuple[Headers, Payload]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read(Generic[Payload]):
-    """The content of one record, or of all parts of one group."""
+    """The content of one record, or of all parts of a group, or the reason why it is unusable."""
 
     records: tuple[Record, ...]
     headers: Headers | None = None
@@ -59,7 +59,7 @@ class Read(Generic[Payload]):
 
     @property
     def record(self) -> Record:
-        """The only record, or that of the first part."""
+        """The record, or the first of a group's parts."""
         return self.records[0]
 
 
@@ -75,14 +75,14 @@ class RunReader:
         self._alive, self._earlier = alive, ends
 
     def entries(self) -> Iterator[Entry]:
-        """The ledger without repetitions and without entries beyond a gap."""
+        """The ledger's entries, without repeated ones and without those after a gap."""
         return (item for item in self.history(LedgerState(self.run), topics=("ledger",)) if isinstance(item, Entry))
 
     def manifests(self) -> Iterator[Manifest]:
         return (item for item in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(item, Manifest))
 
     def history(self, ledger_state: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
-        """Every ledger entry and manifest, each applied to `ledger_state`."""
+        """Every ledger entry and manifest, after applying it to `ledger_state`."""
         for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):
             with contextlib.suppress(Unusable):
                 if record.id not in self.poison and (item := ledger_state.apply(record)) is not None:
@@ -184,7 +184,7 @@ class RunReader:
 
     @cached_property
     def poison(self) -> frozenset[RecordId]:
-        """Records that have crashed the processes which decoded them."""
+        """Records that crashed the processes which decoded them."""
         payloads = (read.payload for read in self.dead_letters() if read.payload is not None)
         return frozenset(dead_letter.record_id for dead_letter in payloads if dead_letter.kind == POISON)
 
@@ -205,7 +205,7 @@ class RunReader:
         partitions: Sequence[int] | None,
         since: Mapping[Partition, int] | None = None,
     ) -> Iterator[Read[Any]]:
-        """Records with their headers, or with the reason why those are invalid; none of groups outside `only`."""
+        """Records with their headers, or with the reason why those are invalid; skips groups outside `only`."""
         claims = None if only is None else {b"%d" % group for group in only}
         for record in self.records(topic, partitions=partitions, since=since):
             if claims is not None and not _claims(record, claims):
@@ -219,6 +219,7 @@ class RunReader:
                 yield Read(records=(record,), headers=headers)
 
     def _decoded(self, read: Read[Any], decoder: Decoder[Payload] | None) -> Read[Payload]:
+        """Decode the payload of a record, unless it is a poison record."""
         if decoder is None:
             return read
         if not self.poison.isdisjoint(record.id for record in read.records):
@@ -230,7 +231,7 @@ class RunReader:
 
 
 def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:
-    """The records that retention has deleted from these Kafka topics, a line for each partition, or for that one."""
+    """Describe what retention has deleted from these Kafka topics, one line per partition; with `partition` only that one."""
     partitions = [at for name in names for at in _partitions(log, name) if partition in (None, at[1])]
     first_offsets = log.beginning_offsets(partitions)
     return [
@@ -241,7 +242,7 @@ def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:
 
 
 def scan(log: Log, *names: str, since: Mapping[Partition, int] = _ALL) -> Iterator[Record]:
-    """Every retained record of these Kafka topics from `since` up to the current end offsets; none of a topic that does not exist."""
+    """Every retained record of these Kafka topics from `since` to the current end offsets; nothing for a missing topic."""
     return _up_to(log, log.end_offsets([at for name in names for at in _partitions(log, name)]), since=since)
 
 
@@ -259,7 +260,7 @@ def between(log: Log, at: Partition, start: int, end: int, *, fetch_bytes: int |
 def drain(
     tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
 ) -> Iterator[Record]:
-    """The records of an open tail until it has passed these ends. Raises `LogError` after `silence_s` without a record."""
+    """Records of an open tail until it reaches these end offsets. Raises `LogError` after `silence_s` without a record."""
     behind, silent_s = [at for at, end in ends.items() if tail.position(at) < end], 0.0
     while behind:
         alive()
@@ -283,6 +284,7 @@ def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> 
 def _up_to(
     log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None, since: Mapping[Partition, int] = _ALL
 ) -> Iterator[Record]:
+    """Records from `since`, or the first retained one, up to these end offsets."""
     first_offsets = {at: max(start, since.get(at, start)) for at, start in log.beginning_offsets(ends).items()}
     starts: dict[Partition, Start] = {at: start for at, start in first_offsets.items() if start < ends[at]}
     if not starts:

@@ -24,7 +24,7 @@ from penstock.topics.runs import RunRecord
 
 
 def code_digests(config: Config) -> dict[str, str]:
-    """Key and name of a user's environment, loss and advantage, and of the evaluation's own rewards -> SHA-256 of the source."""
+    """SHA-256 of the source of each user function, by key and name: environment, loss, advantage, and reward functions of evaluation."""
     algorithm = config.algorithm
     own = {"environment.source": config.environment.source, "algorithm.loss": algorithm.loss, "algorithm.advantage": algorithm.advantage}
     plain = {key: split_options(name)[0] for key, name in own.items() if name}
@@ -33,7 +33,7 @@ def code_digests(config: Config) -> dict[str, str]:
 
 
 def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> RunRecord:
-    """The record of a run that is resumed, with what has changed since it was written; each change is logged.
+    """The record of a resumed run with what has changed since it was written; each change is logged.
 
     Raises:
         ConfigError: other rows, which `data.on_change` does not accept, or none.
@@ -57,7 +57,7 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
 
 
 def require_same(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> None:
-    """Compare a run with the configuration from which it would be created now; changes nothing.
+    """Compare a run with the configuration from which it would now be created; changes nothing.
 
     Keys that a resumed run may change keep the run's values, and `notify` gets them; the address of the broker is not compared.
 
@@ -88,7 +88,7 @@ def _may_change(key: str) -> bool:
 
 
 def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset]]:
-    """The data sets of training and evaluation."""
+    """Open the data sets of training and evaluation."""
     try:
         return open_data(config).sources, open_eval_data(config)
     except ConfigError:
@@ -98,7 +98,7 @@ def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset
 
 
 def _made_of(config: Config, data: Mapping[str, Dataset], held_out: Mapping[str, Dataset]) -> dict[str, Any]:
-    """The part of a run's info with the digests of its data and code."""
+    """Digests of a run's data and code, as in its info."""
     return {
         "data": [
             *described(config.data_sources, data, context="training"),
@@ -120,7 +120,7 @@ def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[s
 
 
 def _named(info: Mapping[str, Any]) -> dict[str, str]:
-    """Data set or code of a run -> its digest."""
+    """Digest of each data set and user function of a run, by name."""
     rows: Sequence[Mapping[str, Any]] = info.get("data", ())
     return {
         **{f"{'data' if row['context'] == 'training' else 'eval'}.source {row['source']}": row["digest"] for row in rows},

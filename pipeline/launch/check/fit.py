@@ -78,13 +78,13 @@ def _each(workers: Sequence[Estimate], counts: Mapping[str, int], where: str) ->
 
 
 def _cached(config: Config) -> bool:
-    """True if the engine fills its share of a GPU with its cache."""
+    """True if the engine fills the rest of its share of GPU memory with a KV cache."""
     return config.rollout.engine == "vllm" and config.rollout.device != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory of one GPU that workers need, and how much of it they may take."""
+    """Memory that workers need on one GPU, and the limit of what they may use."""
 
     who: str
     parts: Mapping[str, int]
@@ -93,7 +93,7 @@ class Need:
 
     @property
     def share(self) -> float:
-        """Needed memory by the limit."""
+        """Needed memory divided by the limit."""
         return sum(self.parts.values()) / self.limit
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Need:
 
 
 def exceeded(config: Config, shape: Shape, memory: Sequence[int], *, share: float = FULL, rows: int = 1) -> Need | None:
-    """The need that exceeds a GPU's memory most; None if all fit. The cache of vLLM has to hold `rows` samples of maximum length."""
+    """The need that exceeds a GPU's memory most; None if all fit. vLLM's cache must hold `rows` samples of maximum length."""
     workers = {each.role: each for each in estimates(config, shape, gpu=True)}
     trainer, engine = dict(workers["trainer"].on_gpu), dict(workers["rollout"].on_gpu)
     first, taken = config.trainer.gpus, share
@@ -127,7 +127,7 @@ def exceeded(config: Config, shape: Shape, memory: Sequence[int], *, share: floa
 
 
 def _variants(config: Config, shape: Shape, gpus: int) -> Iterator[Config]:
-    """The configuration on so many GPUs: each division between trainer and engines, and each way of training that saves memory."""
+    """The configuration on `gpus` GPUs: each division between trainer and engines, and each way to save memory in training."""
     for divided in _divided(config, shape, gpus):
         own, processes = divided.trainer, divided.trainer.processes
         ways: list[dict[str, Any]] = [{}, {"backend": "torch", "offload": "none", "deepspeed_config": {}}]
@@ -142,7 +142,7 @@ def _variants(config: Config, shape: Shape, gpus: int) -> Iterator[Config]:
 
 
 def _divided(config: Config, shape: Shape, gpus: int) -> Iterator[Config]:
-    """The configuration as it is, then with each number of GPUs for the trainer and for an engine that leaves none idle."""
+    """The configuration unchanged, then with each division of the GPUs between trainer and engines that leaves none idle."""
     yield config
     if gpus == 1 or config.colocated:
         return
@@ -159,7 +159,7 @@ def _divided(config: Config, shape: Shape, gpus: int) -> Iterator[Config]:
 
 
 def _advice(config: Config, shape: Shape, memory: Sequence[int]) -> str:
-    """The smallest change of a configuration with which it fits."""
+    """The smallest change with which the configuration fits, as text."""
     fitting = [variant for variant in _variants(config, shape, len(memory)) if exceeded(variant, shape, memory) is None]
     if not fitting:
         return "no setting fits on these GPUs: use a smaller model, or GPUs with more memory"
@@ -168,12 +168,12 @@ def _advice(config: Config, shape: Shape, memory: Sequence[int]) -> str:
 
 
 def _weight(changes: Mapping[str, Any]) -> int:
-    """Size of a change: its keys; adapters are another kind of training."""
+    """Size of a change: number of keys, more if it trains adapters instead of all weights."""
     return len(changes) + 4 * ("trainer.lora_rank" in changes)
 
 
 def _changes(config: Config, other: Config) -> dict[str, Any]:
-    """Dotted key -> value of another configuration where it differs in the sections of trainer and rollout."""
+    """Keys of trainer and rollout with another value in `other` -> that value."""
     changed: dict[str, Any] = {}
     for section in ("trainer", "rollout"):
         before, after = getattr(config, section).model_dump(), getattr(other, section).model_dump()
@@ -185,7 +185,7 @@ def _changes(config: Config, other: Config) -> dict[str, Any]:
 
 
 def proposals(config: Config, shape: Shape, memory: Sequence[int]) -> dict[tuple[int, int], Config]:
-    """(GPUs of the trainer, GPUs of an engine) -> the fastest configuration that fits, adapters only if nothing else does.
+    """(GPUs of the trainer, GPUs per engine) -> the fastest configuration that fits; with adapters only if nothing else fits.
 
     Raises `ConfigError` if none fits.
     """
@@ -205,7 +205,7 @@ def proposals(config: Config, shape: Shape, memory: Sequence[int]) -> dict[tuple
 
 
 def memory_or_usual(gpus: Sequence[str], notify: Callable[[str], None]) -> tuple[int, ...]:
-    """Memory of each GPU; the usual one, with a notice, if it is unknown."""
+    """Memory of each GPU; if it is unknown, the usual size, with a message to `notify`."""
     memory = gpu_memory(gpus)
     if gpus and not memory:
         notify(f"the memory of the GPUs is unknown, assuming {size(USUAL_MEMORY)}; set {MEMORY} to their GiB")
@@ -216,7 +216,7 @@ def memory_or_usual(gpus: Sequence[str], notify: Callable[[str], None]) -> tuple
 def planned(
     model: Path, memory: Sequence[int], *, engine_size: int, samples_per_prompt: int, longest: float
 ) -> Mapping[int, Mapping[str, Any]]:
-    """GPUs of the trainer -> the settings with which a model fits, with engines of `engine_size` GPUs and completions of `longest` tokens.
+    """GPUs of the trainer -> settings with which a model fits, for engines of `engine_size` GPUs and completions of `longest` tokens.
 
     Raises `ConfigError` if there are none.
     """
@@ -245,7 +245,7 @@ def proposed(config: Config, shape: Shape, memory: Sequence[int]) -> Config:
 
 
 def _filled(config: Config, shape: Shape, memory: int) -> Config:
-    """The configuration with as many concurrent samples as the cache of its engines holds.
+    """The configuration with as many concurrent samples as the engines' KV cache can hold.
 
     The cache leaves room to stage new weights if 256 samples fit all the same.
     """
@@ -260,7 +260,7 @@ def _filled(config: Config, shape: Shape, memory: int) -> Config:
 
 
 def _cost_in(shape: Shape, memory: Sequence[int]) -> Callable[[Config], float]:
-    """A function from a configuration to the relative time of its step.
+    """A function that estimates the relative time of a step in a configuration.
 
     Training and generation overlap. With recomputation a step takes as long to train as to generate on equally many GPUs.
     """

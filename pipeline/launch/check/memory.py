@@ -68,12 +68,12 @@ class Shape:
 
     @property
     def linear(self) -> int:
-        """Inputs and outputs of all linear layers of a decoder layer: with rank r they have r times as many parameters in adapters."""
+        """Sum of input and output sizes of a layer's linear layers; times r, the parameters of rank-r adapters."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.intermediate)
 
     def activations(self, item: int, *, adapters: bool = False) -> int:
-        """Bytes that a layer keeps of one token for the backward pass. Norms compute in float32.
+        """Bytes that a layer saves per token for the backward pass. Norms compute in float32.
 
         With adapters each linear layer keeps its input in float32, and the frozen weights keep none.
         """
@@ -84,12 +84,12 @@ class Shape:
         return item * (4 * hidden + 3 * queries + 4 * keys + 4 * inner) + 8 * hidden
 
     def cached(self, tokens: int, item: int) -> int:
-        """Bytes of keys and values of so many tokens."""
+        """Bytes of the KV cache for `tokens` tokens."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape | None:
-    """The sizes in a model's `config.json`; None of another kind of model, such as a mixture of experts."""
+    """The sizes in a model's `config.json`; None for another kind of model, such as a mixture of experts."""
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
     if any("expert" in name or name == "kv_lora_rank" for name in sizes):
@@ -112,29 +112,30 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
 
 
 def shape_in(directory: Path) -> Shape | None:
-    """`shape_of` the model in a directory."""
+    """The sizes of the model in a directory, as `shape_of`."""
     return shape_of(json.loads((directory / "config.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The peak of one worker's memory, by what it is for, in bytes; of an engine on several GPUs on each of them."""
+    """Peak memory of one worker by purpose, in bytes; of an engine on several GPUs, per GPU."""
 
     role: str
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
+        """Peak memory in bytes, host and GPU together."""
         return sum(self.parts.values())
 
     @property
     def on_gpu(self) -> Mapping[str, int]:
-        """The parts on the worker's GPU; none of a worker that has no GPU, and so no CUDA context."""
+        """The parts in GPU memory; empty for a worker without a GPU, which has no CUDA context."""
         return {part: size for part, size in self.parts.items() if part not in ON_HOST and "context" in self.parts}
 
     @property
     def gpu(self) -> int:
-        """Bytes on the worker's GPU."""
+        """Bytes in GPU memory."""
         return sum(self.on_gpu.values())
 
     @property
@@ -144,7 +145,7 @@ class Estimate:
 
 
 def estimates(config: Config, shape: Shape, *, gpu: bool = False) -> list[Estimate]:
-    """Trainer (each of its processes), rollout worker and evaluator; `gpu`: this machine has GPUs for those that may use one."""
+    """Peak memory of trainer (per process), rollout worker and evaluator; `gpu`: this machine has GPUs for those that may use one."""
     engine = engine_parts(config, shape, gpu=gpu and config.rollout.device != "cpu")
     parts = {"trainer": trainer_parts(config, shape, gpu=gpu and config.trainer.device != "cpu"), "rollout": engine}
     if config.eval_sources and not config.evaluates_on_rollout_engine:
@@ -161,7 +162,7 @@ def time_shared(workers: Sequence[Estimate]) -> tuple[int, int]:
 
 
 def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str, int]:
-    """Memory of a trainer process at its peak: in the backward pass, when weights, optimizer and gradient sums are all there."""
+    """Memory of a trainer process at its peak, in the backward pass, with weights, optimizer state and gradient sums."""
     trainer, count, item = config.trainer, shape.parameters, ITEM[config.trainer.dtype]
     rank = trainer.lora_rank
     trained = rank * shape.linear * shape.layers if rank else count
@@ -202,12 +203,12 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
 
 
 def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
-    """Bytes of a version that is published as adapters; None for other versions, and for models that are not estimated."""
+    """Bytes of a version published as adapters; None if versions are not, or the model's size is unknown."""
     return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
 
 
 def micro_batch(config: Config) -> int:
-    """Computed tokens of the largest micro-batch, every prompt and completion of maximum length."""
+    """Computed tokens in the largest micro-batch, with prompts and completions of maximum length."""
     trainer, schedule = config.trainer, config.schedule
     prompt, completion, all_samples = (
         config.data.max_prompt_tokens,
@@ -222,7 +223,7 @@ def micro_batch(config: Config) -> int:
 
 
 def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int, int, int]:
-    """Bytes of the largest micro-batch: saved from forward to backward pass, in the backward pass of one layer, and of the output layer.
+    """Bytes for the largest micro-batch: saved for the backward pass, in the backward pass of one layer, and of the output layer.
 
     One layer has its gradients, and with checkpointing its recomputed activations; the output layer its logits and its gradient.
     """
@@ -242,7 +243,7 @@ def activations(config: Config, shape: Shape, *, gpu: bool = False) -> tuple[int
 
 
 def engine_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str, int]:
-    """Memory of a process with the rollout engine at its peak; on GPUs of each GPU, with the cache that `rollout.concurrency` fills."""
+    """Memory of a process with the rollout engine at its peak, per GPU, with the cache that `rollout.concurrency` fills."""
     rollout, item = config.rollout, ITEM[config.rollout.dtype]
     vllm, ranks = rollout.engine == "vllm", config.engine.gpus(config.rollout.vllm) if gpu else 1
     rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
@@ -264,13 +265,13 @@ def engine_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[str
 
 
 def cache_row(config: Config, shape: Shape) -> int:
-    """Bytes of keys and values of the longest sample, on all GPUs of an engine."""
+    """KV cache bytes of the longest sample, on all GPUs of an engine."""
     longest = config.data.max_prompt_tokens + config.max_completion_tokens
     return shape.cached(longest + (4 * BLOCK_TOKENS if config.rollout.engine == "vllm" else 0), ITEM[config.rollout.dtype])
 
 
 def cached_rows(config: Config, shape: Shape, memory: int) -> int:
-    """Samples of maximum length whose keys and values fit into vLLM's share of each GPU's memory; below 0 if the weights do not."""
+    """Number of samples of maximum length that fit into vLLM's KV cache; below 0 if the weights do not fit."""
     share = config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)
     parts = engine_parts(config, shape, gpu=True)
     taken = Estimate(role="rollout", parts={**parts, "keys and values": 0}).gpu

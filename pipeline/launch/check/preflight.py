@@ -58,7 +58,7 @@ Tell = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Findings: lines for the user by name, the run's info for `create`, and the generated samples."""
+    """Findings for the user by name, the run's info for `create`, and the generated samples."""
 
     lines: dict[str, str]
     info: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Checked:
 
 
 def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], None] = lambda _: None) -> Checked:
-    """Check everything; `tell` gets each finding as (name, text) at once; with `samples` the engine generates those of a step.
+    """Check everything; `tell` receives each finding as (name, text) at once; with `samples` the engine generates those of a step.
 
     Raises:
         ConfigError: a setting that this machine, the model or the data cannot do.
@@ -111,7 +111,7 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
 
 
 def check_devices(config: Config) -> None:
-    """Refuse GPUs that this machine does not have, or whose driver is too old for torch. Raises `ConfigError`."""
+    """Raise `ConfigError` for GPUs that this machine does not have, or whose driver is too old for torch."""
     gpus = visible_gpus()
     place(config, gpus)
     driver, cuda = (driver_version(), torch_cuda()) if gpus else (None, None)
@@ -123,6 +123,7 @@ def check_devices(config: Config) -> None:
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Generate and score samples of the first rows, and report them as findings."""
     notify(f"loading the model into the {config.rollout.engine} engine, to generate the samples of a step, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
     trial_result = generate(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
@@ -164,7 +165,7 @@ def _number(reward: float | None) -> str:
 
 
 def swapped(rows: Sequence[Row], references: Sequence[str]) -> list[tuple[int, int]]:
-    """Two rows whose references differ, each paired with the other; empty if there are none.
+    """Two rows with different references, each paired with the other; empty if there are none.
 
     A reward that ignores the row cannot give both rows less for their own answer than for the other one.
     """
@@ -174,14 +175,14 @@ def swapped(rows: Sequence[Row], references: Sequence[str]) -> list[tuple[int, i
 
 
 def scale_of(config: Config, rewards: Sequence[float]) -> RewardScale:
-    """The range of a configuration's rewards, widened to some that were seen."""
+    """The range of rewards of a configuration, extended to include `rewards`."""
     scale = RewardScale.of(config.reward.functions, config.reward.weights, by_source=config.data.rewards)
     scale.see(rewards)
     return scale
 
 
 def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: Sequence[float | None]) -> None:
-    """Raise `PenstockError` if each of these rows' own answer earns less than another row's."""
+    """Raise `PenstockError` if in each of these rows the right reference earns less than that of another row."""
     pairs = zip(right, wrong, strict=True)
     if rows and all(own is not None and other is not None and own < other for own, other in pairs):
         raise PenstockError(
@@ -191,7 +192,7 @@ def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: S
 
 
 def unrewarded(right: Sequence[float | None], wrong: Sequence[float | None]) -> str | None:
-    """The problem if rows' own answers have no reward above 0, and none above that of another row's answer; None otherwise."""
+    """One line if right references earn no reward above 0 and none above that of another row; None otherwise."""
     earned, others = ([reward for reward in rewards if reward is not None] for rewards in (right, wrong))
     if not earned or max(earned) > 0.0 or (others and max(earned) > min(others)):
         return None
@@ -200,7 +201,7 @@ def unrewarded(right: Sequence[float | None], wrong: Sequence[float | None]) -> 
 
 
 def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
-    """The problem if all sampled completions have the same reward, in the lower half of the scale; None otherwise.
+    """One line if all sampled completions have the same reward, in the lower half of the range; None otherwise.
 
     Raises `PenstockError` with it for `ENOUGH` samples.
     """
@@ -217,14 +218,14 @@ def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
 
 
 def rows_of(config: Config) -> list[Row]:
-    """The first rows of each source: together as many as a step has prompts; two of each with an environment, whose episodes are dear."""
+    """The first rows of each source, as many as a step has prompts; two per source with an environment, whose episodes take long."""
     data, groups = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
     each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, groups // len(data.sources))
     return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(each, len(source)))]
 
 
 def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Up to `SAMPLES` samples of each of the first rows by the run's engine, generated concurrently in a process with these variables.
+    """Up to `SAMPLES` samples of each of the first rows from the run's engine, in a child process with these environment variables.
 
     Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `generate_s`. Raises `PenstockError`.
     """
@@ -235,7 +236,7 @@ def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
 def score(
     config: Config, rows: Sequence[Row], completions: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Any]], episodes: Sequence[Any]
 ) -> list[rewards.Score]:
-    """The score of some completions of each of the rows, by the run's reward functions. Raises `PenstockError`."""
+    """Score completions of each row with the run's reward functions. Raises `PenstockError`."""
     reward, renderer = config.reward, Renderer.of(config)
     init = reward_child.spec(
         reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s,
@@ -259,7 +260,7 @@ def score(
 
 
 def score_references(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Score], list[float | None]]:
-    """(like `score`, for the rows' own answers, or their prompts if they have none; rewards of other rows' answers).
+    """Scores of the rows' references, or prompts if there are none; and rewards of other rows' references.
 
     Raises `PenstockError`, also for a reversed reward.
     """
@@ -275,7 +276,7 @@ def score_references(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.
 
 
 def _own_reference(row: Row) -> str:
-    """The first accepted answer of a row; the answer's own text if only a user function can score it."""
+    """The first accepted text of a row's reference; its plain text if only a user function can score it."""
     reference = row.columns.get("answer")
     try:
         return accepted(reference)[0]
@@ -297,6 +298,7 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
 
 
 def _generate(config: Config, engine: Any) -> dict[str, Any]:
+    """Generate the samples in the child process."""
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.runtime.sampling import episode_request
 
@@ -341,6 +343,7 @@ def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: 
 
 
 def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> Any:
+    """The result of one call of a child process. Raises `PenstockError`, whose message starts with `what`."""
     pool.submit(0, dict(payload))
     try:
         while True:

@@ -47,7 +47,7 @@ UNKNOWN = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Properties of a model, data and this machine that a configuration depends on."""
+    """Facts about model, data and machine from which a configuration follows."""
 
     rows: int
     prompt_field: str
@@ -74,13 +74,13 @@ class Inputs:
 
     @property
     def prompt_room(self) -> int:
-        """Tokens for a prompt: a quarter more than the longest that was measured, as far as the model's context allows."""
+        """Token limit for prompts: a quarter more than the longest measured, within the model's context."""
         room = 8 * math.ceil(self.longest_prompt * HEADROOM / 8)
         return room if self.context is None else min(room, max(self.longest_prompt, self.context // 2))
 
     @property
     def completion_room(self) -> int:
-        """Tokens for a completion: as many as this machine generates in reasonable time, at least the longest reference, in the context."""
+        """Token limit for completions: as many as this machine generates in reasonable time, at least the longest reference, if they fit."""
         usual = USUAL_SMALL if self.small else USUAL_COMPLETION if self.gpus else USUAL_CPU
         room = 8 * math.ceil(max(usual, self.longest_reference + 1) / 8)
         return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
@@ -92,7 +92,7 @@ class Inputs:
 
     @property
     def dtype(self) -> str:
-        """The model's own format if the machine multiplies it; from a billion parameters on always bfloat16."""
+        """Number format: the model's if the machine can compute with it; for a billion parameters and more, always bfloat16."""
         half = self.half or (self.count or UNKNOWN) >= 10**9
         return "bfloat16" if self.bfloat16 and half and not self.small else "float32"
 
@@ -107,7 +107,7 @@ def look(
     answer_field: str | None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Inputs:
-    """Read the model, the data and the reward, with paths relative to `base`. Raises `ConfigError` or `ValueError` as `propose` does."""
+    """Read model, data and reward, with paths relative to `base`. Raises `ConfigError` or `ValueError` as `propose` does."""
     folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
     source = absolute_source(data, base)
     names = open_dataset(source, prompt_field="", answer_field="").names
@@ -132,7 +132,7 @@ def look(
 
 
 def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[str], source: str) -> str:
-    """The named column, else the first with a usual name."""
+    """The named column, or the first one with a usual name. Raises `ConfigError`."""
     if column is not None and column not in names:
         raise ConfigError(f"--{what}-field {column}: no such column; the rows have {', '.join(names)}{nearest(column, names)}")
     name = column or next((name for name in usual if name in names), None)
@@ -142,7 +142,7 @@ def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[
 
 
 def _texts(reference: Any) -> tuple[str, ...]:
-    """The accepted texts of a reference; of another value its text."""
+    """The accepted texts of a reference; for an unusual value, its text."""
     try:
         return accepted(reference)
     except InvalidReference:
@@ -150,7 +150,7 @@ def _texts(reference: Any) -> tuple[str, ...]:
 
 
 def _longest(folder: Path, dataset: Dataset) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest reference of the first rows."""
+    """Tokens of the longest prompt and the longest reference in the first rows."""
     renderer, decoder = Renderer(folder, max_prompt_tokens=10**9), Decoder(folder)
     rows = [dataset[index] for index in range(min(len(dataset), ROWS_MEASURED))]
     references = [text for row in rows if "answer" in row.columns for text in _texts(row.columns["answer"])]
@@ -167,7 +167,7 @@ def propose(
     answer_field: str | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """The text of a configuration file that lies in the folder `base`; columns that are not named are guessed.
+    """Text of a configuration file for the folder `base`; columns that are not named are guessed.
 
     `notify` gets a line for what takes a while.
 
@@ -180,7 +180,7 @@ def propose(
 
 
 def written(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, base: Path, notify: Callable[[str], None]) -> str:
-    """The file for these inputs. Raises `ConfigError` if the model fits on no division of the GPUs."""
+    """Text of the file for these inputs. Raises `ConfigError` if the model does not fit under any division of the GPUs."""
     engine, text = "vllm", _text(model, data, functions, inputs, engine="vllm")
     try:
         check_engine(config := _loaded(text, base, inputs))
@@ -196,7 +196,7 @@ def written(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, 
 
 
 def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
-    """The configuration on this machine, with paths made absolute as `load` does it."""
+    """Load the proposed text as a configuration on this machine."""
     table = tomllib.loads(text)
     if not is_hub_name(table["model"]["path"]):
         table["model"]["path"] = str((base / table["model"]["path"]).expanduser())
@@ -204,7 +204,7 @@ def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
 
 
 def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str, fitting: Config | None = None) -> str:
-    """The file: every section that a user is likely to change, each line with its reason.
+    """Text of the file: every section that a user is likely to change, each line with its reason.
 
     `fitting` has the values that follow from the memory of the GPUs.
     """
@@ -231,6 +231,7 @@ def _line(key: str, value: Any, why: str = "") -> str:
 
 
 def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> list[list[str]]:
+    """Lines of the sections run, model, data and reward."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
     held_out, template = inputs.held_out, "the model's chat template"
     return [
@@ -263,6 +264,7 @@ def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> 
 
 
 def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
+    """Lines of the sections schedule, sampling and algorithm."""
     mode, why = ("in_flight", "new weights between two decode steps") if vllm else ("pipelined", "generates ahead of the trainer")
     return [
         "[schedule]",
@@ -280,6 +282,7 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
 
 
 def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str]:
+    """Lines of the section rollout."""
     why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not installed, or cannot load this model"
     lines = [
         "[rollout]",
@@ -304,6 +307,7 @@ def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str
 
 
 def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
+    """Lines of the section trainer."""
     count, chosen = inputs.count or UNKNOWN, None if fitting is None else fitting.trainer
     rank = 0 if chosen is None else chosen.lora_rank
     lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6
@@ -333,6 +337,7 @@ def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
 
 
 def _eval(data: str, inputs: Inputs) -> list[str]:
+    """Lines of the section eval."""
     lines = [
         "[eval]",
         _line("source", data),

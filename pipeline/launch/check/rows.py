@@ -27,7 +27,7 @@ PROGRESS_EVERY_S = 10.0
 
 
 class RowReader:
-    """Reads the rows of a configuration's data sets; `notify` gets notes on them and the progress."""
+    """Reads all rows of a configuration's data sets; `notify` receives remarks and the progress."""
 
     def __init__(self, config: Config, *, notify: Callable[[str], None]) -> None:
         self._config, self._notify, self.renderer = config, notify, Renderer.of(config)
@@ -42,7 +42,7 @@ class RowReader:
         self._further, self._read, self._total, self._due_s = 0, 0, 0, time.monotonic() + PROGRESS_EVERY_S
 
     def read(self, data: Data) -> None:
-        """Read the training rows. Raises `DataError` that names the first rows that cannot be used."""
+        """Read the training rows. Raises `DataError` that names the first unusable rows."""
         reward, self._total = self._config.reward, self._total + len(data)
         scoring = rewards.resolve(reward.functions, reward.weights, by_source=self._config.data.rewards)
 
@@ -54,13 +54,14 @@ class RowReader:
         data.check(also=also)
 
     def read_held_out(self, datasets: Mapping[str, Dataset]) -> None:
-        """Read the rows of the evaluation. Raises `DataError` as `read` does."""
+        """Read the rows of evaluation. Raises `DataError` as `read` does."""
         reward, self._total = self._config.eval_reward, self._total + sum(map(len, datasets.values()))
         scoring = rewards.resolve(reward.functions, reward.weights)
         for dataset in datasets.values():
             check(dataset, also=lambda row: self._row(row, scoring))
 
     def _row(self, row: Row, scoring: rewards.Rewards) -> None:
+        """Render a row and check it against pools and reward functions. Raises `DataError`."""
         prompt, _ = self.renderer.render(self.replaced.seen(row))
         if tag := OPENING_TAG.search(prompt[-TAG_CHARACTERS:]):
             self._note(
@@ -87,6 +88,7 @@ class RowReader:
             self._notify(text)
 
     def _keep_kind(self, row: Row) -> None:
+        """Collect a row on which to try the reward functions, if its kind is new."""
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
         varies = self._same_reference and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
         self._same_reference = self._same_reference and not varies
@@ -101,20 +103,20 @@ SHOWN_ROWS = 3
 
 
 class ReplacedText:
-    """Counts the lone surrogates that were replaced in the rows of a run."""
+    """Counts lone surrogates that were replaced in a run's rows."""
 
     def __init__(self) -> None:
         self._characters, self._rows = 0, list[str]()
 
     def seen(self, row: Row) -> Row:
-        """The row, counted."""
+        """Count the replaced surrogates of a row, and return the row."""
         if row.replaced:
             self._characters += row.replaced
             self._rows.append(row.origin)
         return row
 
     def warning(self) -> str | None:
-        """One line that names the first rows; None without any."""
+        """One line with the number of surrogates and the first rows; None if there are none."""
         if not self._rows:
             return None
         more = f" and {len(self._rows) - SHOWN_ROWS:,} more rows" if len(self._rows) > SHOWN_ROWS else ""

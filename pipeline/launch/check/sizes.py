@@ -22,7 +22,7 @@ from penstock.topics.catalogue import DELETED_SEGMENT_BYTES
 
 
 def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
-    """The numbers that follow from the configuration, as (name, value) for a person."""
+    """Numbers that follow from the configuration, as (name, value) for the user."""
     rules, steps = config.rules, config.steps(rows)
     groups = steps * rules.prompts_per_step
     samples = groups * rules.samples_per_prompt
@@ -50,7 +50,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
 
 
 def threads(config: Config) -> str:
-    """Number of computing threads, and the trainer's number format."""
+    """Numbers of computing threads, and number formats, of trainer and rollout workers."""
     trainer, rollout = config.trainer, config.rollout
     each = f" in each of {trainer.processes} processes" if trainer.processes > 1 else ""
     return f"trainer {trainer.threads}{each}, in {trainer.dtype}; each rollout worker {rollout.threads}, in {rollout.dtype}"
@@ -75,7 +75,7 @@ SAMPLE_BYTES, TOKEN_BYTES, GROUP_BYTES = 4_500, 20.2, 7_600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Bytes on disk after each step of a run of a model of `count` parameters."""
+    """Bytes on disk after each step, for a model of `count` parameters."""
 
     config: Config
     count: int
@@ -86,22 +86,22 @@ class Growth:
 
     @property
     def whole(self) -> int:
-        """A version that is published whole."""
+        """Bytes of a version published as a full snapshot."""
         return self.count * ITEM[self.config.trainer.dtype]
 
     @property
     def delta(self) -> int:
-        """A version that is published as its difference from the one before."""
+        """Bytes of a version published as a delta."""
         return math.ceil(self.whole * self.share)
 
     @property
     def samples(self) -> int:
-        """The samples of a step, all of the longest."""
+        """Bytes of a step's samples, if all have the maximum length."""
         schedule, tokens = self.config.rules, self.config.max_completion_tokens
         return math.ceil(schedule.prompts_per_step * (GROUP_BYTES + schedule.samples_per_prompt * (SAMPLE_BYTES + TOKEN_BYTES * tokens)))
 
     def weights(self, steps: int) -> int:
-        """The topic `weights` after so many steps."""
+        """Bytes of the topic `weights` after so many steps."""
         chosen, versions = self.config.weights, versions_of(steps, steps_per_version=self.config.schedule.steps_per_version)
         undeleted = chosen.partitions * self.config.weight_segment_bytes  # disk is freed by whole segments
         if self.adapters is not None:
@@ -117,7 +117,7 @@ class Growth:
         return min(everything, self.whole + 3 * cycle + undeleted)  # version 0, two anchors with what follows them, and the next one
 
     def kept_samples(self, steps: int) -> int:
-        """The samples that are there after so many steps."""
+        """Bytes of the samples that are retained after so many steps."""
         keep, everything = self.config.kafka.keep_steps, steps * self.samples
         if keep is None:
             return everything
@@ -125,7 +125,7 @@ class Growth:
         return min(everything, (keep + 2 * self.config.trainer.checkpoint_every) * self.samples + undeleted)
 
     def checkpoints(self, steps: int) -> int:
-        """The checkpoints after so many steps."""
+        """Bytes of the checkpoints after so many steps."""
         trainer = self.config.trainer
         if not trainer.checkpoint_every:
             return 0
@@ -135,16 +135,16 @@ class Growth:
 
     @property
     def exported(self) -> int:
-        """The model that the run writes at its end."""
+        """Bytes of the model that the run writes at its end."""
         return self.whole if self.config.trainer.export else 0
 
     def here(self, steps: int) -> int:
-        """All of it on this machine after so many steps, with room for the model at the end; the log only if its broker is here."""
+        """Bytes on this machine after so many steps, with room for the final model; the log counts only if its broker is here."""
         log = self.weights(steps) + self.kept_samples(steps) if self.config.kafka.bootstrap == "embedded" else 0
         return log + self.checkpoints(steps) + self.exported
 
     def full_at(self, free: int, *, steps: int) -> int | None:
-        """The first of `steps` steps after which more than `free` bytes are taken; None if all of them fit."""
+        """The first step after which the run needs more than `free` bytes; None if `steps` steps fit."""
         step = bisect.bisect_right(range(steps + 1), free, key=self.here)
         return step if step <= steps else None
 
@@ -164,7 +164,7 @@ def delta_share(dtype: str, lr: float) -> float:
 
 
 def check_disk(config: Config, info: Mapping[str, Any], note: Callable[[str, str], None]) -> None:
-    """Compare what the run will write with what is free, where the log is on this machine. Raises `PenstockError`."""
+    """Compare what the run will write to this machine's disk with its free space. Raises `PenstockError`."""
     count = parameters(config.model_directory)
     if count is None:
         return

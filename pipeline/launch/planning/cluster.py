@@ -40,7 +40,7 @@ RUN = "a-run-of-usual-name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Bytes of one topic, of one replica."""
+    """Bytes of one topic, for one replica."""
 
     topic: str
     step: float
@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """The loads of a run that takes a step every `step_s` seconds."""
+    """The load that a run with one step per `step_s` seconds puts on its brokers."""
 
     config: Config
     step_s: float
@@ -71,12 +71,12 @@ class ClusterPlan:
 
     @property
     def steps(self) -> int:
-        """Steps of the run; 1,000 if the configuration has epochs instead."""
+        """Number of steps; 1,000 if the configuration has epochs instead."""
         return self.config.run.steps or 1000
 
     @cached_property
     def growth(self) -> Growth | None:
-        """Bytes of versions and checkpoints; None for a model without weights in its folder."""
+        """Bytes of versions and checkpoints; None if the model's folder has no weights."""
         config, count = self.config, parameters(self.config.model_directory)
         share = delta_share(config.trainer.dtype, config.trainer.lr) if self.delta is None else self.delta
         if count is None:
@@ -85,7 +85,7 @@ class ClusterPlan:
 
     @property
     def version_bytes(self) -> float:
-        """A version, on average over full snapshots and deltas."""
+        """Average bytes of a version, over full snapshots and deltas."""
         if self.growth is None:
             return 0.0
         everything = replace(self.growth, config=with_values(self.config, "weights", keep="all"))
@@ -98,7 +98,7 @@ class ClusterPlan:
         return 0.0 if self.growth is None or not every else self.growth.checkpoints(1) / every
 
     def loads(self) -> list[Load]:
-        """The topics that grow with the run."""
+        """Loads of the topics that grow with the run."""
         config, schedule = self.config, self.config.rules
         prompt, samples, outcome = self._group_records()
         admitted = schedule.prompts_per_step / (1 - self.dropped)
@@ -122,7 +122,7 @@ class ClusterPlan:
         ]  # fmt: skip
 
     def _disk(self, topic: str, step: float) -> float:
-        """Bytes of a topic that retention leaves of the whole run."""
+        """Bytes of a topic that remain on disk at the end, after retention."""
         keep, every = self.config.kafka.keep_steps, self.config.trainer.checkpoint_every
         if topic == "weights":
             return 0.0 if self.growth is None else float(self.growth.weights(self.steps))
@@ -172,7 +172,7 @@ class ClusterPlan:
         return _bytes(ledger.headers(entry, run=RUN), ledger.encode(entry))
 
     def _status(self, role: str) -> float:
-        """Bytes of a worker's status, with all metrics of its role."""
+        """Bytes of a status record of a worker, with all metrics of its role."""
         own = {"rollout": ("rollout", "engine"), "environment": ("environments",)}.get(role, (role,))
         names = [name for name, text in WORKER.items() if ": " not in text or text.partition(":")[0] in own]
         status = Measurement(
@@ -209,7 +209,7 @@ def as_json(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def as_text(plan: ClusterPlan) -> str:
-    """A table of topics, and what brokers and disks carry."""
+    """The plan as text: a table of topics, and the load on brokers and disks."""
     figures = as_json(plan)
     rows = [
         (

@@ -26,7 +26,7 @@ class AdmittedPrompt(NamedTuple):
 
 
 class SimulatedSample(NamedTuple):
-    """A finished sample: its tokens, the version of its first token, and the mean version of its tokens."""
+    """A finished sample: number of tokens, version of the first token, mean version of all tokens."""
 
     tokens: int
     version_min: int
@@ -51,7 +51,7 @@ class SimulatedGroup:
 
 
 class _Row(NamedTuple):
-    """A sample in the engine. `start` and `end` count decode steps of the engine; `versions` is the engine's sum of versions at `start`."""
+    """A sample being generated. `start` and `end` count decode steps; `versions` is the engine's sum of versions at `start`."""
 
     end: float
     group: int
@@ -63,7 +63,7 @@ class _Row(NamedTuple):
 
 
 class SimulatedWorker:
-    """One rollout worker in simulated time."""
+    """A rollout worker in simulated time."""
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class SimulatedWorker:
             self._wake.succeed()
 
     def _loop(self) -> Process:
+        """The worker's process: load weights, start groups, decode."""
         while not self.stopped:
             yield from self._refresh()
             yield from self._start()
@@ -140,6 +141,7 @@ class SimulatedWorker:
         return self._work.decode(self._work.concurrency) * self._work.group_pace.get(self._rows[0].group, 1.0)
 
     def _ended(self, row: _Row) -> None:
+        """Finish a sample; a group with K samples is passed on."""
         group = self._groups.get(row.group)
         if group is None:
             return  # the group was closed without this sample
@@ -259,7 +261,7 @@ class SimulatedStep:
     """Sum over its tokens of their lag in versions."""
 
     def take(self, group: SimulatedGroup, *, learner_version: int) -> None:
-        """Add a group that is trained in this step."""
+        """Add a group that this step trains on."""
         self.groups.append(group.group)
         self.tokens += group.tokens
         self.lags.append(learner_version - min(sample.version_min for sample in group.samples))
@@ -270,7 +272,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Figures of a simulated run."""
+    """Measurements of a simulated run."""
 
     wall_s: float
     """From the start of the first sample to the end of the last step."""
@@ -304,7 +306,7 @@ class Outcome:
     def of(
         cls, work: Workload, *, steps: Sequence[SimulatedStep], workers: Sequence[SimulatedWorker], dropped: dict[str, int]
     ) -> "Outcome":
-        """The figures of a finished simulation."""
+        """The measurements of a finished simulation."""
         rounds = [steps[low : low + work.schedule.steps_per_version] for low in range(0, len(steps), work.schedule.steps_per_version)]
         starts = [min(step.first_sample_s for step in members) for members in rounds]
         tokens, count = sum(step.tokens for step in steps), len(workers)
@@ -324,7 +326,7 @@ class Outcome:
 
     @property
     def trainer_waiting_ratio(self) -> float:
-        """Share of waiting in the trainer's waiting and compute time."""
+        """Waiting time of the trainer as a share of its waiting and compute time."""
         return self.trainer_wait_s / (self.trainer_wait_s + self.trainer_compute_s)
 
     @property

@@ -32,7 +32,7 @@ WAITED = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """One sample: its worker, times, tokens, and the version at its start."""
+    """Origin of one sample: worker, times, tokens, version at its start."""
 
     worker: str
     group: int
@@ -46,7 +46,7 @@ class SampleSpan:
 
 @dataclass(slots=True, kw_only=True)
 class RunTimes:
-    """Times in a run's log."""
+    """Times measured from the log of a run."""
 
     config: Config
     sample_spans: list[SampleSpan] = field(default_factory=list)
@@ -61,7 +61,7 @@ class RunTimes:
 
 
 def read(log: Log, run: str) -> RunTimes:
-    """Read a run, finished or not. Raises `ValueError` for a run without enough steps, `LogError`."""
+    """Measure a run, finished or not. Raises `ValueError` for a run with too few steps, `LogError`."""
     recorded_run = read_run(log, run)
     record = RunTimes(config=recorded_run.config)
     for sample in recorded_run.reader.samples():
@@ -86,6 +86,7 @@ def read(log: Log, run: str) -> RunTimes:
 
 
 def _load_times(reader: RunReader) -> dict[str, float]:
+    """Mean time to load a version, and other times that only the workers' metrics contain."""
     newest: dict[tuple[str, str], float] = {}
     for message in reader.records("metrics"):
         try:
@@ -107,7 +108,7 @@ def wall_s(record: RunTimes) -> float:
 
 
 def workload(record: RunTimes) -> Workload:
-    """The run with its measured times; simulated, it takes about `wall_s`."""
+    """The run as a workload with the measured times; its simulation takes about `wall_s`."""
     config, schedule = record.config, record.config.rules
     continuous_batching = config.engine.continuous_batching
     concurrency = config.rollout.concurrency if continuous_batching else schedule.samples_begun
@@ -133,7 +134,7 @@ def workload(record: RunTimes) -> Workload:
 
 
 def _lengths(sample_spans: Iterable[SampleSpan], *, samples: int) -> dict[int, npt.NDArray[np.int64]]:
-    """Group -> lengths of its samples, for complete groups."""
+    """Group -> token counts of its samples, for complete groups."""
     lengths: dict[int, list[int]] = defaultdict(list)
     for span in sample_spans:
         if span.complete:
@@ -216,7 +217,7 @@ def _line(x: Sequence[float], y: Sequence[float], *, weights: Sequence[float] | 
 
 
 def _training(record: RunTimes) -> tuple[float, float, dict[int, float]]:
-    """(seconds for a group, seconds for a token of its completions, pace of each step) of the trainer."""
+    """Seconds of the trainer per group and per completion token, and the pace of each step."""
     tokens: dict[int, int] = defaultdict(int)
     for span in record.sample_spans:
         tokens[span.group] += span.tokens
@@ -291,7 +292,7 @@ def _last_groups(record: RunTimes) -> list[int]:
 
 
 def _arrival(record: RunTimes, *, load_s: float, prefill_s: float) -> float:
-    """From a version's ledger entry to its use, without loading, by workers that were idle when it was published."""
+    """Seconds from a version's ledger entry to its use, without loading, by workers that were idle when it was published."""
     spans = _group_spans(record.sample_spans)
     return _positive(
         [

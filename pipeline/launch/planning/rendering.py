@@ -121,6 +121,7 @@ def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
+    """A candidate as a table row, relative to the base candidate."""
     outcome = candidate.outcome
     return (
         candidate.mode,
@@ -142,7 +143,7 @@ COLOURS = ("#666666", "#0b7285", "#e8590c", "#2f9e44", "#7048e8")
 
 
 def check_path(path: Path) -> None:
-    """Raises `ValueError` for a path that no plot can be written to."""
+    """Raise `ValueError` for a path to which no plot can be written."""
     if path.suffix not in FORMATS:
         raise ValueError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
     if not path.absolute().parent.is_dir():
@@ -150,7 +151,7 @@ def check_path(path: Path) -> None:
 
 
 def plot(plan: Plan, path: Path) -> None:
-    """Write the plot as .png or .svg. Raises `ValueError` and `OSError`."""
+    """Write the plot as .png or .svg. Raises `ValueError` or `OSError`."""
     check_path(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -25,7 +25,7 @@ MOST_SAMPLES = 24_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The accelerators to be split, and their speeds."""
+    """The accelerators to divide between rollout and training, and their speeds."""
 
     accelerators: int
     base: Workload
@@ -52,7 +52,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A simulated split and schedule."""
+    """One simulated combination of split and schedule."""
 
     mode: str
     generating: int
@@ -67,7 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The best candidate, and those it is compared with."""
+    """The best candidate, and the candidates with which it is compared."""
 
     cluster: Cluster
     best: Candidate
@@ -82,12 +82,12 @@ class Plan:
 
     @property
     def synchronous(self) -> Candidate:
-        """The best split of the schedule `synchronous`."""
+        """The candidate with schedule `synchronous` at its best split."""
         return next(candidate for candidate in self.by_mode if candidate.mode == "synchronous")
 
     @property
     def speedup(self) -> float:
-        """Against `synchronous` at its own best split."""
+        """Speed-up of the best candidate over `synchronous`, each at its best split."""
         return self.best.tokens_per_s / self.synchronous.tokens_per_s
 
 
@@ -135,6 +135,7 @@ def with_sizes(preset: Schedule, own: Schedule) -> Schedule:
 
 
 def _candidate(cluster: Cluster, schedule: Schedule, *, engines: int, generating: int, training: int) -> Candidate:
+    """Simulate a schedule on `engines` engines and `training` accelerators."""
     base, share = cluster.base, cluster.trainer_size / training
     per_step = schedule.prompts_per_step * schedule.samples_per_prompt
     full = max(3 * schedule.steps_per_version, 6 + 3 * (schedule.max_lag + 1) * schedule.steps_per_version)
@@ -164,7 +165,7 @@ def _steady(outcome: Outcome, schedule: Schedule) -> float:
 
 
 def _allowed(cluster: Cluster) -> list[str]:
-    """The modes that the lag limit and the engines allow. With a lag of 0 the others equal `pipelined`, so they are left out."""
+    """The modes that the lag limit and the engines allow. With a lag of 0 the others equal `pipelined`, so they are skipped."""
     return [
         mode
         for mode, schedule in MODES.items()
@@ -178,6 +179,7 @@ def _modes(cluster: Cluster, *, prompts_per_step: int) -> list[Candidate]:
 
 
 def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Candidate]:
+    """Simulate a mode on a grid of splits, then between the best and its neighbours."""
     size, fitting = cluster.engine_size, cluster.settings
     engines = range(1, (cluster.accelerators - 1) // size + 1)
     splits = [count for count in engines if fitting is None or cluster.accelerators - count * size in fitting]
@@ -197,7 +199,7 @@ def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Cand
 
 
 def _between(simulated: Sequence[int], best: int) -> list[int]:
-    """The midpoints between the best and its simulated neighbours."""
+    """Splits halfway between the best one and its simulated neighbours."""
     index = simulated.index(best)
     return [(best + simulated[other]) // 2 for other in (index - 1, index + 1) if 0 <= other < len(simulated)]
 

@@ -31,7 +31,7 @@ def simulate(work: Workload) -> Outcome:
 
 @dataclass(slots=True)
 class _Run:
-    """State shared by the simulated workers, which is in the topics of a live run."""
+    """State that the simulated workers share; in a live run the topics contain it."""
 
     work: Workload
     world: simpy.Environment = field(default_factory=simpy.Environment)
@@ -69,7 +69,7 @@ class _Run:
             self.workers[partition].assign(prompt)
 
     def generated(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
-        """A worker has finished or aborted a group."""
+        """Apply that a worker has finished or aborted a group."""
         if self.work.deliver_s:
             self.world.process(self._deliver(worker, group))
         else:
@@ -80,7 +80,7 @@ class _Run:
         self._outcome(worker, group)
 
     def _outcome(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
-        """A group's outcome is in the log: the feeder and the trainer read it."""
+        """Apply a group's outcome, which feeder and trainer read from the log."""
         worker.unfinished -= 1
         outcome = "abandoned" if group.aborted else "filtered" if self._is_filtered(group.group) else "scored"
         if outcome != "scored":
@@ -96,6 +96,7 @@ class _Run:
         self._taken(group, outcome)
 
     def _taken(self, group: SimulatedGroup, outcome: str) -> None:
+        """Make a group available to the trainer."""
         oldest = min((sample.version_min for sample in group.samples), default=0)
         self.selector.add(
             Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, parts=1, sha256="")
@@ -112,7 +113,7 @@ class _Run:
         return bool(np.random.default_rng((self.work.seed, group, 1)).random() < self.work.filtered)
 
     def train(self) -> Process:
-        """The trainer, to the end of the run's last step."""
+        """The trainer's process, to the end of the last step."""
         schedule = self.work.schedule
         released: simpy.Event = self.world.timeout(0.0)
         for number in range(self.work.steps):
@@ -138,6 +139,7 @@ class _Run:
             worker.stopped = True
 
     def _next_group(self, step: SimulatedStep, *, version: int) -> Process:
+        """Wait for the next fresh group and train on it; stale groups are dropped."""
         candidate = self.selector.take(learner_version=version)
         if self.selector.newly_stale:
             for stale in self.selector.newly_stale:

@@ -29,7 +29,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A recorded run, its simulation, and its variants."""
+    """A recorded run, its simulation, and simulated variants."""
 
     run: str
     measured_s: float
@@ -44,14 +44,14 @@ class WhatIf:
 
     @property
     def best(self) -> Variant:
-        """The fastest variant with the run's own number of rollout workers."""
+        """The fastest variant with as many rollout workers as the run had."""
         return min(
             (variant for variant in self.variants if variant.workers == self.work.engines), key=lambda variant: variant.outcome.wall_s
         )
 
 
 def compare(record: RunTimes, *, run: str) -> WhatIf:
-    """Simulate a recorded run and its variants. Raises `ValueError` if its log lacks the times."""
+    """Simulate a recorded run and its variants. Raises `ValueError` if the run's log lacks the times."""
     work = recorded.workload(record)
     engines, swaps, own = work.engines, record.config.engine.swaps_in_flight, work.schedule
     variants = []

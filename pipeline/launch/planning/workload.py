@@ -20,7 +20,7 @@ Sampler = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths of completions, at least one token each."""
+    """A distribution of completion lengths, of at least one token each."""
 
     name: str
     sample: Sampler
@@ -61,7 +61,7 @@ def lognormal(mean: float, sigma: float, longest: float = np.inf) -> LengthDistr
 
 
 def recorded(groups: Mapping[int, Lengths], *, name: str) -> LengthDistribution:
-    """The lengths of a run's groups: each group as recorded; later groups are like a random recorded one.
+    """Lengths of a run's groups: each group as recorded; later groups repeat a random recorded one.
 
     Samples of one prompt resemble each other, so groups are sampled as a whole. Raises `ValueError` without a group.
     """
@@ -82,7 +82,7 @@ def recorded(groups: Mapping[int, Lengths], *, name: str) -> LengthDistribution:
 
 
 def parse(text: str) -> LengthDistribution:
-    """A distribution by name: `constant:N`, `uniform:LONGEST`, `lognormal:MEAN:SIGMA[:LONGEST]`, or a file with a length a line.
+    """A distribution by name (`constant:N`, `uniform:LONGEST`, `lognormal:MEAN:SIGMA[:LONGEST]`), or a file with one length per line.
 
     Example:
         parse("uniform:1000").mean  # -> 500.5
@@ -143,7 +143,7 @@ class DecodeTimes:
 
 
 def linear(base_s: float, each_s: float, *, most: int = 1 << 20) -> DecodeTimes:
-    """A step of `base_s` plus `each_s` for each sample: weights are read once, keys and values for each sample."""
+    """Decode steps of `base_s` plus `each_s` per sample: weights are read once, the KV cache for each sample."""
     return DecodeTimes((0.0, float(most)), (base_s, base_s + each_s * most))
 
 
@@ -169,7 +169,7 @@ def from_speeds(points: Sequence[tuple[int, float]]) -> DecodeTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One run: all inputs of its time."""
+    """All inputs that determine the time of a run."""
 
     schedule: Schedule
     steps: int

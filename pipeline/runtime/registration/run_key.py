@@ -26,12 +26,12 @@ MODES = (0o400, 0o440, 0o600)
 
 
 def key_path(run: str) -> Path:
-    """The file of the run's key in this state directory."""
+    """Path of the run's key in this state directory."""
     return run_directory(run) / KEY_FILE
 
 
 def make_key(run: str) -> bytes:
-    """The run's key in the state directory, made if there is none. Raises `ConfigError` if the file there is no key of this user."""
+    """The run's key in the state directory, created if missing. Raises `ConfigError` if the existing file is not a key of this user."""
     state_directory()
     path = key_path(run)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def make_key(run: str) -> bytes:
 
 
 def key_of(run: str, file: Path | None = None) -> bytes | None:
-    """The key in `file`, else the one of this user in the state directory; None without one. Raises `ConfigError`."""
+    """The key in `file`, or this user's in the state directory; None if there is none. Raises `ConfigError`."""
     if file is not None:
         return read_key(file)
     path = key_path(run)
@@ -58,7 +58,7 @@ def key_of(run: str, file: Path | None = None) -> bytes | None:
 
 
 def read_key(file: Path) -> bytes:
-    """The key in a file. Raises `ConfigError` for one that others may read or change, and for other contents."""
+    """Read a key file. Raises `ConfigError` if other users may read or change it, or if it does not contain a key."""
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
         text = file.read_text(encoding="ascii").strip() if mode in MODES else ""
@@ -76,7 +76,7 @@ def read_key(file: Path) -> bytes:
 
 
 def signed(record: RunRecord, key: bytes, *, revision: int) -> RunRecord:
-    """The record under the run's key, as number `revision` of those that were signed."""
+    """Sign a record with the run's key, as revision number `revision`."""
     numbered = replace(record, config=without_passwords(record.config), revision=revision)
     return replace(numbered, mac=_mac(numbered, key))
 
@@ -87,7 +87,7 @@ def fits(record: RunRecord, key: bytes) -> bool:
 
 
 def newest(records: Iterable[RunRecord], key: bytes) -> RunRecord | None:
-    """The record with the highest revision among those that fit the key; the order of the records decides nothing."""
+    """The record with the highest revision that the key has signed, independent of their order; None if there is none."""
     return max((record for record in records if fits(record, key)), key=lambda record: (record.revision, record.mac), default=None)
 
 

@@ -31,7 +31,7 @@ CLOCK_S = 60.0
 
 
 def own_runs() -> list[str]:
-    """This user's runs on this machine, the newest last: those whose folder has the run's key or its launcher's lock.
+    """This user's runs on this machine, the newest last: those whose folder contains the run's key or its launcher's lock.
 
     Dates in the future do not count.
     """
@@ -41,7 +41,7 @@ def own_runs() -> list[str]:
 
 
 def _date_s(folder: Path) -> float | None:
-    """The time at which this user made the run, or started it if it has no key; None for the folder of anything else."""
+    """Time at which this user created the run, or started it if it has no key; None for any other folder."""
     if folder.is_symlink():
         return None
     for name in (KEY_FILE, LOCK):
@@ -59,7 +59,7 @@ WRITE_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A run as the log has it, and whose word that is."""
+    """A run as the log describes it, and whether the run's key signed that."""
 
     run: str
     record: RunRecord | None
@@ -75,7 +75,7 @@ class Registration:
 
 
 def write(log: Log, record: RunRecord) -> None:
-    """Write what a run is, signed if its key is on this machine, and then its status.
+    """Write a run's definition, signed if its key is on this machine, and then its status.
 
     Raises `ConfigError` if others have signed the run and the key is not here.
     """
@@ -88,7 +88,7 @@ def write_status(log: Log, record: RunRecord) -> None:
 
 
 def _signed(log: Log, record: RunRecord) -> RunRecord:
-    """The record as the next revision under the run's key; as it is, if the run has no key."""
+    """Sign a record as the next revision; without a key, return it unchanged."""
     key, earlier = key_of(record.run), [made for _, made in _own(log, record.run)]
     if key is not None:
         last = newest(earlier, key)
@@ -112,14 +112,14 @@ def _append(log: Log, name: str, record: RunRecord) -> None:
 
 
 def set_status(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
-    """The same run with another status, written to the register."""
+    """Write a run with another status to the register."""
     changed = replace(record, status=status, updated_ns=time.time_ns())
     write_status(log, changed)
     return changed
 
 
 def all_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[RunRecord]:
-    """The status of every registered run, oldest first; a record that cannot be used is skipped, and `refused` gets the reason."""
+    """Status of every registered run, oldest first; unusable records are skipped, and `refused` receives the reasons."""
     states: dict[str, RunRecord] = {}
     for record in scan(log, RUNS_TOPIC):
         key = (record.key or b"").decode("ascii", "replace")
@@ -136,12 +136,12 @@ def all_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> li
 
 
 def find(log: Log, run: str) -> RunRecord | None:
-    """A run's record with its newest status, for a process that executes nothing of it; None if it is not registered."""
+    """Record of a run with its newest status, for a process that executes nothing of it; None if the run is not registered."""
     return registration(log, run).record
 
 
 def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registration:
-    """A run's record, its newest status, and whether its key signed the record. Raises `ConfigError` for a key that cannot be used.
+    """Record of a run, its newest status, and whether the run's key signed it. Raises `ConfigError` for an unusable key.
 
     `key_file` has the run's key if the state directory has none.
     """
@@ -161,7 +161,7 @@ def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registr
 
 
 def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
-    """Offsets and usable records of the run's own topic."""
+    """Offsets and usable records in the run's own topic."""
     made = []
     for record in scan(log, topic_name(run, "run")):
         with contextlib.suppress(Unusable):
@@ -170,7 +170,7 @@ def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
 
 
 def resolve(log: Log, text: str, *, executes: bool = False) -> str:
-    """A run id from an id, a unique prefix, or `latest`. Raises `ConfigError`.
+    """Find a run's id by id, unique prefix or `latest`. Raises `ConfigError`.
 
     `executes`: for a command that executes, changes or deletes; its `latest` is this user's newest run on this machine, not that of others
     have registered. That of other commands is the broker's newest run. Dates in the future do not count.
@@ -192,6 +192,7 @@ def resolve(log: Log, text: str, *, executes: bool = False) -> str:
 
 
 def _latest(runs: list[RunRecord], *, executes: bool) -> str:
+    """The run that `latest` means. Raises `ConfigError` if there is none."""
     if not executes:
         limit_ns = time.time_ns() + int(CLOCK_S * 1e9)
         return ([run for run in runs if run.created_ns <= limit_ns] or runs[:1])[-1].run

@@ -49,7 +49,7 @@ Named = tuple[str, str]
 
 
 def user_code(config: Config, *, sections: Collection[str] = (), overridden: Collection[str] = ()) -> list[Named]:
-    """Keys and names of the user's code in a configuration: functions, commands, services, pickled states.
+    """(key, value) for all user code in a configuration: functions, commands, services, pickled states.
 
     `sections`: only those that a command executes, all if empty. `overridden`: keys whose values the operator has passed to the command.
     """
@@ -63,6 +63,7 @@ def keys_of(overrides: Iterable[str]) -> list[str]:
 
 
 def _named(config: Config) -> Iterator[Named]:
+    """(key, value) for each value of a configuration that may be user code."""
     algorithm, trainer, environment = config.algorithm, config.trainer, config.environment.source
     for key, sources in (("data.source", config.data_sources), ("eval.source", config.eval_sources)):
         yield from ((key, source) for source in sources if _loads_code(source))
@@ -92,14 +93,14 @@ def _loads_code(source: str) -> bool:
 
 
 def _is_own_environment(source: str) -> bool:
-    """True for an environment that is no package's own; `gymnasium:MODULE:ID` imports a module."""
+    """True for an environment that no package provides; `gymnasium:MODULE:ID` imports a module."""
     plain, options = split_options(source)
     scheme, _, name = plain.partition(":")
     return scheme not in GAME_SCHEMES or ":" in name or any(_names_code(option, value) for option, value in options.items())
 
 
 def _names_code(option: str, value: Any, *, choices: Collection[str] | None = None) -> bool:
-    """True for an option that may name a module, a class or a file, or lets a library run what it finds.
+    """True for an engine option that may name a module, class or file, or make a library execute code that it finds.
 
     `choices`: the options whose texts are choices of the library, if not all are.
     """
@@ -119,7 +120,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """The operator's decision about the code of a run."""
+    """The operator's decision on whether code of a run may be executed."""
 
     run_key: Path | None = None
     """File with the run's key; the one in the state directory, if there is one, without it."""
@@ -127,7 +128,7 @@ class Trust:
     """True to run code that no key of this machine signed."""
 
     def arguments(self) -> list[str]:
-        """The same, for the command line of a worker."""
+        """The decision as options of a worker's command line."""
         return [*(["--run-key", str(self.run_key)] if self.run_key else []), *(["--trust-code"] if self.code else [])]
 
 
@@ -136,7 +137,7 @@ NO_TRUST = Trust()
 
 
 def require_trusted(registered: Registration, *, trust: Trust, notify: Notify, code: Collection[Named] | None = None) -> RunRecord:
-    """The run's record if this process may execute its configuration, else raise `ConfigError`.
+    """Return the run's record if this process may execute its configuration; raises `ConfigError` otherwise.
 
     `code`: what of the configuration would be executed, all of its code if None.
     """
@@ -162,7 +163,7 @@ def require_trusted(registered: Registration, *, trust: Trust, notify: Notify, c
 
 
 def require_own_server(registered: Registration, config: Config, *, trust: Trust) -> None:
-    """Raise `ConfigError` if MLflow's credentials in the environment would go to a server that only an unsigned record names."""
+    """Raise `ConfigError` if MLflow credentials would be sent to a server that only an unsigned record names."""
     uri, secrets = config.mlflow.tracking_uri or "", [name for name in MLFLOW_SECRETS if os.environ.get(name)]
     if registered.signed or trust.code or not secrets or not config.mlflow.enabled or not uri.lower().startswith(("http:", "https:")):
         return
@@ -187,7 +188,7 @@ def require_own(registered: Registration) -> RunRecord:
 
 
 def as_block(run: str, named: Collection[Named]) -> str:
-    """The code that a run names, one line each, with control characters spelled out."""
+    """The code that a run would execute, one line each, with control characters escaped."""
     width = max((len(key) for key, _ in named), default=0)
     return "\n".join([f"run {run} would execute this code:", *(f"  {_visible(key):<{width}}  {_visible(text)}" for key, text in named)])
 
@@ -198,7 +199,7 @@ def _visible(text: str) -> str:
 
 
 def shown(log: Log, run: str) -> str | None:
-    """The record to be signed: the code that it names, and its source; None if the run's key has signed it already."""
+    """Text to inspect before signing: the run's code and the topic it comes from; None if the key has already signed it."""
     if registration(log, run).signed:
         return None
     record, topic = _record(log, run)
@@ -209,7 +210,7 @@ def shown(log: Log, run: str) -> str | None:
 
 
 def adopt_run(log: Log, run: str) -> None:
-    """Make the run's key on this machine and write its record, signed. Raises `ConfigError`."""
+    """Create the run's key on this machine, and write the run's record, signed. Raises `ConfigError`."""
     (record, _), own = _record(log, run), topic_name(run, "run")
     from_json(record.config)  # a configuration that this release cannot read is not signed
     make_key(run)
@@ -218,7 +219,7 @@ def adopt_run(log: Log, run: str) -> None:
 
 
 def _record(log: Log, run: str) -> tuple[RunRecord, str]:
-    """The run's record and the topic it is from: the run's own, else its ledger, which the users of other runs cannot write to.
+    """The run's record and its topic: the run's own, or its ledger, which users of other runs cannot write to.
 
     For a run of an earlier release whose trainer has never started it comes from the register.
     """

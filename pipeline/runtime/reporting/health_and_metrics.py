@@ -28,7 +28,7 @@ Response = tuple[str, str, bytes]
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port. Raises `ConfigError`."""
+    """Parse PORT or HOST:PORT. Raises `ConfigError`."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
         raise ConfigError(f"--health {text}: expected PORT or HOST:PORT")
@@ -37,7 +37,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Health:
-    """Responses of one worker."""
+    """Responses of the endpoint about one worker."""
 
     reporter: Reporter | None
     """None until the worker has joined its run."""
@@ -57,6 +57,7 @@ class Health:
         return "404 Not Found", "text/plain", b"there are /livez, /readyz and /metrics\n"
 
     def hangs(self) -> str | None:
+        """The reason to assume that the worker hangs; None if it does not."""
         if self.reporter is None or self.over:
             return None
         now_s, spent_s, turned_s = time.monotonic(), cpu_s(), self.reporter.turned_s
@@ -69,7 +70,7 @@ class Health:
         return f"the main loop has not run for {silent_s:.0f} s, and the process uses no CPU time"
 
     def unready(self) -> str | None:
-        """Reason why the worker cannot work now; None if it can."""
+        """The reason why the worker is not ready; None if it is."""
         if self.stopping.is_set():
             return "a stop was requested"
         if self.reporter is None:
@@ -84,7 +85,7 @@ class Health:
         return generate_latest(registry)
 
     def collect(self) -> Iterable[Any]:
-        """The values of the worker's status and of its Kafka clients, and the points of `Reporter.points`."""
+        """Metrics of the worker, of its Kafka clients, and in `Reporter.points`."""
         reporter, home = self.reporter, state_path()
         if reporter is None:
             return ()
@@ -95,6 +96,7 @@ class Health:
 
 
 def cpu_s() -> float:
+    """CPU seconds of this process and its descendants."""
     spent = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
         try:

@@ -38,13 +38,13 @@ DEL = "\x7f"
 
 
 class VisibleStream:
-    """A text stream that shows hidden characters escaped."""
+    """A text stream that escapes hidden characters."""
 
     def __init__(self, stream: TextIO, *, show: Callable[[str], str] = visible) -> None:
         self._stream, self._show = stream, show
 
     def write(self, text: str) -> int:
-        """Write a text; returns its length as given."""
+        """Write a text escaped; returns the length of the original."""
         self._stream.write(self._show(text))
         return len(text)
 
@@ -59,7 +59,7 @@ class VisibleStream:
 
 @contextlib.contextmanager
 def visible_errors() -> Iterator[None]:
-    """Escape hidden characters on standard error."""
+    """In the block, escape hidden characters on standard error."""
     before = sys.stderr
     sys.stderr = VisibleStream(before)  # type: ignore[assignment]
     try:
@@ -76,7 +76,7 @@ def exact_output(*, error: bool = False) -> TextIO:
 
 
 def print_json(text: str, *, flush: bool = False) -> None:
-    """Print JSON made by `json.dumps`, with the hidden character escaped that it leaves as it is."""
+    """Print the output of `json.dumps`, and escape the one hidden character that it does not."""
     print(text.replace(DEL, "\\u007f"), file=exact_output(), flush=flush)
 
 
@@ -86,7 +86,7 @@ _NUMBERS = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 
 
 class ClientLog(logging.Handler):
-    """Passes warnings on to `notify(text, level)`."""
+    """A log handler that passes warnings to `notify(text, level)`."""
 
     def __init__(self, notify: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -95,6 +95,7 @@ class ClientLog(logging.Handler):
         """(logger, text without numbers) -> time of the last printed warning, and number of those since."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Pass on a message, unless a similar one was printed less than `EVERY_S` ago."""
         cause = record.exc_info[1] if record.exc_info else None
         text = " ".join(f"{record.getMessage()}{f': {type(cause).__name__}: {cause}' if cause else ''}".split())
         key, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()
@@ -107,7 +108,7 @@ class ClientLog(logging.Handler):
 
 
 def pass_on_warnings(notify: Callable[[str, str], None]) -> Callable[[], None]:
-    """Pass warnings of the client and of our log to `notify(text, level)` until the returned function is called."""
+    """Pass warnings of the Kafka client and of Penstock's logger to `notify(text, level)` until the returned function is called."""
     handler = ClientLog(notify)
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)

@@ -22,7 +22,7 @@ _PREFIXES = {"system": "", "reward": ""}
 
 
 def family_of(table: str, key: str) -> tuple[str, str, float]:
-    """Name, type, and factor to the base unit of a table's key.
+    """Name, type, and factor to the base unit for a key of a metrics table.
 
     Example:
         family_of("system", "time_USE_s")  # -> ("penstock_time_seconds_total", "counter", 1.0)

@@ -25,7 +25,7 @@ from penstock.topics.wire.record import Outgoing
 
 
 def peak_rss() -> float:
-    """Bytes. Linux's `ru_maxrss` starts with the peak of the parent process, so it is only the fallback."""
+    """Peak resident bytes of this process. Linux's `ru_maxrss` starts with the parent's peak, so it is only the fallback."""
     try:
         match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -106,7 +106,7 @@ class CodecTimer:
 
 @dataclass(slots=True)
 class ThrottledLog:
-    """Prints the first few lines of each kind, counts the others and prints their number periodically."""
+    """Prints the first few lines of each kind, then only how many more there were, periodically."""
 
     write: Callable[[str], None]
     _seen: Counter[str] = field(default_factory=Counter)
@@ -132,7 +132,7 @@ class ThrottledLog:
 
 @dataclass(slots=True, kw_only=True)
 class Reporter:
-    """Sends one worker's measurements; the worker keeps its current numbers in `values` and its texts in `labels`."""
+    """Sends one worker's measurements; the worker updates its numbers in `values` and its texts in `labels`."""
 
     run: str
     role: str
@@ -177,7 +177,7 @@ class Reporter:
         self.values[name] = self.values.get(name, 0.0) + amount
 
     def doing(self, activity: Activity, text: str, *, now: bool = False) -> None:
-        """Set the worker's activity and its text for users; sent with the next status, or with `now` at once."""
+        """Set the worker's activity and a text for users; sent with the next status, or with `now` at once."""
         changed = self.labels.get("doing") != text or self._activity != activity
         if changed:
             self._count_time()
@@ -200,7 +200,7 @@ class Reporter:
         return sum(self.values.get(f"time_{use}_s", 0.0) for use in TRAINER_WAITS)
 
     def ready(self, outage: Callable[[], float]) -> None:
-        """Report that everything is loaded; `startup_s` counts from the creation of the process."""
+        """Report that everything is loaded; `startup_s` counts from the start of the process."""
         self.outage = outage
         gc.set_threshold(*GC_THRESHOLD)  # raised during the imports
         self.values["startup_s"] = time.time() - psutil.Process().create_time()
@@ -267,6 +267,7 @@ class Reporter:
         self.send(kind="final", values=self.numbers(), labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
+        """CPU time, memory and other metrics of this process."""
         spent, process = self.log.costs(), psutil.Process()
         times = process.cpu_times()
         return {

@@ -23,19 +23,19 @@ WAIT_S = 10.0
 
 
 def _memory(run: str, origin: Manifest, *, only_reads: bool = False) -> MachineMemory:
-    """The trainer's memory in a run whose version 0 is `origin`."""
+    """The trainer's shared memory, for a run whose version 0 is `origin`."""
     return MachineMemory(f"{run} {origin.created_ns} {origin.digest} trainer", only_reads=only_reads)
 
 
 class IpcWeightSender:
-    """The trainer's end: the newest version, where workers load it and where the next one is compared with it."""
+    """Offers the trainer's newest version in shared memory, to workers and for comparison with the next version."""
 
     def __init__(self, run: str, origin: Manifest, *, notify: Callable[[str], None] = lambda _: None) -> None:
         self._memory, self._notify = _memory(run, origin), notify
         self._buffers = HostBuffers(shared=True)
 
     def put(self, tensors: Sequence[TensorBytes], *, version: int, digest: str) -> Sequence[TensorBytes]:
-        """Let workers see these tensors, which are copied unless they fill shared memory already; returns them as they are there.
+        """Offer these tensors, copied unless they already fill shared memory; returns the shared tensors.
 
         A worker that loads the version before keeps its memory, and the next version is in another.
         """
@@ -54,12 +54,12 @@ class IpcWeightSender:
         return ordered
 
     def close(self) -> None:
-        """Let go of the memory; workers that have it open keep it."""
+        """Release the memory; workers that have it open keep it."""
         self._memory.close()
 
 
 class IpcWeightReceiver:
-    """A worker's end."""
+    """Reads the trainer's versions from shared memory, in a worker."""
 
     def __init__(self, run: str, origin: Manifest) -> None:
         self._memory, self._origin = _memory(run, origin, only_reads=True), origin
@@ -69,7 +69,7 @@ class IpcWeightReceiver:
         self._serves = False
 
     def serves(self, newest: Manifest) -> bool:
-        """True if the trainer's memory has the newest published version, or the next one, or is about to have that."""
+        """True if the trainer's memory contains the newest published version or the next one, or soon will."""
         now, every_s = time.monotonic(), LOOK_EVERY_S if self._holds(newest) else REQUEST_EVERY_S
         if self.copy.version != newest.version + 1 and (newest is not self._requested or now >= self._request_at):
             self._requested, self._request_at = newest, now + every_s

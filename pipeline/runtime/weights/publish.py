@@ -29,7 +29,7 @@ EARLY_CHUNK_BYTES, EARLY_CHUNKS = 2 << 20, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A published version that the next one is compared with."""
+    """A published version to which the next one is a delta."""
 
     version: int
     tensors: Sequence[TensorBytes]
@@ -50,7 +50,7 @@ def send_version(
     base: Base | None = None,
     adapters: Iterable[Any] | None = None,
 ) -> Manifest:
-    """Send a version, whole or as what differs from `base`, and describe its chunks once every one is acknowledged.
+    """Send a version, in full or as a delta to `base`; returns the manifest once all chunks are acknowledged.
 
     `partitions` take the chunks in turn. `digest` returns the digest of the tensors if they are not sent or it was computed before; if
     absent, each piece is hashed while it is compared or sent, so that memory is read once.
@@ -90,7 +90,7 @@ def send_version(
 
 
 def chunk_partitions(version: int, *, count: int) -> list[int]:
-    """The partitions that a version's chunks go to, in their order, of a topic with `count` partitions.
+    """The partitions of a version's chunks, in order, in a topic with `count` partitions.
 
     Version 0 has one of its own, so that what follows it can be deleted; the others start at a different one each.
 
@@ -112,7 +112,7 @@ def manifest_record(manifest: Manifest, *, run: str) -> Outgoing:
 
 @dataclass(slots=True, kw_only=True)
 class ChunkWriter:
-    """Cuts a stream of bytes into chunks and sends each once it is full."""
+    """Divides a stream of bytes into chunks, and sends each as soon as it is full."""
 
     producer: Producer
     run: str
@@ -128,6 +128,7 @@ class ChunkWriter:
         return self.partitions[index % len(self.partitions)]
 
     def add(self, data: Any) -> None:
+        """Append bytes to the stream."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             size = self._size()
@@ -138,7 +139,7 @@ class ChunkWriter:
                 self._send()
 
     def _size(self) -> int:
-        """Of the chunk that is being filled."""
+        """Size of the chunk that is being filled."""
         return min(self.max_bytes, EARLY_CHUNK_BYTES) if len(self.sizes) < EARLY_CHUNKS else self.max_bytes
 
     def finish(self) -> None:
@@ -147,6 +148,7 @@ class ChunkWriter:
             self._send()
 
     def _send(self) -> None:
+        """Send the buffered bytes as a chunk."""
         index, data = len(self.sizes), bytes(self._chunk)
         self._chunk.clear()
         chunk = Chunk(version=self.version, index=index, data=data)
@@ -164,7 +166,7 @@ class ChunkWriter:
 def _send_tensors(
     writer: ChunkWriter, new: Sequence[TensorBytes], base: Base | None, hashing: tuple[Hasher, ThreadPoolExecutor] | None
 ) -> None:
-    """Send tensors, or the delta to those of `base`, piece by piece; some pieces are compared, and hashed in order, concurrently."""
+    """Send tensors, or their delta to `base`, piece by piece; several pieces are compared and hashed concurrently."""
     start, ahead = 0, deque[tuple[Future[list[Any]], Future[None] | None]]()
 
     def send_first() -> None:
@@ -200,12 +202,12 @@ def _layout(tensors: Sequence[TensorBytes]) -> list[tuple[str, str, tuple[int, .
 
 
 def is_anchor(manifest: Manifest, *, every: int) -> bool:
-    """True for a full snapshot, or an adapter that counts as an anchor: one of `every` does."""
+    """True for a full snapshot, or for every `every`-th version sent as adapters."""
     return manifest.encoding == "full" or (manifest.encoding == "adapter" and manifest.version % every == 0)
 
 
 def deletable(manifests: Mapping[int, Manifest], *, ends: Mapping[int, int], every: int, needed: Collection[int] = ()) -> dict[int, int]:
-    """Partition -> the offset below which no process needs its chunks, for the partitions of all versions but 0.
+    """Partition -> offset below which no process needs chunks, for all partitions but that of version 0.
 
     `ends` are the offsets after our newest chunk in each partition, `every` is `weights.anchor_every`, `needed` are versions that somebody
     may still request.

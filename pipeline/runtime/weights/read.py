@@ -24,7 +24,7 @@ from penstock.topics.wire.record import Record
 
 
 class BaseWeights:
-    """The bytes of version 0, once they were needed."""
+    """A copy of version 0, made when it is first needed, into which adapters are merged."""
 
     def __init__(self) -> None:
         self._data: memoryview | None = None
@@ -35,22 +35,22 @@ class BaseWeights:
         return self._data is not None and self._digest == origin.digest and len(self._data) == len(copy.data)
 
     def keep(self, copy: WeightCopy, origin: Manifest) -> None:
-        """Take the bytes of version 0, which the copy has now."""
+        """Retain the bytes of version 0, which the copy now contains."""
         self._data, self._digest = allocated(len(copy.data)), origin.digest
         copy_bytes(self._data, copy.data)
 
     def forget(self) -> None:
-        """Read version 0 again for the next version."""
+        """Drop the bytes, so that version 0 is read again for the next version."""
         self._data = None
 
     def merge(self, copy: WeightCopy, stream: memoryview) -> None:
-        """Make the copy the version that adapters describe. Raises `ValueError` with nothing overwritten."""
+        """Overwrite the copy with version 0 and the adapters in `stream`. Raises `ValueError` with nothing overwritten."""
         assert self._data is not None, "version 0 is read before adapters on it"
         copy.change(partial(weight_adapter.apply, stream, self._data))
 
 
 def merge_into_origin(copy: WeightCopy, stream: memoryview) -> None:
-    """The same for a copy of version 0 itself; nothing is retained. Raises `ValueError` with nothing overwritten."""
+    """Merge adapters into a copy of version 0 itself, which is not retained. Raises `ValueError` with nothing overwritten."""
     copy.change(lambda data: weight_adapter.apply(stream, data, data))
 
 
@@ -70,7 +70,7 @@ NEAR_RECORDS = 16
 
 
 def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> list[TensorBytes]:
-    """The tensors of a version, checked against its digest. Raises `LogError` naming what is gone or broken."""
+    """The tensors of a version, checked against its digest. Raises `LogError` that names what is missing or damaged."""
     copy = WeightCopy()
     bring(copy, log, manifests, version, run=run)
     return copy.tensors()
@@ -80,7 +80,7 @@ def bring(
     copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str, reader: "ChunkReader | None" = None,
     below: BaseWeights | None = None,
 ) -> int:  # fmt: skip
-    """Bring a copy to a version, checked against its digest; returns the bytes of chunks that were read.
+    """Update a copy to a version and check its digest; returns the bytes of chunks that were read.
 
     A `reader` stays open, so that the next call need not connect; close it after an error. Without one, one is made for this call.
     `below` keeps version 0 where versions are adapters, so that the next call need not read it.
@@ -134,7 +134,7 @@ def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> Non
 
 
 def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[memoryview], None]) -> None:
-    """Read a delta or adapters and, once all of it is here, overwrite what they change; `change` refuses what is not well formed."""
+    """Read a delta or adapters completely, then overwrite what they change; `change` rejects malformed data."""
     stream = allocated(manifest.nbytes)
     _collect(manifest, reader, stream)
     try:
@@ -150,7 +150,7 @@ def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> Non
 
 
 def _hold(copy: WeightCopy, manifest: Manifest, below: BaseWeights | None) -> None:
-    """Accept the bytes as a version if their digest matches; if not, the retained version 0 may be damaged."""
+    """Accept the bytes as a version if the digest matches; otherwise the retained version 0 may be damaged."""
     if (actual := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         if below is not None:
             below.forget()
@@ -160,7 +160,7 @@ def _hold(copy: WeightCopy, manifest: Manifest, below: BaseWeights | None) -> No
 
 @dataclass(slots=True)
 class ChunkReader:
-    """Reads the chunks of versions from all their partitions at once."""
+    """Reads chunks of versions from all partitions at once."""
 
     log: Log
     run: str
@@ -175,15 +175,15 @@ class ChunkReader:
 
     @property
     def is_open(self) -> bool:
-        """True if it is connected, and continues at its position."""
+        """True if the reader is connected and continues at its position."""
         return self._tail is not None
 
     def expect(self, locations: Collection[tuple[int, int]]) -> None:
-        """(partition, offset) of chunks that will be requested: one that arrives early is buffered, so that it is read once."""
+        """Announce the (partition, offset) of later chunks: one that arrives early is buffered instead of read twice."""
         self._expected, self._early, self._early_bytes = locations, {}, 0
 
     def read(self, manifest: Manifest) -> Iterator[Chunk]:
-        """The chunks of a version as they come, in any order, each checked. Raises `LogError`."""
+        """The chunks of a version as they arrive, in any order, each checked. Raises `LogError`."""
         left = {location: index for index, location in enumerate(weights.chunk_places(manifest))}
         self._check_retained(manifest, left)
         for location in [location for location in left if location in self._early]:
@@ -215,7 +215,7 @@ class ChunkReader:
             self._check_passed(manifest, left, tail)
 
     def _aim(self, left: Collection[tuple[int, int]]) -> Tail:
-        """Read all partitions with missing chunks; a reader that is close continues, as it has fetched them already."""
+        """Position the reader at the missing chunks; one that is close continues, because it has already fetched them."""
         topic, starts = f"{self.run}.weights", dict[tuple[str, int], Start]()
         for partition, offset in sorted(left, reverse=True):  # the first chunk of each partition comes last
             starts[topic, partition] = offset
@@ -257,7 +257,7 @@ class ChunkReader:
         _require_none(manifest, lost, topic, lambda p: f"which holds offsets {first_offsets[topic, p]} to {ends[topic, p] - 1}")
 
     def _check_passed(self, manifest: Manifest, left: Collection[tuple[int, int]], tail: Tail) -> None:
-        """Raise `RecordMissing` where reading has passed a chunk without seeing it."""
+        """Raise `RecordMissing` if reading has passed the offset of a chunk without receiving it."""
         topic = f"{self.run}.weights"
         positions = {partition: tail.position((topic, partition)) for partition, _ in left}
         lost = [(partition, offset) for partition, offset in left if offset < positions[partition]]

@@ -35,12 +35,13 @@ FIRST = 16
 
 
 def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
-    """Fill a new `state` from the end of the run's log; returns the start offsets in ledger and manifests."""
+    """Fill a new `state` from the end of the run's log; returns the offsets from which to follow ledger and manifests."""
     book, manifests = (f"{run}.ledger", 0), (f"{run}.weights", weights.MANIFESTS)
     return {manifests: _read_manifests(log, manifests, state), book: _read_ledger(log, book, state)}
 
 
 def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
+    """Apply the last part of the ledger; returns the offset from which to follow it."""
     start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     if end - start > 2 * NEAR:
         records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
@@ -52,6 +53,7 @@ def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
 
 
 def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
+    """Apply the first manifests and the last ones; returns the offset from which to follow them."""
     start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     span, ledger_state = NEAR, LedgerState(state.run)
     _apply(ledger_state, list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
@@ -117,12 +119,12 @@ _CLOSE_S = 2.0
 
 
 class WeightPrefetch:
-    """Follows ledger and manifests in the background."""
+    """A thread that follows the run and fetches the newest version while the engine generates."""
 
     def __init__(
         self, log: Log, run: str, *, notify: Callable[[str], None] = lambda _: None, shared: bool = False, direct: bool = False
     ) -> None:
-        """`notify` gets a line when a version cannot be read, and when it can be again.
+        """Start the thread; `notify` receives a line when a version cannot be read, and when it can again.
 
         `shared`: one copy for the machine's workers. `direct`: use the trainer's memory if it is on this machine.
         """
@@ -151,7 +153,7 @@ class WeightPrefetch:
 
     @property
     def version(self) -> int:
-        """The newest version whose tensors are here; -1 if there is none, or while it is being overwritten."""
+        """The newest version in the local copy; -1 if there is none, or while it is being overwritten."""
         version = self._copy.version
         return version if self._may_load(version) else NONE
 
@@ -167,7 +169,7 @@ class WeightPrefetch:
             yield (version, tensors) if loadable else (NONE, ())
 
     def published(self) -> int:
-        """The newest version in the log: what was generated with a later one must not be published.
+        """The newest version in the log: samples of a later version must not be published yet.
 
         Raises `LogError` if the log has other weights of a version than those that were taken, as when a trainer exits before it publishes
         them and its successor publishes others. The worker then has to start again, and what it generated with them is lost.
@@ -187,13 +189,13 @@ class WeightPrefetch:
             )
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a version or the end of the run; raises the error of the thread."""
+        """Wait for a new version or the end of the run; raises an error of the thread."""
         self._changed.wait(timeout_s)
         self._changed.clear()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of the thread, such as an outage timeout."""
+        """Raise an error of the thread, such as a timeout in an outage."""
         if self._failure is not None:
             raise self._failure
 
@@ -202,6 +204,7 @@ class WeightPrefetch:
         self._thread.join(_CLOSE_S)
 
     def _follow(self) -> None:
+        """The thread: follow ledger and manifests, and fetch each newest version."""
         try:
             follower = LedgerFollower(self._log, self._run, self.state, read_ends(self._log, self._run, self.state))
             try:
@@ -226,14 +229,14 @@ class WeightPrefetch:
         self._changed.set()
 
     def _may_load(self, version: int) -> bool:
-        """True if the copy's version is in this worker's manifests, or is the one that the trainer is publishing."""
+        """True if the version in the copy is in this worker's manifests, or the trainer is publishing it."""
         if version == self.state.newest_version + 1:
             return self._ipc_receiver is not None and self._copy is self._ipc_receiver.copy
         manifest = self.state.manifests.get(version)
         return version <= self.state.newest_version and (manifest is None or manifest.digest == self._copy.digest)
 
     def _reads_itself(self) -> bool:
-        """True if this worker reads from the log, for itself or its machine; if not, attach to the shared copy."""
+        """True if this worker reads from the log, for itself or for its machine; otherwise attach to the shared copy."""
         if not self._shared:
             return True
         if self._memory is None:
@@ -253,7 +256,7 @@ class WeightPrefetch:
         return not self._shared
 
     def _sees_trainers(self) -> bool:
-        """True if the newest version, or the next one, is in the trainer's memory; then this worker's copy is there."""
+        """True if the trainer's memory contains the newest version or the next one; this worker then uses that memory."""
         if not self._direct or self.state.newest_version < 0:
             return False
         if self._ipc_receiver is None:
@@ -282,6 +285,7 @@ class WeightPrefetch:
             self._memory = None
 
     def _fetch(self, version: int) -> None:
+        """Fetch a version; on failure log it once and retry later."""
         manifest = self.state.manifests[version]
         if manifest is self._refused and time.monotonic() < self._retry_at:
             return
@@ -299,7 +303,7 @@ class WeightPrefetch:
             self._refused = None
 
     def _bring(self, version: int) -> None:
-        """Read a version from the current position, or from scratch if that fails: chunks may have been deleted since."""
+        """Read a version from the current position; if that fails, because chunks were deleted, from the start of its chain."""
         for was_open in (self._reader.is_open, False):
             try:
                 bring(self._copy, self._log, self.state.manifests, version, run=self._run, reader=self._reader, below=self._base)
@@ -314,7 +318,7 @@ class WeightPrefetch:
 
 
 class VersionWatch(WeightPrefetch):
-    """The same for a worker without an engine: it follows which versions exist, and fetches none."""
+    """Follows which versions exist without fetching them, for a worker without an engine."""
 
     @property
     def version(self) -> int:
@@ -322,5 +326,5 @@ class VersionWatch(WeightPrefetch):
 
     @contextmanager
     def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
-        """The newest version, without its tensors."""
+        """The newest version, without tensors."""
         yield self.version, ()
