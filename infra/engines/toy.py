@@ -162,7 +162,6 @@ class _Group:
 
 
 def _generate(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Token ids and logprobs of one sample, from the request and from `base`, a number derived from the weights' digest."""
     sampling = request.sampling
     seed, group, sample = (0, 0, 0) if sampling.greedy else (request.seed, request.random_group, sample)
     longest = sampling.max_new_tokens

@@ -196,7 +196,6 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def _record(message: Any) -> Record:
-    """Convert a message of librdkafka to a record."""
     return Record(
         topic=message.topic(),
         partition=message.partition(),

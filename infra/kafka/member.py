@@ -72,7 +72,6 @@ class Buffer:
             self._change.notify_all()
 
     def revoke(self) -> None:
-        """Forget the assignment: drop waiting records and commits, and queue a `Revoked` event."""
         with self._change:
             if not self._owned and not any(isinstance(event, Assigned) for event in self._events):
                 return
@@ -229,7 +228,6 @@ class KafkaMember:
         return consumer
 
     def _run(self) -> None:
-        """Poll until closed; after an error of the group, join again. Any other error ends the member."""
         try:
             while not self._closing:
                 try:
@@ -247,7 +245,6 @@ class KafkaMember:
             reading.close_consumer(self._consumer, self._costs, 2.0)
 
     def _turn(self) -> None:
-        """One round of the polling thread: deliver assignments and records, send commits."""
         full = self._buffer.full
         self._hold(full)
         records = reading.poll(
@@ -343,8 +340,6 @@ class KafkaMember:
 
 
 class _Listener(ConsumerRebalanceListener):
-    """Passes the client library's rebalance callbacks to a `KafkaMember`."""
-
     def __init__(self, member: KafkaMember, consumer: Any) -> None:
         self._member, self._consumer = member, consumer
 

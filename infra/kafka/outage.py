@@ -83,7 +83,6 @@ class Contact:
         threading.Thread(target=self._report_outages, daemon=True, name="log-contact").start()
 
     def _report_outages(self) -> None:
-        """Log the start and the end of each outage, from a thread."""
         since: float | None = None
         checked = time.monotonic()
         while not self._closed.wait(_CHECK_EVERY_S):

@@ -57,7 +57,6 @@ class Connection:
     unreachable_after_s: float = 10.0
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for an invalid address or security setting."""
         unknown = sorted(set(self.security) - SECURITY_KEYS)
         if unknown:
             raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; supported are {', '.join(sorted(SECURITY_KEYS))}")
@@ -215,7 +214,6 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
             raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it is empty'}") from None
 
     def _run(self) -> str:
-        """Output of the configured command. Raises `LogError` if it fails."""
         try:
             command = shlex.split(str(self._command))
             done = subprocess.run(command, capture_output=True, text=True, timeout=TOKEN_COMMAND_S, check=False, stdin=subprocess.DEVNULL)

@@ -81,7 +81,6 @@ class MemoryTransactions:
             last.commit()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
-        """Write all records and offsets, or none. Raises the errors of `KafkaTransactions.commit`."""
         if offsets and member is None:
             raise ValueError("offsets can be committed in a transaction only together with the consumer group's generation")
         check_commits(offsets or {})
@@ -144,7 +143,6 @@ class MemoryLog:
                 self._state.rebalance(self._state.group(group))
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
-        """Create missing topics. Raises `LogError` if an existing one has other partitions or settings."""
         with self._state.change:
             for name, spec in specs.items():
                 existing, _ = self._state.topics.get(name, (spec, []))
@@ -194,7 +192,6 @@ class MemoryLog:
             return {partition: part.stable_end if committed else part.end for partition, part in parts.items()}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets."""
         where = f"{topic}/{partition}"
         with self._state.change:
             part = self._state.part((topic, partition))

@@ -289,7 +289,6 @@ class MemoryMember:
         return events
 
     def _advance(self, events: list[Event]) -> bool:
-        """Append the next events to `events`: after a rebalance the new assignment, then records. False if there are none."""
         if self.member_id not in self._group.members:  # evicted while it was silent: it joins again, as Kafka's members do
             self._group.members[self.member_id] = self._topics
             self._state.rebalance(self._group)

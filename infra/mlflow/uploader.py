@@ -104,7 +104,6 @@ class Uploader:
         return self._done
 
     def _work(self) -> None:
-        """Deliver until everything is delivered and the run has ended, with pauses after errors."""
         pause = FIRST_PAUSE_S
         while not self._done:
             try:

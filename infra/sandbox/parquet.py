@@ -93,7 +93,6 @@ class _Decoder:
             self.end()
 
     def _started(self) -> socket.socket:
-        """The socket to the child, which is started if there is none."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
         self.end()
@@ -247,7 +246,6 @@ def _end_with(connection: socket.socket) -> None:
 
 
 def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
-    """Serve one request in the child: the footer, or rows written to `sink`."""
     with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
         if request["kind"] == "footer":
             return footer_of(file)

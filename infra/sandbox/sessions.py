@@ -66,7 +66,6 @@ class Sessions:
         self._children = []
 
     async def _start(self) -> "_Child":
-        """Start a child, with `START_ATTEMPTS` attempts. Raises `ChildError`."""
         reason = ""
         while self._failed_starts < START_ATTEMPTS:
             child = _Child(self._target, self._rules, self._init)
@@ -184,7 +183,6 @@ class _Child(PipedChild):
             self._loop.remove_writer(self.stdin)
 
     def _read(self) -> None:
-        """Read and apply replies; end the child if it exits or writes anything else."""
         try:
             replies, ended = self.read()
         except (ValueError, RecursionError):
@@ -196,7 +194,6 @@ class _Child(PipedChild):
             self.end(end_child(self.process, self.lifeline), guilty=None)
 
     def _take(self, reply: dict[str, Any]) -> None:
-        """Pass one reply to the call that waits for it."""
         if "call" not in reply:
             if "doing" not in reply and not self._first.done():
                 self._first.set_result(reply)

@@ -76,7 +76,6 @@ class PipedChild:
         return [self._parsed(line) for line in lines], ended
 
     def _parsed(self, line: bytearray) -> dict[str, Any]:
-        """Parse a reply. Raises `ValueError` or `RecursionError` for anything but a JSON object."""
         match json.loads(line):
             case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as reply if self.ready:
                 return dict(reply)
@@ -312,7 +311,6 @@ class ChildPool(Generic[Key]):
         self._counted = now
 
     def _dispatch(self) -> None:
-        """Send queued calls to children with room."""
         self._count_time()
         while self._waiting:
             free = [child for child in self._children if child.has_room(self._waiting[0])]
@@ -332,7 +330,6 @@ class ChildPool(Generic[Key]):
             self._selector.unregister(child.stdin)
 
     def _read(self, child: _Child[Key]) -> None:
-        """Process the replies of a child; replace a child that has exited."""
         self._count_time()
         try:
             replies, ended = child.read()
@@ -345,7 +342,6 @@ class ChildPool(Generic[Key]):
             self._replace(child, end_child(child.process, child.lifeline))
 
     def _take(self, child: _Child[Key], reply: dict[str, Any]) -> None:
-        """Apply one reply of a child. Raises `ChildError` if the target does not load."""
         if "broken" in reply:
             raise ChildError(f"cannot load {self._target}: {reply['broken']}")
         if "doing" in reply:
@@ -363,7 +359,6 @@ class ChildPool(Generic[Key]):
             self._ended.append(Done(key=call.key, result=reply["result"], seconds=time.monotonic() - call.called))
 
     def _stop_overdue(self) -> None:
-        """Cancel or kill calls and starts that exceed their time limit."""
         now = time.monotonic()
         for child in list(self._children):
             overdue = [number for number, call in child.calls.items() if call.deadline <= now]

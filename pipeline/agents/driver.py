@@ -192,7 +192,6 @@ class Episode:
         return {**message, "content": cut}
 
     async def _reset(self) -> list[Mapping[str, Any]]:
-        """Start the environment and return the first messages. Raises `EnvironmentBroken`."""
         self._session = await self.sessions.open()
         payload = {"seed": self.seed, "row": dict(self.request.row)}
         observed = await self._call("reset", payload, self.limits.reset_timeout_s)
@@ -220,7 +219,6 @@ class Episode:
         return self.ended(finish)
 
     async def _generate(self, token_ids: npt.NDArray[np.int32], *, turn: int, room: int) -> Generation:
-        """Generate a turn, or reuse the recorded one if the context is the same. Raises `_Diverged` if it is not."""
         digest = hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).digest()
         recorded = self._recorded_turns.get(turn)
         if recorded is None:

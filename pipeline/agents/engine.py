@@ -197,7 +197,6 @@ class TrajectoryEngine:
         return [*ended, *self._take(wait=False)]
 
     def abort(self, group: int) -> list[Completion]:
-        """Abort the turns and episodes of a group; returns its unfinished trajectories."""
         aborted: list[Trajectory] = []
         for key in [key for key in self._running if key[0] == group]:
             running = self._running.pop(key)
@@ -225,7 +224,6 @@ class TrajectoryEngine:
         return self._inner.stats() | self._counts | {"waiting_for_environments": waiting}
 
     def close(self) -> None:
-        """Stop episodes, environments and the inner engine."""
         for running in self._running.values():
             running.task.cancel()
         self._in_loop(self._episodes.close())
@@ -268,7 +266,6 @@ class TrajectoryEngine:
                 ended.append(self._count(event[1].result()))
 
     def _deliver(self, completion: Completion) -> None:
-        """Pass a generated turn to the trajectory that waits for it."""
         request = self._turns_in_flight.pop(completion.group, None)
         running = self._running.get(request.key) if request is not None else None
         if request is None or running is None:
@@ -316,7 +313,6 @@ class _TurnGenerator:
     request: EpisodeRequest
 
     async def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Generation:
-        """Request a turn from the inner engine and wait for it."""
         request, (group, sample) = self.request, self.key
         generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         turn_request = GroupRequest(

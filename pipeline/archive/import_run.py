@@ -32,7 +32,7 @@ class Imported:
 
 
 def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, notify: Callable[[str], None] = lambda _: None) -> Imported:
-    """Write an archived run's topics and register it. Raises `ConfigError` for an existing id, `ValueError`, `LogError`."""
+    """Import an archived run. Raises `ConfigError` if its id exists, `ValueError` if the archive is unusable, or `LogError`."""
     start, note = time.monotonic(), complete(archive)
     run = _free(log, becomes or note.run)
     relocation, archived = Relocation(note.run, run), ArchivedLog(archive)
@@ -40,14 +40,14 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, n
     if registered is None:
         raise ValueError(f"{archive.path} has no usable record of run {note.run} in its table `runs`")
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # empty topics for a run that is resumed here
+    partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # also topics that the archive lacks, to resume
     log.create_topics(topics_of(run, partitions=partitions["groups"], weight_partitions=partitions["weights"], turns=turns))
     imported = Imported(run=run)
     try:
         _write_records(log, archived, relocation, imported, notify)
     except ValueError as error:
         raise ValueError(f"{error}; the run is not registered: `penstock topics delete {run} --yes` removes the imported part") from error
-    # Of the archived topic of all runs, only this run's status is imported.
+    # The runs topic is shared, so only this run's record is imported.
     (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
     imported.seconds = time.monotonic() - start
     return imported

@@ -31,7 +31,6 @@ def pinned(path: str) -> str:
 
 @cache
 def _snapshot(name: str) -> Path:
-    """Directory of a model in the hub's cache, downloaded if it is missing. Raises `BackendError`."""
     repository, _, revision = name.removeprefix(SCHEME).partition("@")
     try:
         from huggingface_hub import snapshot_download

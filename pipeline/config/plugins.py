@@ -141,7 +141,6 @@ class _ThisSource(SourceFileLoader):
 
 
 def _load_file(spec: str, file: Path) -> ModuleType:
-    """Import a file under a private name, once per content. Raises `PluginError`."""
     source = _read(spec, file)
     # Path and content: files of equal names are different modules, and an edited file is a new module.
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
@@ -175,7 +174,6 @@ def _import_name(file: Path) -> str | None:
 
 
 def _load_module(spec: str, module: str, base_dir: str | Path | None) -> ModuleType:
-    """Import a module from `sys.path` or `base_dir`. Raises `PluginError`."""
     _append_to_path(base_dir or ".")
     try:
         return importlib.import_module(module)

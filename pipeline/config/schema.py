@@ -28,8 +28,6 @@ from penstock.pipeline.scheduling.rules import MODES
 
 
 class RunSection(Section):
-    """Length, name and restarts of a run."""
-
     name: str = Field("run", description="first part of the run id")
     steps: Positive | None = Field(None, description="number of optimizer steps; set either `steps` or `epochs`")
     epochs: PositiveFloat | None = Field(None, description="passes through the data; an incomplete last step is skipped")
@@ -57,8 +55,6 @@ class SourceSampling(Section):
 
 
 class DataSection(Section):
-    """Training prompts: sources, columns, order and chat template."""
-
     source: Annotated[str | list[str], SOURCE] = Field(
         description=(
             "`x.jsonl`, `x.parquet` (or a folder, or a pattern), `hf:NAME`, `reasoning-gym:TASK`, `tiny:successor`, "
@@ -122,8 +118,6 @@ class ChildSection(Section):
 
 
 class RewardSection(ChildSection):
-    """Reward functions, and the child processes that run them."""
-
     functions: Annotated[list[str], SOURCE] = Field(
         ["exact_match"],
         min_length=1,
@@ -146,8 +140,6 @@ class RewardSection(ChildSection):
 
 
 class EnvironmentSection(ChildSection):
-    """Environment of multi-turn trajectories, its limits and its child processes."""
-
     source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
         description=(
@@ -181,8 +173,6 @@ class EnvironmentSection(ChildSection):
 
 
 class ScheduleSection(Section):
-    """Sizes of a step and its rules of staleness."""
-
     mode: Annotated[str, one_of(MODES)] = Field("pipelined", description=", ".join(MODES))
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
     samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group, at least 2")
@@ -204,8 +194,6 @@ class ScheduleSection(Section):
 
 
 class SamplingSection(Section):
-    """Sampling of training completions."""
-
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; the learner's logits are divided by it too")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; only with `top_k`")
     top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="number of most likely tokens to sample from; 0 for all")
@@ -217,8 +205,6 @@ class SamplingSection(Section):
 
 
 class AlgorithmSection(Section):
-    """Loss, advantages, importance weights, KL and filters."""
-
     defaults: Literal[1, 2] = Field(2, description="version of the default values; a fork keeps its parent's")
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
         "grpo", description=f"{', '.join(LOSSES)}, or a function `file.py:function`, `package:function`"
@@ -286,8 +272,6 @@ class PoolSection(Section):
 
 
 class RolloutSection(Section):
-    """Rollout workers and their engine."""
-
     engine: Annotated[str, one_of(ENGINES)] = Field("transformers", description=f"{', '.join(ENGINES)} (random tokens, no model)")
     workers: Positive = Field(2, description="rollout workers that `penstock run` starts")
     gpus_per_worker: NonNegative = Field(
@@ -312,8 +296,6 @@ class ScorerSection(Section):
 
 
 class TrainerSection(Section):
-    """Trainer processes, precision, optimizer and checkpoints."""
-
     backend: Annotated[str, one_of(BACKENDS)] = Field("torch", description="`torch` or `deepspeed`")
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage of DeepSpeed")
     deepspeed_config: Annotated[dict[str, Any], JSON_FILE] = Field(
@@ -374,8 +356,6 @@ class TrainerSection(Section):
 
 
 class EvalSection(Section):
-    """Evaluation on held-out prompts, and early stopping."""
-
     source: Annotated[str | list[str] | None, SOURCE] = Field(
         None, description="held-out prompts, as `data.source`; no evaluation if absent"
     )

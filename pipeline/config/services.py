@@ -9,8 +9,6 @@ from penstock.pipeline.config.fields import Positive, PositiveFloat, Resolve, Se
 
 
 class WeightsSection(Section):
-    """Publication of weights: chunks, retention, encoding and transport."""
-
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = Field(8, description="size of a chunk in the topic `weights`")
     partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for chunks of versions from 1 on")
     keep: Literal["chain", "all"] = Field(
@@ -28,8 +26,6 @@ class WeightsSection(Section):
 
 
 class KafkaSection(Section):
-    """The broker, partitions, replication, time limits and retention."""
-
     bootstrap: str = Field("embedded", description="`embedded`: this machine's own broker; or `HOST:PORT[,HOST:PORT]`")
     partitions: Positive | None = Field(
         None, description="partitions of `prompts`, `rollouts` and `groups`; 4 x the most workers of a role, at least 8, if absent"

@@ -96,7 +96,6 @@ class ReasoningGym:
         return self._size
 
     def raw(self, index: int) -> dict[str, Any]:
-        """The entry of a row as columns. Raises `DataError`."""
         try:
             entry = self._made[index]
         # The boundary to a library's 100 tasks: report any error with the row.

@@ -53,7 +53,6 @@ class Hub:
 
 
 def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any]) -> Any:
-    """Load a data set of the hub or a folder. Raises `DataError`."""
     try:
         import datasets
     except ImportError as error:

@@ -272,7 +272,6 @@ class JsonLines:
     generated = False
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Index the lines of all files. Raises `DataError`."""
         self._files = list(files)
         self._firsts = [0]
         """First row number of each file, and the total number of rows."""
@@ -287,7 +286,6 @@ class JsonLines:
         return len(self._starts)
 
     def raw(self, index: int) -> dict[str, Any]:
-        """Parse the line of a row. Raises `DataError`."""
         file = self._files[self._file(index)]
         try:
             with file.open("rb", buffering=0) as stream:
@@ -318,7 +316,6 @@ class JsonLines:
         return bisect_right(self._firsts, index) - 1
 
     def _index(self, file: Path, hasher: Any) -> None:
-        """Append the offsets of a file's non-empty lines to the index, and hash the file."""
         start = 0
         try:
             with file.open("rb") as stream:
@@ -341,7 +338,6 @@ class Parquet:
     generated = False
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Decode all files. Raises `DataError`."""
         self._batches: list[pa.RecordBatch] = []
         self._firsts = [0]
         self._origins: list[tuple[Path, int]] = []
@@ -369,7 +365,6 @@ class Parquet:
         return f"{file}:{first + index - self._firsts[batch] + 1}"
 
     def _read(self, file: Path) -> None:
-        """Append the batches of a file. Raises `DataError` if a column occurs twice."""
         table, first = parquet.rows(file), 0
         if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
             raise DataError(f"{file}: the column {twice[0]!r} occurs twice; rename or drop one of them")

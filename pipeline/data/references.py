@@ -111,7 +111,6 @@ def _written(reference: str | int | float) -> Iterator[str | int | float]:
 
 
 def _named(reference: Any) -> str:
-    """Describe an unusable reference for an error message."""
     if reference is None:
         return "null"
     if isinstance(reference, str):

@@ -275,7 +275,6 @@ def open_eval_data(config: Config) -> dict[str, Dataset]:
 
 
 def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key: str) -> Dataset:
-    """Open one source with the settings of the section `rows`. Raises `DataError` that names `key`."""
     try:
         return open_dataset(
             source, prompt_field=config.data.prompt_field, answer_field=config.data.answer_field, split=rows.split, start=rows.start,

@@ -63,7 +63,6 @@ class Renderer:
 
     @classmethod
     def of(cls, config: Config) -> "Renderer":
-        """The renderer for a run's configuration. Raises `ConfigError`."""
         data = config.data
         return cls(
             config.model.path,

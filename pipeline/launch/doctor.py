@@ -156,7 +156,6 @@ def _python() -> Finding:
 
 
 def _package(need: Package, *, imports: bool) -> Finding:
-    """Check a package: installed, in a suitable version, complete, and with `imports` importable."""
     install = f"pip install '.[{need.extra}]' in the checkout"
     if need.make or not need.extra:
         install = f"make {need.make or 'install'} in Penstock's folder"
@@ -216,7 +215,6 @@ def _engine(config: Config | None) -> Iterator[Finding]:
 
 
 def _gpu(driver_file: Path = DRIVER_FILE) -> Finding:
-    """Check that torch can use the visible GPUs."""
     gpus = visible_gpus()
     if not gpus:  # importing torch takes seconds
         return Finding("gpu", "ok", "no NVIDIA GPU: models run on the CPU")
@@ -254,7 +252,6 @@ def _workers_memory(config: Config) -> Finding:
 
 
 def _state() -> Finding:
-    """Check that the state directory is writable and has enough space."""
     try:
         directory = state_directory()
     except PenstockError as error:
@@ -287,7 +284,6 @@ def _java() -> Finding:
 
 
 def _jars() -> Finding:
-    """Check that Kafka's jars are in the Maven cache."""
     pins, cache = read_pins(), maven_cache()
     there = sum((cache / path).exists() for path in pins)
     return _finding(
@@ -342,7 +338,6 @@ def _broker(bootstrap: str) -> Finding:
 
 
 def _durability(bootstrap: str) -> Iterator[Finding]:
-    """Check for broker settings with which one lost broker loses acknowledged records."""
     try:
         log = connect(bootstrap, {}, notify=lambda _: None)
         try:

@@ -29,7 +29,6 @@ class Placement:
         return {} if self.gpus is None else {VISIBLE: ",".join(self.gpus.get(worker, ()))}
 
     def __str__(self) -> str:
-        """The placement in one line."""
         if self.gpus is None:
             return (
                 "trainer and rollout worker time-share the CPU" if self.time_shared else "GPUs are not assigned: every worker sees all GPUs"

@@ -209,7 +209,6 @@ class Supervisor:
         run_lock.note(self.directory, {key: {worker.name: getattr(worker, name) for worker in rows} for key, name in columns.items()})
 
     def _worker(self, role: str, slot: int) -> Worker:
-        """A worker with its command, environment variables and log file."""
         config = self.config
         name = ROLES[role].worker(slot)
         environment = {

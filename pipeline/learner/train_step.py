@@ -278,7 +278,6 @@ class Step:
         self.compute_s += time.monotonic() - started
 
     def _measures(self, learner_version: int) -> dict[str, float]:
-        """Metrics of the step's groups, batches and lags."""
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
         real_tokens = float(sum(batch.attention_mask.sum() for batch in self._batches))
         return {

@@ -200,7 +200,6 @@ class Rewards:
         return returned
 
     def _score(self, returned: Sequence[Any], *, logged: Logged, count: int) -> Score:
-        """The weighted score from the functions' return values. Raises `RewardError` for invalid ones."""
         columns: list[list[float | None]] = []
         for name, value in zip(self.names, returned, strict=True):
             numbers, parts = ([None] * count, []) if value is NOTHING else checked(name, value, count)

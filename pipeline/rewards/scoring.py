@@ -365,7 +365,6 @@ def _differ(score: Score) -> bool:
 def group_of(
     prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: "RewardSection", scored_ns: int
 ) -> Group:
-    """The record of a group with its outcome."""
     return Group(
         group=prompt.group, outcome=outcome, reason=reason, slot=prompt.slot, min_version=prompt.min_version,
         samples_per_prompt=prompt.samples_per_prompt, epoch=prompt.epoch, row=prompt.row, prompt=prompt.prompt, prompt_ids=prompt.token_ids,

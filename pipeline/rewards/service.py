@@ -113,7 +113,6 @@ class RewardService:
             await asyncio.sleep(pause)
 
     async def _post(self, content: str, remaining_s: float) -> Any:
-        """Send one request. Raises `_Retry` for failures that may pass, `RewardError` for others."""
         import httpx
 
         try:

@@ -59,7 +59,6 @@ class Attempts:
         return self
 
     def __enter__(self) -> None:
-        """Store which record is being decoded."""
         page, record = self._page, self._record
         assert record is not None
         if record.topic != self._topic:

@@ -82,7 +82,6 @@ def template_for(config: Config) -> Template:
 
 
 def _settings_of(config: Config, *, sleeps: bool) -> EngineSettings:
-    """The engine's settings from the configuration."""
     rollout = config.rollout
     completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(

@@ -56,7 +56,6 @@ class Codec:
         return Unusable(f"not a {self.name} payload: {reason}", kind="undecodable")
 
     def _open(self, value: Payload) -> pa.RecordBatch:
-        """Parse a payload into one validated batch. Raises `ValueError` or an Arrow error for anything else."""
         messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(value)), 3))
         if [message.type for message in messages] != ["schema", "record batch"]:
             kinds = ", ".join(message.type for message in messages)

@@ -168,7 +168,6 @@ class Arrays(Lists):
         return pa.Array.from_buffers(self.item.type, len(joined), buffers, nulls, 0)
 
     def _elements(self, array: pa.Array, path: str) -> Any:
-        """The elements of all lists as one numpy array; null becomes NaN."""
         size, nulls = len(array), array.null_count
         if not size or array.type != self.item.type or (nulls and not self.item.nullable):
             self.item.from_arrow(array, path=path)

@@ -38,8 +38,6 @@ Turn = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Partition:
-    """The recorded replies of one owned partition."""
-
     position: int
     """Offset after the last reply that was read."""
     behind: int

@@ -226,7 +226,6 @@ class CallWorker(GenerationLoop):
         self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
-        """Queue the call in a record; an unusable record becomes a dead letter."""
         self.tasks.passes(record.partition, record.offset)
         try:
             with self.session.dead_letters.decoding(record):
@@ -237,7 +236,6 @@ class CallWorker(GenerationLoop):
         self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
 
     def _refresh(self) -> None:
-        """Load the newest weights between decode steps, and abort calls that would be stale, if the schedule does so."""
         schedule = self.session.schedule
         if schedule.loads_at != "step":
             return
@@ -250,7 +248,6 @@ class CallWorker(GenerationLoop):
                     self.session.reporter.add("aborted_calls")
 
     def _has_work(self) -> bool:
-        """True if a call may start under the available weights; reports what the worker waits for if not."""
         newest, waiting = max(self.engine.version, self.weights.version), self.tasks.waiting()
         ready = any(rules.may_start(min_version=task.call.min_version, loaded_version=newest) for task in waiting)
         if ready and not self._already_stale(newest):
@@ -262,7 +259,6 @@ class CallWorker(GenerationLoop):
         return False
 
     def _start(self) -> None:
-        """Start waiting calls while the engine has room, loading newer weights first if the schedule requires it."""
         schedule, newest = self.session.schedule, self.weights.version
         if not self.engine.has_room or not self.tasks.tasks or self._already_stale(max(self.engine.version, newest)):
             return
@@ -289,7 +285,6 @@ class CallWorker(GenerationLoop):
         self.engine.submit(self._request(task))
 
     def _request(self, task: CallTask) -> GroupRequest:
-        """The request to the engine for a call."""
         call = task.call
         sampling = Sampling(
             temperature=call.temperature, top_p=call.top_p, top_k=call.top_k, max_new_tokens=call.max_new_tokens,
@@ -301,7 +296,6 @@ class CallWorker(GenerationLoop):
         )  # fmt: skip
 
     def _wait(self) -> None:
-        """Wait for what is missing: weights that a queued call needs, or new calls."""
         if any(task.sent is None for task in self.tasks.tasks.values()):
             self.weights.wait(IDLE_WAIT_S)
         elif self.weights.version > self.engine.version:
@@ -323,7 +317,6 @@ class CallWorker(GenerationLoop):
                 self._completed.append((task, completion))
 
     def _publish_completions(self) -> None:
-        """Send the replies of finished turns, except those whose weight version is not in the log yet."""
         if not self._settled or not self._completed:
             return
         completed, self._completed = self._completed, []

@@ -193,7 +193,6 @@ class GenerationLoop(ABC):
         """Report the engine's counters."""
 
     def _take(self, wait_s: float) -> None:
-        """Apply the consumer group's events: assignments, revocations and records."""
         for event in self.member.take(wait_s):
             match event:
                 case Assigned():

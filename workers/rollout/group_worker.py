@@ -96,7 +96,6 @@ class GroupWorker(GenerationLoop):
         self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
-        """Queue the prompt in a record; an unusable record becomes a dead letter."""
         try:
             with self.session.dead_letters.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
@@ -118,7 +117,6 @@ class GroupWorker(GenerationLoop):
         self._abort_surplus()
 
     def _refresh(self) -> None:
-        """Load the newest weights between decode steps, and abort groups that would be stale, if the schedule does so."""
         if self.session.schedule.loads_at != "step":
             return
         if self.weights.version > self.engine.version and self.tasks.groups_in_flight():
@@ -150,7 +148,6 @@ class GroupWorker(GenerationLoop):
         return None
 
     def _start(self) -> None:
-        """Start queued groups while the engine has room, loading newer weights first if the schedule requires it."""
         schedule, newest = self.session.schedule, self.weights.version
         while self.engine.has_room and (task := self._next(newest)) is not None:
             loaded = self.engine.version

@@ -159,7 +159,6 @@ class Scorer:
         self.pool.cancel(void)
 
     def _assigned(self, event: Assigned) -> None:
-        """Start the new partitions at their committed offsets, and read which of their groups have ended."""
         self._generation = event.membership.generation
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))

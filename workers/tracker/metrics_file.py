@@ -33,7 +33,6 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, take the lock, and read how far an earlier tracker came."""
         self.path = path
         self.written: dict[str, int] = {}
         """Source -> number of its newest line."""
@@ -187,7 +186,6 @@ class WeightsAndBiases:
     """Writes a W&B run with the run's id, which a restarted tracker continues; the API key comes from the environment."""
 
     def __init__(self, run: str, directory: Path, *, project: str, mode: Literal["online", "offline"], config: Mapping[str, Any]) -> None:
-        """Create the W&B run, or continue it."""
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)

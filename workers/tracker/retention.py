@@ -41,7 +41,6 @@ class Retention:
     _deleting: threading.Thread | None = None
 
     def note(self, entry: Entry) -> None:
-        """Apply a ledger entry: when versions were published, and where the groups of each step are."""
         if self.session.config.kafka.keep_steps is None:
             return
         if entry.kind == "version" and entry.version is not None:

@@ -100,7 +100,6 @@ class Tracker:
     """Reads a run's topics, writes its metrics, and sends them to MLflow."""
 
     def __init__(self, session: Session, *, directory: Path) -> None:
-        """Read the saved state of the run, and open the file, the sinks and the index in `directory`."""
         self.session, self.directory = session, directory
         self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
@@ -196,7 +195,6 @@ class Tracker:
         return True
 
     def _take(self, records: Iterable[Record]) -> None:
-        """Apply records to the view and the index; write the metrics that follow from them."""
         now = time.monotonic()
         for record in records:
             owned = record.topic in self._owned

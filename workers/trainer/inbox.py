@@ -342,7 +342,6 @@ class Arrivals:
         )
 
     def _receive(self, record: Record) -> None:
-        """Apply one record of any followed topic."""
         if record.topic == self.session.topic("groups"):
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):

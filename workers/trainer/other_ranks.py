@@ -62,7 +62,6 @@ class Follower:
         self.processes.reply("ended")
 
     def _do(self, message: Mapping[str, Any]) -> None:
-        """Execute one message of rank 0."""
         if message["do"] == "open":
             self.backend = self.open()
             return

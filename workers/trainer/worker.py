@@ -312,7 +312,6 @@ class Trainer:
         raise Unrecoverable(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
-        """Commit a step to the ledger with its plan, metrics and resume point."""
         lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]
         measured = {**outcome.metrics, "started_at": started, "dropped": float(self.drops.since_last_step)}
         measured["wait_s"] = self.session.reporter.waited_s() - self._waited_s

@@ -232,7 +232,6 @@ class DeepSpeedBackend(LocalModel):
         self.engine.backward(loss)
 
     def step(self, *, denominator: float) -> StepResult:
-        """Implement `Backend.step`; DeepSpeed calls `_divide_and_clip` or its own hook before AdamW."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         # DeepSpeed averages over the processes. Scaling the loss instead would change the rounding of the backward pass.

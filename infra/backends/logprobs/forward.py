@@ -272,7 +272,6 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
         entropy: bool, fused: bool, in_float32: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute logprobs and entropies in pieces of limited memory."""
         normaliser, logprobs = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
         entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
         ctx.pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
@@ -293,7 +292,6 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropies: torch.Tensor | None) -> tuple[Any, ...]:
-        """Gradients of states, weight and bias; logits are recomputed in pieces."""
         states, weight, bias, scale, row, target, normaliser, entropies, saved = ctx.saved_tensors
         grad = scale.new_zeros(len(row)) if grad is None else grad
         grad_states = torch.empty_like(states)

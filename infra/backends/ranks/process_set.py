@@ -157,7 +157,6 @@ class ProcessSet:
         return f"{queue}/{self._numbers[queue]}"
 
     def _take(self, queue: str) -> Any:
-        """Wait for the next JSON message of a queue in the store, and delete it. Raises `BackendError` if another rank has exited."""
         key = self._next(queue)
         try:
             self.store.wait([key], PATIENCE)

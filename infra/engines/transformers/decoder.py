@@ -87,7 +87,6 @@ class TracedDecoder(PlainDecoder):
         self._step: _Step | None = None
 
     def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
-        """Run the prompt through the model, and copy its keys and values to the buffers of a trace, recorded if needed."""
         self._cache = DynamicCache(config=self._model.config)
         logits = self._forward(prompt.unsqueeze(0))
         layers = self._cache.layers

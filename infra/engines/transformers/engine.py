@@ -181,7 +181,6 @@ class _Group:
 
     @classmethod
     def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Group":
-        """Start a group: all rows have the prompt, and the requested samples have not finished."""
         rows, longest = request.rows, request.sampling.max_new_tokens
         numbers = [uniforms(seed=request.seed, group=request.random_group, sample=sample, count=longest) for sample in range(rows)]
         return cls(

@@ -267,7 +267,6 @@ class VllmEngine:
             return bool(queue.queue) or (queue.not_empty.wait(WAIT_S) and bool(queue.queue))
 
     def _finished(self, output: Any) -> Completion:
-        """Convert vLLM's finished output to a completion. Raises `EngineError` for an unexpected finish reason."""
         row, sampled = self._rows.pop(output.request_id), output.outputs[0]
         if sampled.finish_reason not in ("stop", "length"):
             raise self._broken_by("while generating", RuntimeError(f"vLLM ended a sample with {sampled.finish_reason!r}"))
@@ -283,7 +282,6 @@ class VllmEngine:
         return completion
 
     def _completion(self, row: "Row", sampled: Any, finish: Finish) -> Completion:
-        """Convert vLLM's tokens of a sample to a completion, with the version of each token."""
         ids = np.array(sampled.token_ids, dtype=np.int32)
         logprobs, support = logprobs_and_support(sampled.logprobs, len(ids), limited=row.group.request.sampling.limited)
         spans = tuple(Span(int(span.version), span.start) for span in sampled.weight_versions or () if span.end > span.start)

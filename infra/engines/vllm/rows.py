@@ -49,7 +49,6 @@ def sample_seed(seed: int, group: int, sample: int) -> int:
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams` for these parameters."""
     distribution = {"temperature": 0.0} if sampling.greedy else {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
     }  # fmt: skip

@@ -290,7 +290,6 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
 
 
 def _engine(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
-    """Create vLLM's `LLMEngine` in this process, or with `engine_process` in another one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with left_out():

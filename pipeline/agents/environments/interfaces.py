@@ -174,7 +174,6 @@ async def call_tool(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, 
 
 
 async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: Mapping[str, Any]) -> str:
-    """Call a tool; its result as text, or an error message for the policy."""
     if name not in tools:
         return f"error: there is no tool {name!r}; there are: {', '.join(tools)}"
     written = function.get("arguments") or {}

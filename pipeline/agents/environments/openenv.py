@@ -123,7 +123,6 @@ class OpenEnvText:
             await socket.close()
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message and return the server's response. Raises `RuntimeError` if there is none in time."""
         if self._socket is None:
             raise RuntimeError("openenv: the session is closed")
         try:
@@ -176,7 +175,6 @@ def _refused(response: Mapping[str, Any], code: str) -> bool:
 
 
 def _fetched(source: str, url: str) -> dict[str, Any]:
-    """JSON at `url`, retried for `CONNECT_S`. Raises `PluginError`."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:

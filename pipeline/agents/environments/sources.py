@@ -102,7 +102,6 @@ class TextArenaGame:
         self._numbers: Any = None
 
     def reset(self, *, seed: int) -> str:
-        """Start a game and return its first text. Raises `PluginError` for a game of several players."""
         shared_state = random.getstate()
         try:
             self._game.reset(num_players=1, seed=seed)
@@ -114,7 +113,6 @@ class TextArenaGame:
         return self._new_messages()
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, True at the end; only the last turn has a reward."""
         shared_state = random.getstate()
         random.setstate(self._numbers)
         try:

@@ -70,7 +70,6 @@ class Gateway:
         await self._server.close()
 
     async def _chat(self, request: Request) -> Response:
-        """Handle a chat completion request, streamed or not; errors are returned in the API's format."""
         try:
             session = self._session(request)
             body, replaced = await _body(request)
@@ -228,7 +227,6 @@ class AgentEpisode:
             await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
-        """The trajectory from the turns so far, with this finish and the cause of a failure."""
         session = self._session
         messages, generated = session.record() if session else ([], [])
         episode_state = EpisodeState(

@@ -117,7 +117,6 @@ class AgentSession:
             turn.generation.cancel()
 
     def _new_turn(self, request: ChatRequest) -> _PendingTurn:
-        """Start to generate a turn. Raises `BadRequest` if a limit is reached, `TrajectoryEnded` after an abort."""
         if self.aborted:
             raise TrajectoryEnded("the trajectory was ended")
         if self.waiting >= MAX_OPEN:

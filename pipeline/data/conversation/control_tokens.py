@@ -153,7 +153,6 @@ class _Finder:
         self.longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Start, end and word of each match, from left to right without overlaps."""
         done = 0
         for match in self._starts.finditer(text):
             start = match.start()

@@ -95,8 +95,6 @@ class AssistantTurn:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A recorded completion, and the context that follows its parent's last token."""
-
     number: int
     parent: "_Turn | None"
     context: Int32s

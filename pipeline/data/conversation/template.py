@@ -155,7 +155,6 @@ class ChatTemplate(_TokenizedText):
     """
 
     def __init__(self, tokenizer: Any, source: str, *, stop_ids: Sequence[int], arguments: Mapping[str, Any] | None = None) -> None:
-        """Compile the template, and probe in which form it reads messages, tools and tool calls."""
         self._template = compiled(source)
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
         self._control = ControlTokens(tokenizer)

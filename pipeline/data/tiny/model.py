@@ -94,7 +94,6 @@ def tiny_tokenizer() -> Any:
 
 
 def _untrained(task: PretrainTask) -> Any:
-    """A small Qwen3 with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -117,7 +116,6 @@ def _untrained(task: PretrainTask) -> Any:
 
 
 def _pretrain(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, steps: int, progress: Progress | None) -> None:
-    """Train the model on demonstrations of the task."""
     rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: calling the tokenizer would cost a fifth of the time
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
@@ -151,7 +149,6 @@ def _batch(texts: Sequence[Text], ids_of: Mapping[str, int]) -> tuple[torch.Tens
 
 
 def _save(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write model and tokenizer in Hugging Face format."""
     from safetensors.torch import save_file
 
     model.config.save_pretrained(directory)

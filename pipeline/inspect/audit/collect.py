@@ -151,7 +151,7 @@ class Collector:
                 self.refuse(record, INCOMPLETE, problem)
 
     def _claims(self, record: Record, topic: str) -> tuple[int | None, tuple[int, ...]]:
-        """Its group and, in `rollouts`, its samples, if its headers are valid."""
+        """The record's group and, in `rollouts`, the numbers of its samples; (None, ()) if its headers are invalid."""
         check = {"prompts": prompts.check, "rollouts": rollouts.check, "groups": groups.check}.get(topic)
         try:
             headers = check(record, run=self.facts.run) if check else None

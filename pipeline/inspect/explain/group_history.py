@@ -27,7 +27,7 @@ class GroupTimestamps:
     first_ended: float | None = None
     last_ended: float | None = None
     """None until the group is complete."""
-    judged: float | None = None
+    scoring_started: float | None = None
     scored: float | None = None
     taken: float | None = None
     """First backward pass of its step, or the time when the group was scored if that is later."""
@@ -41,8 +41,8 @@ STAGES: Sequence[tuple[str, str, str]] = (
     ("generation", "begun", "last_ended"),
     ("of it waiting for the slowest sample", "first_ended", "last_ended"),
     ("scoring", "last_ended", "scored"),
-    ("waited for the scorer", "last_ended", "judged"),
-    ("reward functions", "judged", "scored"),
+    ("waited for the scorer", "last_ended", "scoring_started"),
+    ("reward functions", "scoring_started", "scored"),
     ("waiting for the trainer", "scored", "taken"),
     ("training", "taken", "committed"),
     ("publishing", "committed", "published"),
@@ -74,7 +74,7 @@ def timestamps_of(rollouts: Iterable[Rollout], *, complete: bool, **other_times:
 def stages(timestamps: GroupTimestamps) -> list[Stage]:
     """The stages whose start and end are known, in order; a negative duration is a difference between two machines' clocks."""
     zero, rows = timestamps.admitted, []
-    shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.judged is None]
+    shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.scoring_started is None]
     for name, first, last in shown:
         start, end = getattr(timestamps, first), getattr(timestamps, last)
         if zero is not None and start is not None and end is not None:
@@ -224,7 +224,7 @@ class GroupHistory:
 
     @property
     def timestamps(self) -> GroupTimestamps:
-        """Times of the group's events."""
+        """When the group passed each stage, in Unix seconds; None if that is not recorded."""
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
@@ -232,9 +232,9 @@ class GroupHistory:
             self.counted.values(),
             complete=self.complete,
             admitted=admitted.created_ns / NS if admitted else None,
-            judged=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
+            scoring_started=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
             scored=group.scored_ns / NS if group else None,
-            taken=max(begun, group.scored_ns / NS) if begun and group else None,
+            taken=max(begun, group.scored_ns / NS) if begun and group else None,  # not before its scores arrive
             committed=step.time_ns / NS if step else None,
             published=self.version.time_ns / NS if self.version else None,
         )

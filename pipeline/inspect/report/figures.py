@@ -251,10 +251,10 @@ def most(steps: Sequence[StepFacts], name: str) -> float | None:
 
 
 def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
-    """In versions, under `steps` in optimizer steps.
+    """Policy lag: values count weight versions, those under `steps` count optimizer steps.
 
-    `mean`, `p95` and `max`: groups by their oldest trained token; p95 is the mean of the steps' own. `tokens`: each trained token by its
-    own version, with the share of them at each lag; `spans`: policy versions in a sample.
+    `mean`, `p95` and `max`: a group's lag is that of its oldest trained token; `p95` averages the steps' p95. `tokens`: lag of each trained
+    token, with the share of tokens at each lag; `spans`: mean number of policy versions in a sample.
     """
     lags = sorted({int(name.removeprefix(AT_LAG)) for step in steps for name in step.metrics if name.startswith(AT_LAG)})
     shares = {

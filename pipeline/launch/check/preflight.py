@@ -123,7 +123,6 @@ def check_devices(config: Config) -> None:
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Generate and score samples of the first rows, and report them as findings."""
     notify(f"loading the model into the {config.rollout.engine} engine, to generate the samples of a step, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
     trial_result = generate(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
@@ -298,7 +297,6 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
 
 
 def _generate(config: Config, engine: Any) -> dict[str, Any]:
-    """Generate the samples in the child process."""
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.runtime.sampling import episode_request
 

@@ -80,7 +80,7 @@ class Inputs:
 
     @property
     def completion_room(self) -> int:
-        """Token limit for completions: as many as this machine generates in reasonable time, at least the longest reference, if they fit."""
+        """Token limit for completions: as many as this machine generates in reasonable time, at least the longest reference, if it fits."""
         usual = USUAL_SMALL if self.small else USUAL_COMPLETION if self.gpus else USUAL_CPU
         room = 8 * math.ceil(max(usual, self.longest_reference + 1) / 8)
         return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
@@ -231,7 +231,6 @@ def _line(key: str, value: Any, why: str = "") -> str:
 
 
 def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> list[list[str]]:
-    """Lines of the sections run, model, data and reward."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
     held_out, template = inputs.held_out, "the model's chat template"
     return [
@@ -264,7 +263,6 @@ def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> 
 
 
 def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
-    """Lines of the sections schedule, sampling and algorithm."""
     mode, why = ("in_flight", "new weights between two decode steps") if vllm else ("pipelined", "generates ahead of the trainer")
     return [
         "[schedule]",
@@ -282,7 +280,6 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
 
 
 def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str]:
-    """Lines of the section rollout."""
     why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not installed, or cannot load this model"
     lines = [
         "[rollout]",
@@ -307,7 +304,6 @@ def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str
 
 
 def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
-    """Lines of the section trainer."""
     count, chosen = inputs.count or UNKNOWN, None if fitting is None else fitting.trainer
     rank = 0 if chosen is None else chosen.lora_rank
     lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6
@@ -337,7 +333,6 @@ def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
 
 
 def _eval(data: str, inputs: Inputs) -> list[str]:
-    """Lines of the section eval."""
     lines = [
         "[eval]",
         _line("source", data),

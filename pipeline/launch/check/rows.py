@@ -61,7 +61,6 @@ class RowReader:
             check(dataset, also=lambda row: self._row(row, scoring))
 
     def _row(self, row: Row, scoring: rewards.Rewards) -> None:
-        """Render a row and check it against pools and reward functions. Raises `DataError`."""
         prompt, _ = self.renderer.render(self.replaced.seen(row))
         if tag := OPENING_TAG.search(prompt[-TAG_CHARACTERS:]):
             self._note(
@@ -88,7 +87,6 @@ class RowReader:
             self._notify(text)
 
     def _keep_kind(self, row: Row) -> None:
-        """Collect a row on which to try the reward functions, if its kind is new."""
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
         varies = self._same_reference and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
         self._same_reference = self._same_reference and not varies

@@ -103,7 +103,6 @@ class SimulatedWorker:
             self._wake.succeed()
 
     def _loop(self) -> Process:
-        """The worker's process: load weights, start groups, decode."""
         while not self.stopped:
             yield from self._refresh()
             yield from self._start()
@@ -141,7 +140,6 @@ class SimulatedWorker:
         return self._work.decode(self._work.concurrency) * self._work.group_pace.get(self._rows[0].group, 1.0)
 
     def _ended(self, row: _Row) -> None:
-        """Finish a sample; a group with K samples is passed on."""
         group = self._groups.get(row.group)
         if group is None:
             return  # the group was closed without this sample

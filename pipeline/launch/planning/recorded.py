@@ -86,7 +86,6 @@ def read(log: Log, run: str) -> RunTimes:
 
 
 def _load_times(reader: RunReader) -> dict[str, float]:
-    """Mean time to load a version, and other times that only the workers' metrics contain."""
     newest: dict[tuple[str, str], float] = {}
     for message in reader.records("metrics"):
         try:

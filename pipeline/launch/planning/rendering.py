@@ -121,7 +121,6 @@ def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
-    """A candidate as a table row, relative to the base candidate."""
     outcome = candidate.outcome
     return (
         candidate.mode,

@@ -135,7 +135,6 @@ def with_sizes(preset: Schedule, own: Schedule) -> Schedule:
 
 
 def _candidate(cluster: Cluster, schedule: Schedule, *, engines: int, generating: int, training: int) -> Candidate:
-    """Simulate a schedule on `engines` engines and `training` accelerators."""
     base, share = cluster.base, cluster.trainer_size / training
     per_step = schedule.prompts_per_step * schedule.samples_per_prompt
     full = max(3 * schedule.steps_per_version, 6 + 3 * (schedule.max_lag + 1) * schedule.steps_per_version)
@@ -179,7 +178,6 @@ def _modes(cluster: Cluster, *, prompts_per_step: int) -> list[Candidate]:
 
 
 def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Candidate]:
-    """Simulate a mode on a grid of splits, then between the best and its neighbours."""
     size, fitting = cluster.engine_size, cluster.settings
     engines = range(1, (cluster.accelerators - 1) // size + 1)
     splits = [count for count in engines if fitting is None or cluster.accelerators - count * size in fitting]

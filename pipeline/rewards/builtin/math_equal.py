@@ -124,7 +124,6 @@ def _list(items: tuple[Reading, ...]) -> Reading:
 
 
 def _relation(sides: list[str], depth: int) -> Reading:
-    """An equation or inequality from its sides; an interval if it bounds one symbol."""
     if sides[-2] == r"\approx" and not _NAME.fullmatch(sides[-3].strip()):
         return read("".join(sides[:-2]), depth + 1)
     operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
@@ -268,7 +267,6 @@ def has_content(text: str) -> bool:
 
 
 def _same(first: Reading, second: Reading) -> bool:
-    """True if two parsed texts are equal."""
     match first, second:
         case Relation(), Relation():
             return _same_relation(first, second)
@@ -284,7 +282,6 @@ def _same(first: Reading, second: Reading) -> bool:
 
 
 def _same_relation(first: Relation, second: Relation) -> bool:
-    """True if two equations or inequalities have the same solutions."""
     if first.operator != second.operator:
         return False
     if first.difference is None or second.difference is None:
@@ -297,7 +294,6 @@ def _same_relation(first: Relation, second: Relation) -> bool:
 
 
 def _same_group(first: Group, second: Group) -> bool:
-    """True if two groups have the same brackets and equal items; sets in any order."""
     kinds = {first.opening + first.closing, second.opening + second.closing}
     if max(len(first.items), len(second.items)) > _MAX_ITEMS:
         return first == second
@@ -322,7 +318,6 @@ def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated
 
 
 def _same_quantity(first: Quantity, second: Quantity) -> bool:
-    """True if two quantities have equal values in compatible units."""
     if first.tree is None or second.tree is None:
         return compact(first.text) == compact(second.text) or _same_digits(first.text, second.text)
     if first.unit and second.unit:

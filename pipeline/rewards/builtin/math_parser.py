@@ -47,8 +47,6 @@ def parse(text: str) -> Tree:
 
 
 class _Parser:
-    """Recursive descent parser of one normalised text."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = self.bars = 0
@@ -83,7 +81,6 @@ class _Parser:
         return tree
 
     def product(self, continues: "Callable[[_Parser], bool] | None" = None) -> Tree:
-        """A product, with or without multiplication signs, while `continues` is true."""
         factors = [self.signed()]
         while continues is None or continues(self):
             if operator := self.take("*", r"\times", "/"):
@@ -114,7 +111,6 @@ class _Parser:
         return tree
 
     def atom(self) -> Tree:
-        """A number, symbol, function or bracketed expression."""
         char = self.peek()
         if char and char in _CLOSING:
             self.position += 1
@@ -130,7 +126,6 @@ class _Parser:
         return self.named()
 
     def named(self) -> Tree:
-        """An expression that starts with a LaTeX command or an alphabetic character."""
         if self.take("|"):
             self.bars += 1
             tree = self.sum()

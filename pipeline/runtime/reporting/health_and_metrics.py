@@ -96,7 +96,6 @@ class Health:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and its descendants."""
     spent = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
         try:

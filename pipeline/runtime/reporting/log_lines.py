@@ -95,7 +95,6 @@ class ClientLog(logging.Handler):
         """(logger, text without numbers) -> time of the last printed warning, and number of those since."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass on a message, unless a similar one was printed less than `EVERY_S` ago."""
         cause = record.exc_info[1] if record.exc_info else None
         text = " ".join(f"{record.getMessage()}{f': {type(cause).__name__}: {cause}' if cause else ''}".split())
         key, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()

@@ -267,7 +267,6 @@ class Reporter:
         self.send(kind="final", values=self.numbers(), labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
-        """CPU time, memory and other metrics of this process."""
         spent, process = self.log.costs(), psutil.Process()
         times = process.cpu_times()
         return {

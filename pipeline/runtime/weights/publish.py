@@ -128,7 +128,6 @@ class ChunkWriter:
         return self.partitions[index % len(self.partitions)]
 
     def add(self, data: Any) -> None:
-        """Append bytes to the stream."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             size = self._size()
@@ -148,7 +147,6 @@ class ChunkWriter:
             self._send()
 
     def _send(self) -> None:
-        """Send the buffered bytes as a chunk."""
         index, data = len(self.sizes), bytes(self._chunk)
         self._chunk.clear()
         chunk = Chunk(version=self.version, index=index, data=data)

@@ -204,7 +204,6 @@ class WeightPrefetch:
         self._thread.join(_CLOSE_S)
 
     def _follow(self) -> None:
-        """The thread: follow ledger and manifests, and fetch each newest version."""
         try:
             follower = LedgerFollower(self._log, self._run, self.state, read_ends(self._log, self._run, self.state))
             try:
@@ -285,7 +284,6 @@ class WeightPrefetch:
             self._memory = None
 
     def _fetch(self, version: int) -> None:
-        """Fetch a version; on failure log it once and retry later."""
         manifest = self.state.manifests[version]
         if manifest is self._refused and time.monotonic() < self._retry_at:
             return

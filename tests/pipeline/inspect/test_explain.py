@@ -302,7 +302,7 @@ def test_stages_lie_between_moments_that_are_known() -> None:
         ("of it waiting for the slowest sample", 2.0, 2.0),
         ("scoring", 4.0, 1.0),
     ]
-    judged = stages(GroupTimestamps(admitted=10.0, last_ended=14.0, judged=14.75, scored=15.0))
+    judged = stages(GroupTimestamps(admitted=10.0, last_ended=14.0, scoring_started=14.75, scored=15.0))
     assert [(one.name, one.begins_s, one.seconds) for one in judged] == [
         ("waited for the scorer", 4.0, 0.75),
         ("reward functions", 4.75, 0.25),

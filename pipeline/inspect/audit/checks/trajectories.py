@@ -36,14 +36,14 @@ def broken(facts: Facts) -> Iterator[Violation]:
     turns=lambda facts: facts.value("SELECT count(*) FROM turns") if _has_turns(facts) else 0,
 )
 def replied_turns(facts: Facts) -> Iterator[Violation]:
-    """Each turn of the policy is the reply to exactly its context."""
+    """Every policy turn must match a recorded reply: same group, sample, context and tokens."""
     query = """
         SELECT group_id, sample, number, partition, offset FROM turns t WHERE NOT EXISTS (
             SELECT 1 FROM replies r WHERE (r.group_id, r.sample, r.context, r.tokens) = (t.group_id, t.sample, t.context, t.tokens)
         ) ORDER BY rowid
     """
     for group, sample, number, *where in facts.rows(query) if _has_turns(facts) else ():
-        text = f"sample {sample}: its turn {number} is in no reply to its context"
+        text = f"sample {sample}, turn {number}: no recorded reply has this context and these tokens"
         yield Violation(text=text, group=group, where=RecordId("rollouts", *where))
 
 
