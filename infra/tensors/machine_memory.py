@@ -56,7 +56,6 @@ class MachineMemory:
 
     @property
     def digest(self) -> str:
-        """Digest of the version in the memory."""
         return bytes(self._digest[: max(0, int(self._numbers[1]))]).decode()
 
     @digest.setter

@@ -72,7 +72,6 @@ class WeightCopy:
 
     @property
     def digest(self) -> str:
-        """Digest of the version in the copy."""
         return self._memory.digest
 
     @property

@@ -84,9 +84,7 @@ class Source(Protocol):
         """Columns of a row. Raises `DataError` that names the row's origin."""
         ...
 
-    def origin(self, index: int) -> str:
-        """File and line of a row, for error messages."""
-        ...
+    def origin(self, index: int) -> str: ...
 
 
 class Dataset:

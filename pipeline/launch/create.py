@@ -89,7 +89,8 @@ def require_topics(config: Config, run: str, log: KafkaLog, *, notify: Callable[
 
 def new_id(config: Config) -> str:
     """A run id that no other run has yet."""
-    return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    slug = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:32] or "run"
+    return f"{slug}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:

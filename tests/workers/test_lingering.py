@@ -13,10 +13,14 @@ from tests.support.recorded_run import RecordedRun
 
 
 def test_a_worker_that_lingers_is_ready_after_the_end_of_its_run_and_ends_with_0_on_sigterm(recorded: RecordedRun, tmp_path: Path) -> None:
-    with Processes(recorded.bootstrap, recorded.run, tmp_path) as processes:
-        name, deadline = processes.start("feeder", linger=True, health="0"), time.monotonic() + WAIT_S
-        while "waiting for SIGTERM" not in processes.text(name):
-            assert time.monotonic() < deadline, processes.text(name)
+    options = ["--run", recorded.run, "--bootstrap", recorded.bootstrap, "--health", "0", "--linger"]
+    log, deadline = tmp_path / "log", time.monotonic() + WAIT_S
+    with (
+        log.open("w") as output,
+        child([sys.executable, "-m", "penstock.workers", "feeder", *options], stdout=output, stderr=subprocess.STDOUT) as worker,
+    ):
+        while "waiting for SIGTERM" not in log.read_text():
+            assert time.monotonic() < deadline and worker.poll() is None, log.read_text()
             time.sleep(0.05)
         served = re.search(r"health and metrics at (\S+)", log.read_text())
         assert served is not None

@@ -42,7 +42,7 @@ class Block(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Size in bytes of the tensor that the block changes."""
-        return self.rows * self.columns * _item(DTYPES[self.dtype])
+        return self.rows * self.columns * _stored(DTYPES[self.dtype]).itemsize
 
     @property
     def body(self) -> int:

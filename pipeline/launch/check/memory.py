@@ -125,7 +125,6 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Peak memory in bytes, host and GPU together."""
         return sum(self.parts.values())
 
     @property
