@@ -28,9 +28,7 @@ from tests.support.three_brokers import NODES, ThreeBrokers
 
 SOON_S = 2.0
 PROGRESS_LIMIT_S = 180.0
-LOST = re.compile(
-    r"\S+ has lost records: offset \d+ was acknowledged|\S+: offset \d+ is missing, it holds \d+ to \d+: .*lost with a broker"
-)
+LOST = re.compile(r"\S+ has lost records: offset \d+ was acknowledged|\S+: offset \d+ is missing, it holds \d+ to \d+: .*lost by a broker")
 """Message of the writer or of the reader that detects the loss first."""
 
 

@@ -241,7 +241,7 @@ def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dic
             raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
         return value, None
     if isinstance(value, Unreadable):
-        raise DataError(f"{origin}: field {name!r} holds {value.what}; expected text or a list of messages")
+        raise DataError(f"{origin}: field {name!r} contains {value.what}; expected text or a list of messages")
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{origin}: field {name!r} is {_shown(value)}; expected text or a list of messages")
     if not value:

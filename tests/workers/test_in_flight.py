@@ -107,7 +107,7 @@ def test_of_r_plus_s_groups_the_first_r_are_trained_and_the_others_end_by_the_ru
 
 def test_extra_groups_are_refused_where_each_group_is_waited_for(tiny_model: Path, tmp_path: Path) -> None:
     for schedule in ({"order": "submission"}, {"mode": "one_step_off", "order": "arrival"}):
-        with pytest.raises(ValueError, match=r"schedule\.oversample_groups: 2 gains nothing"):
+        with pytest.raises(ValueError, match=r"schedule\.oversample_groups: 2 is useless"):
             config_in_flight(tiny_model, tmp_path, schedule=schedule | {"oversample_groups": 2})
 
 

@@ -71,7 +71,9 @@ class RowReader:
         except RewardError as error:
             raise DataError(f"{row.origin}: {error}") from error
         for name, what in row.not_json.items():
-            self._note(name, f"{row.origin}: the column {name!r} holds {what}, which JSON cannot hold: no reward function gets it")
+            self._note(
+                name, f"{row.origin}: the column {name!r} contains {what}, which JSON cannot represent: no reward function receives it"
+            )
         own = row.columns.get(OWN)
         replaced = [name for name in own if name in row.columns] if isinstance(own, dict) else []
         for name in (*scoring.facts_named_by(row.columns), *replaced):

@@ -35,7 +35,7 @@ def test_a_broker_without_disk_space_says_so_and_loses_nothing(tmp_path: Path) -
     assert found["writer"].startswith("cannot write to a/0")
     assert not found["running"]
     for messages in (found["why"], found["start"]):
-        assert f"no space left in {found['home']}/broker: make room, then start again" in messages
+        assert f"the broker's disk is full ({found['home']}/broker): free some space, then start again" in messages
         assert "\n" not in messages
     assert found["same_address"]
     assert found["acknowledged"] > 10

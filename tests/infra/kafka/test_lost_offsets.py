@@ -50,7 +50,7 @@ def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_ti
     monkeypatch.setattr(tail.private_api, "poll_once", out_of_range)
     monkeypatch.setattr(tail.private_api, "position", lambda *_: 7)
     with pytest.raises(
-        LogError, match=r"missing, and the existing offsets cannot be read \(.*timed out.*\): position of this reader: t/3 at offset 7$"
+        LogError, match=r"missing, and the existing offsets cannot be read \(.*timed out.*\); position of this reader: t/3 at offset 7$"
     ):
         tail.poll(Lost(), 1.0, 10)
     assert Lost.limits_ms == [1000 * tail.OFFSETS_TIMEOUT_S]

@@ -85,7 +85,7 @@ def test_long_results_are_cut_by_the_setting_alone_with_a_mark_that_the_policy_r
     texts = ["".join(map(chr, trajectory.token_ids[trajectory.token_ids > 31])) for trajectory in (whole, cut)]
     # What it begins with is the prompt, and is not cut.
     assert texts[0] == f"{'Z' * 30}abc{'Z' * 30}abc"
-    assert texts[1] == f"{'Z' * 30}abcZZZZ [cut: the first 4 of 30 tokens]abc"
+    assert texts[1] == f"{'Z' * 30}abcZZZZ [truncated: the first 4 of 30 tokens]abc"
 
 
 CUT = """

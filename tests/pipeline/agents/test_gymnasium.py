@@ -64,4 +64,4 @@ def test_a_trajectory_is_played_in_a_child_process() -> None:
     policy = Policy()
     (trajectory,), lost = play(LAKE, [{}], draw=policy, max_turns=2, trajectory_tokens=500)
     assert (trajectory.finish, trajectory.environment, trajectory.environment_seed, lost) == ("length", "gymnasium:FrozenLake-v1", 4, [])
-    assert "'abc' is no action" in trajectory.messages
+    assert "'abc' is not an action" in trajectory.messages

@@ -230,7 +230,10 @@ def test_a_class_whose_episodes_could_have_no_reward_is_refused_where_nothing_el
     check_source(source, rewards=[["exact_match"], ["environment", "exact_match"]])
     for rewards in (["environment"], ["environment", "environment"]):
         if unrewarded:
-            with pytest.raises(PluginError, match=r"^environment\.source: .*Shop.* has neither step nor get_reward\(\), .*reward function"):
+            with pytest.raises(
+                PluginError,
+                match=r"^environment\.source: .*Shop.* returns no rewards \(it has neither step nor get_reward\(\)\), .*reward function",
+            ):
                 check_source(source, rewards=[["exact_match"], rewards])
         else:
             check_source(source, rewards=[rewards])

@@ -275,7 +275,7 @@ def test_coefficients_change_linearly_up_to_the_last_step(steps, kl_coef, entrop
 
 @pytest.mark.parametrize(("settings_", "message"), [
     ({"final_kl_coef": 0.1}, "final_kl_coef: needs algorithm.kl_coef above 0"),
-    ({"proximal": "behaviour", "correction": "tis"}, "'tis' would correct twice.*set algorithm.proximal = 'current'"),
+    ({"proximal": "behaviour", "correction": "tis"}, "'tis' has no effect.*set algorithm.proximal = 'current'"),
     ({"proximal": "behaviour", "correction": "icepop", "per_version": 2}, "set algorithm.proximal = 'snapshot'"),
     ({"proximal": "current", "per_version": 2}, "'current' needs schedule.steps_per_version = 1, not 2; use 'snapshot'"),
     ({"proximal": "snapshot"}, "with schedule.steps_per_version = 1 the 'snapshot' is the current policy; use 'current'"),

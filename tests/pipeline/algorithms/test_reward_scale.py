@@ -68,7 +68,7 @@ def test_the_order_in_which_rewards_are_seen_does_not_matter(rewards: list[float
 @pytest.mark.parametrize(
     ("reward", "advice"),
     [
-        (1.0, "use harder prompts"), (0.9, "take harder prompts"), (0.89, "use easier or harder prompts"),
+        (1.0, "use harder prompts"), (0.9, "use harder prompts"), (0.89, "use easier or harder prompts"),
         (0.5, "use easier or harder prompts"), (0.49, "the task is too hard: use easier prompts"),
         (0.0, "the task is too hard: use easier prompts"),
     ],

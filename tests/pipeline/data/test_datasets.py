@@ -78,7 +78,7 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
     lines(tmp_path, [], "none.jsonl")
     with pytest.raises(DataError, match=r"none\.jsonl is empty"):
         open_dataset("none.jsonl", base_dir=tmp_path)
-    with pytest.raises(DataError, match=r"no rows from 10 on \(it has 10\)"):
+    with pytest.raises(DataError, match=r"there is no row 10, only 10 rows"):
         open_dataset("rows.jsonl", base_dir=tmp_path, start=10)
 
 

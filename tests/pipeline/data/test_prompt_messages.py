@@ -117,7 +117,7 @@ def test_what_is_nested_too_deeply_is_refused_with_row_and_field(folders: Mappin
     deep: dict[str, Any] = {}
     for _ in range(3000):
         deep = {"a": deep}
-    with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'prompt' holds values nested too deeply"):
+    with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'prompt' contains values nested too deeply"):
         rendered(folders["calls"], [{**USER, "extra": deep}])
     for tools in ([{**WEATHER, "parameters": deep}], "[" * 100_000):
         with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'tools'"):

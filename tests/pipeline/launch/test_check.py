@@ -105,8 +105,8 @@ def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Pat
         config = configured(project(tmp_path / str(tokens)), sampling={"max_new_tokens": 16}, trainer={"micro_batch_tokens": tokens})
         check_inputs(config, notify=said.append)
     assert [line for line in said if "micro" in line] == [
-        "trainer.micro_batch_tokens = 79: a sample may have 80 tokens with its prompt; one that is longer than a micro-batch is trained "
-        "alone, in as much memory as it takes"
+        "trainer.micro_batch_tokens = 79: a sample may have 80 tokens with its prompt; a sample longer than a micro-batch forms one "
+        "alone, regardless of its memory"
     ]
 
 
@@ -416,7 +416,7 @@ def test_a_reward_that_prefers_wrong_answers_is_refused_with_both_rewards(reward
     assert line.startswith(
         "reward.functions: a wrong answer earns more than the right one: for rows.jsonl line 1 the right answer has the reward "
     )
-    assert "the answer of rows.jsonl line 3" in line and "\n" not in line
+    assert "that of rows.jsonl line 3" in line and "\n" not in line
 
 
 @settings(max_examples=40)

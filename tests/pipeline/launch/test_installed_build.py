@@ -35,4 +35,4 @@ def test_init_on_gpus_writes_vllm_and_names_the_packages_that_are_missing(tmp_pa
     told: list[str] = []
     text = propose("model", "rows.jsonl", ["rew.py:right"], base=project(tmp_path), notify=told.append)
     assert 'engine = "vllm"' in text
-    assert "unused: `make gpu`" in told[-1]
+    assert ": run `make gpu`" in told[-1]

@@ -95,7 +95,7 @@ def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mi
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ({"loss": "not_finite", "aggregate": "token_mean"}, "algorithm.loss: .*:not_finite gave the loss .* missing or not finite"),
+        ({"loss": "not_finite", "aggregate": "token_mean"}, "algorithm.loss: .*:not_finite returned the loss .* missing or not finite"),
         ({"loss": "strict", "aggregate": "token_mean"}, "algorithm.loss: .*:strict raises an error on synthetic samples: TypeError: "),
         ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
     ],

@@ -94,7 +94,7 @@ def test_no_gpu_is_given_twice_and_too_few_are_refused(workers: int, each: int, 
 @pytest.mark.parametrize(
     ("trainer", "rollout", "said"),
     [
-        ({"gpus": 2}, {"gpus_per_worker": 1}, "trainer.gpus: 2, but trainer.processes = 1"),
+        ({"gpus": 2}, {"gpus_per_worker": 1}, "trainer.gpus: 2, but each of trainer.processes = 1"),
         ({"gpus": 1, "device": "cpu"}, {}, "trainer.gpus: 1 for trainer.device = 'cpu'"),
         ({"gpus": 1}, {"device": "cuda"}, "rollout.gpus_per_worker: 0 for rollout.device = 'cuda'"),
         ({}, {"gpus_per_worker": 2}, "the transformers engine computes on one GPU"),

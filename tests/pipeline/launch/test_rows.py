@@ -93,7 +93,7 @@ def test_held_out_rows_are_read_by_the_same_rules(read: Read, tmp_path: Path) ->
 def test_a_source_that_cannot_be_opened_is_named_with_its_key_and_one_that_is_missing_is_a_mistake_in_the_configuration(read: Read) -> None:
     with pytest.raises(ConfigError, match=r"^eval.source: there is no file"):
         read([GOOD], eval={"source": "absent.jsonl"})
-    with pytest.raises(DataError, match=r"^data.source: .*: no rows from 3 on"):
+    with pytest.raises(DataError, match=r"^data.source: .*: there is no row 3"):
         read([GOOD], data={"start": 3})
 
 
@@ -131,7 +131,9 @@ def test_rewards_are_tried_on_two_rows_whose_answers_differ_wherever_these_are(r
 def test_columns_that_no_reward_gets_or_that_have_a_name_of_the_run_are_told_once(read: Read, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["p", "q"], "answer": ["a", "b"], "image": [b"x", b"y"]}), tmp_path / "rows.parquet")
     _, said = read()
-    assert said == [f"{tmp_path}/rows.parquet:1: the column 'image' holds bytes, which JSON cannot hold: no reward function gets it"]
+    assert said == [
+        f"{tmp_path}/rows.parquet:1: the column 'image' contains bytes, which JSON cannot represent: no reward function receives it"
+    ]
     _, said = read([{**GOOD, "completion_ids": "old"}] * 2)
     assert [line.partition("rows.jsonl:")[2] for line in said] == [
         "1: the run has a value of its own for 'completion_ids': functions find the column in columns[i]['completion_ids']"

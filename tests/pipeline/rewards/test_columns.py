@@ -268,6 +268,6 @@ def test_text_of_parquet_that_is_not_utf_8_is_told(tmp_path: Path, nested: bool)
     assert open_dataset(f"{tmp_path}/rows.parquet")[0].not_json == {"x": "text that is not UTF-8"}
     pq.write_table(table.rename_columns(["y", "prompt"]), tmp_path / "rows.parquet")
     with pytest.raises(
-        DataError, match=r"rows.parquet:1: field 'prompt' holds text that is not UTF-8; expected text or a list of messages"
+        DataError, match=r"rows.parquet:1: field 'prompt' contains text that is not UTF-8; expected text or a list of messages"
     ):
         _ = open_dataset(f"{tmp_path}/rows.parquet")[0]

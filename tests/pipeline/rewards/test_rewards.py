@@ -212,7 +212,7 @@ def test_what_is_no_reward_is_a_failure_with_its_reason(folder: Path, name: str,
 
 
 def test_names_and_weights_are_checked() -> None:
-    with pytest.raises(PluginError, match=r"^reward.functions: 'exact_mach' is not a reward: .*did you mean 'exact_match'"):
+    with pytest.raises(PluginError, match=r"^reward.functions: 'exact_mach' is not a reward function: .*did you mean 'exact_match'"):
         resolve(["exact_mach"])
     with pytest.raises(ValueError, match="expected 2 finite numbers"):
         resolve(["exact_match", "math_verify"], [1.0])

@@ -249,7 +249,7 @@ def test_a_tracker_started_when_the_run_is_long_over_delivers_what_an_absent_ser
         built.tell()
         workers.start("tracker", environment=settings, before=give_up_soon)
         assert workers.ended("tracker") == 0
-        assert f"`penstock worker tracker --run {built.run}` delivers them" in workers.text("tracker")
+        assert f"send them with `penstock worker tracker --run {built.run}`" in workers.text("tracker")
         server.start()
         workers.start("tracker", environment=settings, before=hurry)
         assert workers.ended("tracker") == 0

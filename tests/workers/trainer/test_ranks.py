@@ -205,7 +205,7 @@ def test_another_number_of_processes_than_were_started_is_refused(
 def test_a_process_whose_rank_0_ended_before_it_could_watch_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PARENT, "1" if os.getppid() != 1 else "2")
     monkeypatch.setattr(keeper, "prctl", lambda *_: None)  # this process is to outlive its parent
-    with pytest.raises(BackendError, match=r"rank 0 of the trainer, process .*, has ended"):
+    with pytest.raises(BackendError, match=r"rank 0 of the trainer \(process .*\) has exited"):
         other_ranks.follow(MemoryLog(), "run", model=None)
 
 

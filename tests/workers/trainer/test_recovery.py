@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_us
     assert trained(log, run_id) == plain
     said, values = capsys.readouterr().out, values_of(log, run_id)
     for steps in spoilt:
-        assert f"checkpoint of step {steps} is not used: backend/trainer.pt is damaged" in said
+        assert f"checkpoint of step {steps} cannot be used: backend/trainer.pt is damaged" in said
     origin = f"checkpoint of step {start} loaded" if start else "no checkpoint to start from"
     assert f"{origin}" in said
     assert f"{5 - start} of 5 steps repeated from the log" in said
@@ -190,7 +190,7 @@ def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: 
     trainer, past = three_steps()
     plan = [replace(planned, sha256="0" * 64) for planned in past.steps[2].plan]
     changed = [replace(entry, plan=tuple(plan)) if entry.kind == "step" and entry.step == 2 else entry for entry in past.entries]
-    with pytest.raises(Unrecoverable, match=r"groups/0/\d+ holds group 4 .*, the ledger records group 4 \(0000"):
+    with pytest.raises(Unrecoverable, match=r"groups/0/\d+ contains group 4 .*, but the ledger records group 4 \(0000"):
         trainer.start(Resumed(past=replace(past, entries=changed)))
     with pytest.raises(Unrecoverable, match="commits step 2, expected step 1"):
         replace(past, entries=[entry for entry in past.entries if entry.kind != "step" or entry.step != 1])

@@ -71,6 +71,6 @@ def test_the_examples_calculator_evaluates_arithmetic_alone() -> None:
 
 def test_a_program_that_is_not_there_is_named_before_a_run_begins(tmp_path: Path) -> None:
     check_agent("agent:python agent.py")
-    for source, reason in (("agent:", "names no program"), (f"agent:{tmp_path / 'none'} x", "there is no program")):
+    for source, reason in (("agent:", "names no program"), (f"agent:{tmp_path / 'none'} x", "is neither a command on PATH")):
         with pytest.raises(PluginError, match=reason):
             check_agent(source)

@@ -120,6 +120,6 @@ def test_a_text_is_cut_by_tokens_and_says_so(text: str, tokens: int) -> None:
     if len(encoded) <= tokens:
         assert kept == text
         return
-    beginning, mark = kept.rsplit(" [cut: the first ", 1)
+    beginning, mark = kept.rsplit(" [truncated: the first ", 1)
     assert text.startswith(beginning) and len(beginning) <= len(text)
     assert mark == f"{tokens} of {len(encoded)} tokens]"

@@ -101,7 +101,7 @@ def test_records_that_the_key_does_not_fit_are_named_once_and_ignored(capsys: py
         append(log, topic_name(RUN, "run"), evil)
     assert tried(log) is None
     said = capsys.readouterr().out
-    assert said.count("are ignored: 2, at offsets 1, 2") == 1
+    assert said.count("ignoring 2 records that the run's key did not sign, at offsets 1, 2") == 1
 
 
 def test_the_register_configures_nothing_and_only_a_run_that_exists_is_refused_for_it() -> None:

@@ -156,7 +156,7 @@ def test_workers_load_a_version_whose_chunks_are_not_sent_and_publish_nothing_of
     if 1 in workers[1].state.manifests:
         assert workers[1].published() == 8
     else:
-        with pytest.raises(LogError, match="version 1 was loaded before it was published"):
+        with pytest.raises(LogError, match="version 1 was loaded before its publication"):
             workers[1].published()
     assert chunks == []
 
@@ -176,7 +176,7 @@ def test_a_trainer_killed_before_its_manifest_is_followed_by_one_whose_version_c
         if same:
             assert worker.published() == 1
         else:
-            with pytest.raises(LogError, match="version 1 was loaded before it was published"):
+            with pytest.raises(LogError, match="version 1 was loaded before its publication"):
                 worker.published()
     after.die()
 
