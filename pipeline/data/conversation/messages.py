@@ -35,7 +35,7 @@ def shortened(text: str, tokens: int, tokenizer: Any) -> str:
     """The first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer.
 
     Example:
-        shortened("one two three", 2, tokenizer)  # -> "one two [cut: the first 2 of 3 tokens]"
+        shortened("one two three", 2, tokenizer)  # -> "one two [truncated: the first 2 of 3 tokens]"
     """
     encoded = tokenizer.encode(text, add_special_tokens=False)
     if len(encoded.ids) <= tokens:

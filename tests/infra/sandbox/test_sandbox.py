@@ -192,7 +192,7 @@ def test_a_target_that_does_not_load_stops_the_pool_with_its_reason(pool: Pool) 
     for init, words in (("breaks", "nothing here"), ("dies", "3 processes failed during startup; the last one ended with exit status 7")):
         ours = pool(init=init)
         ours.submit("call", {})
-        with pytest.raises(ChildError, match="cannot (load|start) served_by_test:serve: ") as caught:
+        with pytest.raises(ChildError, match=r"cannot (load|start) served_by_test:serve: ") as caught:
             collect(ours)
         assert words in str(caught.value)
 

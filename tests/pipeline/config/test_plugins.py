@@ -98,7 +98,7 @@ def test_the_source_digest_is_known_without_running_the_source_and_follows_its_c
     written(tmp_path, "mine.py", "raise RuntimeError('must not run either')\n")
     assert source_digest("mine.py:f", base_dir=tmp_path) != first
     assert len(source_digest("json.decoder:JSONDecoder")) == 64
-    with pytest.raises(PluginError, match="there is no module"):
+    with pytest.raises(PluginError, match="there is no Python module"):
         source_digest("json.nothing:f")
 
 
