@@ -233,17 +233,17 @@ class CheckpointStore:
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def verify(self, steps: int, recorded: Recorded) -> State:
-        """State of a complete checkpoint that agrees with the ledger. Raises `CheckpointError` with the reason in a few words."""
+        """Verify a checkpoint against its manifest and the ledger; returns its state. Raises `CheckpointError` with the reason."""
         path = self.path(steps)
         self._refused.add(steps)
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())["files"]
             files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file() and file != path / MANIFEST}
             if odd := sorted(files.keys() ^ manifest.keys()):
-                raise CheckpointError(f"{odd[0]} is {'missing' if odd[0] in manifest else 'not in its manifest'}")
+                raise CheckpointError(f"{odd[0]} is {'missing' if odd[0] in manifest else 'not in the manifest'}")
             check_file(STATE, files[STATE], manifest[STATE])
             state = State(**json.loads(files[STATE].read_bytes()))
-            if why := (objection(state, recorded) if state.steps == steps else f"it is of step {state.steps}"):
+            if why := (objection(state, recorded) if state.steps == steps else f"it belongs to step {state.steps}"):
                 raise CheckpointError(why)
             for name, file in files.items():
                 check_file(name, file, manifest[name])

@@ -328,7 +328,7 @@ def _turns(trajectory: Trajectory) -> int:
 
 
 def generation_of(completion: Completion) -> Generation:
-    """The completion of an engine as one turn."""
+    """Convert an engine's completion to one turn."""
     tokens = len(completion.token_ids)
     starts = np.array([span.start for span in completion.spans])
     versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), np.diff(starts, append=tokens))

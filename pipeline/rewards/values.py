@@ -191,7 +191,7 @@ def _name(reward: str, name: Any, logged: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= 128:
         raise RewardError(f"reward {reward} logged under {shown(name)}, expected a name of 1 to 128 characters")
     if name not in logged and len(logged) >= MOST_NAMES:
-        raise RewardError(f"reward {reward} logged {name!r} after {MOST_NAMES} other names: the limit is {MOST_NAMES}")
+        raise RewardError(f"reward {reward} logged {name!r} after {MOST_NAMES} other names; log at most {MOST_NAMES}")
     return name
 
 

@@ -128,7 +128,7 @@ class LedgerFollower:
             self._apply(record)
 
     def catch_up(self) -> None:
-        """Apply every record up to the current end offsets. Raises `LogError` if none arrives for too long."""
+        """Apply every record up to the current end offsets. Raises `LogError` if no record arrives for `SILENCE_S`."""
         ends = self._log.end_offsets([(f"{self.state.run}.ledger", 0), (f"{self.state.run}.weights", 0)])
         last = time.monotonic()
         while behind := [at for at, end in ends.items() if self._tail.position(at) < end]:

@@ -87,7 +87,7 @@ def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
     if options.slot is not None and options.slot < 0:
         raise ConfigError(f"--slot {options.slot}: expected a number of at least 0")
     if not options.wait_broker >= 0:
-        raise ConfigError(f"--wait-broker {options.wait_broker}: expected seconds")
+        raise ConfigError(f"--wait-broker {options.wait_broker}: expected a number of seconds, 0 or more")
     try:
         check_run_id(options.run)  # a worker waits for a run that is not registered yet, but a malformed id can never be
     except ValueError as error:

@@ -149,7 +149,7 @@ class RunWriter:
     _gaps: ChunkGaps = field(init=False)
 
     def __post_init__(self) -> None:
-        """Open the checkpoint directory. Raises `CheckpointError`."""
+        """Open the checkpoint directory and the publisher of weights. Raises `CheckpointError`."""
         session = self.session
         self.checkpoints = Checkpointer(session, self.write)
         count = session.log.partitions(session.topic("weights")) or 2

@@ -117,7 +117,7 @@ def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSe
 
 
 def _mistake(backend: Backend, do: str, directory: str) -> str | None:
-    """The error of a command, for rank 0 to raise; None if it succeeded."""
+    """Execute a command; its error as text for rank 0 to raise, or None if it succeeded."""
     try:
         getattr(backend, do)(directory)
     except (PenstockError, OSError) as error:

@@ -100,7 +100,7 @@ def lag(consumer: Any) -> int:
 def subscribe(consumer: Any, topics: Sequence[str], listener: Any) -> None:
     """Join the group at the next poll, with the partition counts of the topics already loaded.
 
-    The stock client loads them while it joins, finds them changed afterwards and joins a second time.
+    Without this, kafka-python loads the counts while it joins, then sees them as a change and joins a second time.
     """
     for topic in topics:
         consumer.partitions_for_topic(topic)

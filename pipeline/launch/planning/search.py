@@ -45,7 +45,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.accelerators < self.engine_size + 1:
-            raise ValueError(f"{self.accelerators} accelerators: a split needs {self.engine_size} for an engine and 1 for training")
+            raise ValueError(f"{self.accelerators} accelerators are too few: an engine needs {self.engine_size}, training at least 1")
         if self.max_lag < 0:
             raise ValueError(f"the lag bound must be 0 or more, not {self.max_lag}")
 

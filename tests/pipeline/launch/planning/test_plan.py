@@ -73,7 +73,7 @@ def test_the_command_prints_json_and_draws_a_picture(tmp_path: Path, capsys: pyt
         ([*GIVEN, "--speed", "fast"], "expected SAMPLES:TOKENS_PER_S"),
         ([*GIVEN, "--lengths", "normal:3"], "lengths 'normal:3'"),
         ([*GIVEN, "--train-speed", "0"], "must be above 0"),
-        ([*GIVEN, "--engine-size", "6"], "a split needs 6"),
+        ([*GIVEN, "--engine-size", "6"], "an engine needs 6"),
         ([*GIVEN, "--plot", "plan.jpg"], "ends in .png or .svg"),
     ],
 )
