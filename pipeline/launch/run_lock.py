@@ -188,7 +188,7 @@ def log_files(directory: Path, role: str | None) -> Sequence[Path]:
     if not chosen:
         names = [file.stem for file in files]
         raise ConfigError(
-            f"run {directory.name} has no log of worker {role!r}; its log files are {', '.join(names) or 'none'}{nearest(role or '', names)}"
+            f"run {directory.name} has no log of worker {role!r}; its logs are {', '.join(names) or 'none'}{nearest(role or '', names)}"
         )
     return chosen
 
