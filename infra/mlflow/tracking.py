@@ -202,7 +202,7 @@ class MlflowRun:
                 self._client.log_artifact(self.run_id, str(path))
 
     def _find_or_create(self) -> Any:
-        """The oldest MLflow run with this pipeline run's tag, created if missing."""
+        """The oldest MLflow run with this pipeline run's tag, created if missing; others with the tag are deleted."""
         target = self.target
         experiment = self._client.get_experiment_by_name(target.experiment)
         if experiment is not None and experiment.lifecycle_stage != "active":
