@@ -323,7 +323,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def _make_absolute(table: dict[str, Any], base: Path) -> None:
-    """Make relative paths in a table of sections absolute, in place. Raises `ConfigError`."""
+    """Make the relative paths in a table of sections absolute. Raises `ConfigError`."""
     for name, section in Config.model_fields.items():
         values = table.get(name)
         if isinstance(values, dict):
