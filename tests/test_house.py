@@ -37,7 +37,7 @@ WIDTH_LIMIT = 14
 FILE_LINES_LIMIT = 450
 SINGLE_IMPORTER_BUDGET = 74
 """Most modules that one other module imports."""
-LINES_BUDGET = 69_000
+LINES_BUDGET = 69_300
 """Most lines of the product: its lines rounded up to the next 500."""
 SUSPECT = re.compile(r"raise_signal|interrupt_main|SetAsyncExc|getpid|getpgrp|get_ident")
 NEVER_CALLED = frozenset({"raise_signal", "interrupt_main", "PyThreadState_SetAsyncExc"})

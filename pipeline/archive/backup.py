@@ -101,8 +101,8 @@ def _opened(uri: str, *below: str) -> tuple[fs.FileSystem, str]:
 
 def _sizes(store: fs.FileSystem, base: str) -> dict[str, int]:
     """Name below `base` -> bytes of each file, without hidden and unfinished ones."""
-    found = store.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
-    names = {info.path.removeprefix(base).lstrip("/"): info.size for info in found if info.is_file}
+    files = store.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
+    names = {info.path.removeprefix(base).lstrip("/"): info.size for info in files if info.is_file}
     return {name: size for name, size in names.items() if not name.endswith(UNFINISHED) and f"/{name}".find("/.") < 0}
 
 

@@ -102,8 +102,8 @@ def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: b
         if (archived := open_archive(run)) is not None:
             yield cast("Log", archived), archived.run
             return
-    with on_broker(run, bootstrap, security, executes=executes) as found:
-        yield found
+    with on_broker(run, bootstrap, security, executes=executes) as opened:
+        yield opened
 
 
 def refuse_folder(log: "Log", what: str) -> None:

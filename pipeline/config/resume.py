@@ -55,13 +55,13 @@ OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "train
 
 
 def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
-    """The configuration of a resumed run with `--set` overrides. Raises `ConfigError` for other keys than `CHANGEABLE` and `MOVED`."""
+    """Apply `--set` overrides to the configuration of a resumed run. Raises `ConfigError` for keys outside `CHANGEABLE` and `MOVED`."""
     table = config.model_dump()
     for key in (text.partition("=")[0].strip() for text in overrides):
         section, _, name = key.partition(".")
         if key not in (*CHANGEABLE, *MOVED) and name.partition(".")[0] in table.get(section, ()):
             raise ConfigError(
-                f"--set {key}: {run} keeps the value that it was created with; {_way(overrides, run=run)}; a resumed run may change "
+                f"--set {key}: {run} must keep the value that it was created with; {_way(overrides, run=run)}; a resumed run may change "
                 f"{', '.join(CHANGEABLE)}; {' and '.join(MOVED)} if the folder is at another path"
             )
     new = override(config, overrides)

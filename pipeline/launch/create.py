@@ -63,7 +63,7 @@ def create(
     for warning in log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies):
         notify(f"warning: {warning}")
     if find(log, run) is not None:
-        raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
+        raise ConfigError(f"run {run!r} already exists; choose another --run-id, or continue it with `penstock run --resume {run}`")
     log.create_topics(specs_of(config, run), copies=config.kafka.copies)
     make_key(run)
     now = time.time_ns()
