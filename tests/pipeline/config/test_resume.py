@@ -36,7 +36,7 @@ def test_any_other_key_is_refused_in_one_line_that_names_the_command_to_change_i
 @pytest.mark.parametrize(
     ("text", "way"),
     [
-        ("data.first_group=4", "a fork must too, because `penstock fork` sets data.first_group: create another run with `penstock run CONFIG`"),
+        ("data.first_group=4", "`penstock fork` sets data.first_group: create another run with `penstock run CONFIG`"),
         ("trainer.initial_steps=4", "a fork must too, because `penstock fork` sets trainer.initial_steps"),
         ("run.epochs=2", "a fork takes a number of steps instead: penstock fork demo --set run.steps=N --start"),
         ("trainer.dtype=bfloat16", "penstock fork demo --from-step 0 --set trainer.threads=2 --set trainer.dtype=bfloat16 --start"),
