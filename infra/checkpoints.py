@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock.infra import faults
 from penstock.infra.errors import BackendError, CheckpointError
+from penstock.infra.paths import sync
 
 MANIFEST = "manifest.json"
 
@@ -29,15 +30,6 @@ def sync_directory(directory: Path) -> None:
     """Flush every file below `directory`, and the directories, to the disk."""
     for path in [*sorted(directory.rglob("*")), directory]:
         sync(path)
-
-
-def sync(path: Path) -> None:
-    """Flush one file, or the names in one directory, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_manifest(directory: Path) -> int:

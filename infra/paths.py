@@ -1,12 +1,14 @@
 """Penstock's state directory on this machine, and files and directories that are complete or absent."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from penstock.infra.errors import BrokerError
 from penstock.topics.catalogue import check_run_id
@@ -54,6 +56,33 @@ def write_complete(path: Path, text: str, *, mode: int = 0o666) -> None:
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
     part.replace(path)
+
+
+def locked(file: int | IO[Any], how: int = fcntl.LOCK_EX) -> bool:
+    """True if the lock of an open file could be acquired at once; it is released when the file is closed, or its process ends."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def complete(file: IO[bytes], path: Path) -> None:
+    """Flush an open file to the disk, close it, and let it replace `path`."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    Path(file.name).replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush one file, or the names in one directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def writable(directory: Path) -> Path:

@@ -51,12 +51,13 @@ def folded(records: Sequence[Record]) -> tuple[pa.Table, float]:
     return index.groups(ended=True), time.process_time() - started
 
 
-def repeated(table: pa.Table, first: int, count: int) -> pa.Table:
+def repeated(table: pa.Table, first: int, count: int, *, partitions: int = 1, per_step: int = 8) -> pa.Table:
     """Rows of a table with other group numbers, steps and rewards."""
     numbers, chance = np.arange(first, first + count), np.random.default_rng(first)
     taken = table.take(pa.array(numbers % len(table)))
     columns = {
-        "group": numbers, "row": numbers % 10_000, "offset": numbers, "step": numbers // 8, "reward_mean": chance.random(count),
+        "group": numbers, "row": numbers % 10_000, "partition": numbers % partitions, "offset": numbers // partitions,
+        "step": numbers // per_step, "reward_mean": chance.random(count),
         "tokens": chance.integers(4, 400, count),
     }  # fmt: skip
     for name, values in columns.items():

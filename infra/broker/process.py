@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.infra import paths
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import write_private
 from penstock.infra.sandbox.rules import child_environment
@@ -183,12 +184,8 @@ def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
     """Lock `path` exclusively against other processes and threads; `waiting` is called once if that takes `PATIENCE_S`."""
     with path.open("w") as file:
         start_s = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(CHECK_EVERY_S)
+        while not paths.locked(file):
+            time.sleep(CHECK_EVERY_S)
             if time.monotonic() - start_s >= PATIENCE_S:
                 waiting()
                 fcntl.flock(file, fcntl.LOCK_EX)

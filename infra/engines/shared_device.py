@@ -8,7 +8,9 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
-from typing import IO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
+
+from penstock.infra.paths import locked
 
 POLL_S = 0.05
 """Interval at which a waiting process tries to acquire the device."""
@@ -44,7 +46,7 @@ class SharedDevice:
     @property
     def contended(self) -> bool:
         """True if another process waits for the device."""
-        if not _lock(self._queue):
+        if not locked(self._queue):
             return True
         fcntl.flock(self._queue, fcntl.LOCK_UN)
         return False
@@ -53,8 +55,8 @@ class SharedDevice:
         """Acquire the device if it is free, and wake the model; otherwise queue for it if possible, and return False."""
         if self.owned:
             return True
-        self._queued = self._queued or _lock(self._queue)
-        if not self._queued or not _lock(self._device):
+        self._queued = self._queued or locked(self._queue)
+        if not self._queued or not locked(self._device):
             return False
         self.owned = True
         self.leave_queue()
@@ -89,11 +91,3 @@ class SharedDevice:
         self._queued = self.owned = False
         self._queue.close()
         self._device.close()
-
-
-def _lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -343,7 +343,7 @@ class OffsetReader:
         self._reader.assign([tp])
         self._reader.seek(tp, run[0])
         private_api.await_leaders(self._reader, _AT_ONCE_S if patience_s is None else patience_s)
-        while (private_api.position(self._reader, tp) or 0) <= run[-1]:
+        while (at := private_api.position(self._reader, tp) or 0) <= run[-1]:
             now = time.monotonic()
             if now >= patient_until:
                 return
@@ -351,7 +351,7 @@ class OffsetReader:
             if now >= deadline:
                 where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {where} took too long: either the broker does not respond, or a transaction is still open")
-            records = poll(self._reader, min(1.0, remaining_s), 500)
+            records = poll(self._reader, min(1.0, remaining_s), min(500, run[-1] - at + 1))
             into.update((record.offset, record) for record in records if record.offset in offsets)
             if records:
                 self._outage.end()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.keeper import limit, statm_bytes
@@ -218,6 +217,8 @@ REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, Lo
 
 def main() -> None:
     """The child: serve requests on a socket until its other end is closed. Arguments: its descriptor, and the memory limit in bytes."""
+    import pyarrow.parquet  # noqa: F401  (before the limits)
+
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     limit(resource.RLIMIT_DATA, statm_bytes(os.getpid(), DATA) + int(sys.argv[2]))
@@ -246,6 +247,8 @@ def _end_with(connection: socket.socket) -> None:
 
 
 def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
+    import pyarrow.parquet as pq
+
     with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
         if request["kind"] == "footer":
             return footer_of(file)
@@ -260,7 +263,7 @@ def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]
     return {}
 
 
-def footer_of(file: pq.ParquetFile) -> dict[str, Any]:
+def footer_of(file: Any) -> dict[str, Any]:
     """The file's own metadata and the bounds of each row group's `offset`, by which a reader chooses row groups."""
     metadata, groups = file.metadata, []
     for number in range(metadata.num_row_groups):
@@ -273,7 +276,7 @@ def footer_of(file: pq.ParquetFile) -> dict[str, Any]:
     return {"metadata": {key: value for key, value in texts.items() if key.startswith("penstock.")}, "row_groups": groups}
 
 
-def _decode(file: pq.ParquetFile, row_group: int | None, sink: int) -> None:
+def _decode(file: Any, row_group: int | None, sink: int) -> None:
     """Write one row group, or all, to a file of Arrow IPC."""
     schema = pa.schema([field.with_type(_plain(field.type)) for field in file.schema_arrow])
     with os.fdopen(os.dup(sink), "wb") as stream, pa.ipc.new_file(stream, schema) as copy:
@@ -286,7 +289,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def rows_of(file: pq.ParquetFile, row_group: int | None) -> Iterator[pa.RecordBatch]:
+def rows_of(file: Any, row_group: int | None) -> Iterator[pa.RecordBatch]:
     """The rows of one row group, or of all. Raises one of `REFUSES`."""
     for batch in file.iter_batches(row_groups=None if row_group is None else [row_group], use_threads=False):
         batch.validate()

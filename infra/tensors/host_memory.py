@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.infra.paths import locked
 from penstock.infra.tensors.stream import TensorBytes, expected_nbytes
 
 NONE = -1
@@ -212,15 +213,6 @@ def filled_memory(tensors: Sequence[TensorBytes]) -> HostMemory | None:
             return None
         start += tensor.nbytes
     return table[0] if start == len(table[0]) else None
-
-
-def locked(file: int, how: int) -> bool:
-    """True if a lock of this file could be acquired at once."""
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _bytes_of(data: memoryview | bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.infra.errors import LogError
-from penstock.infra.tensors.host_memory import NONE, HostMemory, Mappings, locked
+from penstock.infra.paths import locked
+from penstock.infra.tensors.host_memory import NONE, HostMemory, Mappings
 
 RESPONSE_TIMEOUT_S = 20.0
 """Timeout for a response of the writer, after which readers load weights themselves."""

@@ -59,7 +59,7 @@ class Scanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A table of files that this product wrote, of one schema, and of rows that are in no file."""
+    """A table of files that this product wrote and of rows that are in no file; of Arrow files it has the columns of `rest`."""
 
     files: Sequence[Path]
     """Parquet or Arrow."""
@@ -253,7 +253,7 @@ def _run(request: Mapping[str, Any], descriptor: int) -> None:
             listed = ", ".join(map(_literal, paths))
             setup.append(f"create view {name} as from read_parquet([{listed}]) union all by name from {name}_rest")
         elif paths:
-            mapped = [pa.ipc.open_file(pa.memory_map(path)).read_all() for path in paths]
+            mapped = [pa.ipc.open_file(pa.memory_map(path)).read_all().select(tables[name].column_names) for path in paths]
             tables[name] = pa.concat_tables([*mapped, tables[name]], promote_options="default")
     connection = filled(tables.items(), [*setup, *request["setup"]], parquet)
     limit(resource.RLIMIT_AS, statm_bytes(os.getpid(), MAPPED) + 2 * memory)

@@ -4,7 +4,6 @@ A file gets its name when it is complete and synced, and its footer has the offs
 incremental export, so a kill cannot lose it.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.infra.checkpoints import sync
+from penstock.infra.paths import complete, locked
 from penstock.infra.sandbox import parquet
 from penstock.pipeline.archive.layout import Kind, kind_of
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, check_run_id
@@ -153,10 +152,8 @@ class Archive:
         """Lock this folder against other exports, and remove unfinished files."""
         self.path.mkdir(parents=True, exist_ok=True)
         with os.fdopen(self._lock_file(), "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(f"another export writes to {self.path} now; wait for its end") from error
+            if not locked(lock):
+                raise ValueError(f"another export writes to {self.path} now; wait for its end")
             self.check_layout()
             self._clear()
             try:
@@ -274,10 +271,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + UNFINISHED)
     with temporary.open("xb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync(path.parent)
+        complete(file, path)
 
 
 class PartitionFile:
@@ -308,11 +302,7 @@ class PartitionFile:
         self._flush()
         self._writer.add_key_value_metadata({NEXT: str(next_offset)})
         self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._temporary.rename(self._path)
-        sync(self._path.parent)
+        complete(self._file, self._path)
         return self._path
 
     def _flush(self) -> None:

@@ -154,10 +154,10 @@ class LiveTables:
         tables: dict[str, Source] = {}
         if not {"samples", "groups", "steps"}.isdisjoint(names):
             index, ended = open_index(self.log, self.run)
-            groups = index.groups(ended=ended)
-            tables = {"groups": groups.select(GROUP_COLUMNS.names), "steps": index.steps()}
+            files, rest = index.stored_groups(ended=ended)
+            tables = {"groups": Stored(files=files, rest=rest.select(GROUP_COLUMNS.names)), "steps": index.steps()}
             if "samples" in names:
-                tables["samples"] = self._samples(groups)
+                tables["samples"] = self._samples(index.groups(ended=ended))
         return tables
 
     def _samples(self, groups: pa.Table) -> Stored:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from penstock.infra.errors import ConfigError, PenstockError
-from penstock.infra.paths import state_path, write_private
+from penstock.infra.paths import locked, state_path, write_private
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.leases import new_token
 from penstock.pipeline.runtime.registration.run_registry import LOCK, own_runs
@@ -38,11 +38,9 @@ def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
         file.seek(0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locked(file):
             who = file.readline().strip() or "unknown"
-            raise PenstockError(f"run {run} already has a launcher, process {who}: stop that process first, or leave it running") from None
+            raise PenstockError(f"run {run} already has a launcher, process {who}: stop that process first, or leave it running")
         token, before = new_token(), file.read().splitlines()[1:]
         file.truncate(0)
         file.write(f"{os.getpid()}\n{token}\n")
@@ -122,13 +120,9 @@ def launcher_of(directory: Path) -> int | None:
     """Process id of the launcher of the run in this folder; None if there is none."""
     try:
         with (directory / LOCK).open("r", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(file.readline())
+            return None if locked(file, fcntl.LOCK_SH) else int(file.readline())
     except (OSError, ValueError):
         return None
-    return None
 
 
 def attended_runs() -> list[str]:

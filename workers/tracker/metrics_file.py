@@ -4,8 +4,6 @@ One process writes each line once. It continues after the last complete line of 
 file. A sink that fails is reported once and closed: the file has all points.
 """
 
-import contextlib
-import fcntl
 import json
 import math
 import os
@@ -17,6 +15,7 @@ from typing import Any, Literal, Protocol
 from penstock.infra.errors import Fenced
 from penstock.infra.mlflow.tracking import Point
 from penstock.infra.mlflow.uploader import Delivery
+from penstock.infra.paths import locked
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.inspect.metrics import Line, flatten
 
@@ -99,9 +98,7 @@ class MetricsFile:
     def _lock(self) -> None:
         """Take the single-writer lock. Retry for `LOCK_WAIT_S`, as a killed predecessor may still hold it; then raise `Fenced`."""
         deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not locked(self._file):
             if time.monotonic() > deadline:
                 raise Fenced(f"another tracker of this run is already writing to {self.path}")
             time.sleep(0.1)

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.pipeline.data.references import reference_text
+from penstock.topics.wire.columns import column_of
 
 MOST_ROWS = 1_000
 EXCERPT = 400
@@ -122,14 +123,14 @@ class GroupList:
             mask &= self.numbers("row") == where.row
         for column, texts in (("status", where.statuses), ("worker", where.worker), ("source", where.source)):
             if texts:
-                accepted = pa.array([texts] if isinstance(texts, str) else list(texts), pa.string())
+                accepted = _array(pa.string(), [texts] if isinstance(texts, str) else list(texts))
                 mask &= _bools(pc.is_in(self.table[column], accepted))
         return mask
 
     def rows(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
         """Rows of the list for these indices of the table: numbers, and the end of the prompt."""
         names = [name for name in self.table.column_names if name not in ("prompt_ids", "sha256", "outcome", *_TIMES)]
-        rows = self.table.select(names).take(pa.array(indices)).to_pylist()
+        rows = self.table.select(names).take(_array(pa.int64(), indices.tolist())).to_pylist()
         times = {name: self.numbers(name)[indices].tolist() for name in _TIMES}
         return [self._row(row, {name: values[number] for name, values in times.items()}) for number, row in enumerate(rows)]
 
@@ -177,6 +178,14 @@ class GroupList:
         return int(np.count_nonzero(before | (same & (numbers >= group))))
 
 
+def _array(kind: pa.DataType, values: list[Any]) -> pa.Array:
+    """Values as an array; `pyarrow.array` and `pyarrow.scalar` would import pandas."""
+    return column_of(pa.field("values", kind)).to_arrow(values)
+
+
+_NAN, _ZERO = _array(pa.float64(), [math.nan])[0], _array(pa.int64(), [0])[0]
+
+
 def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
     if name not in table.column_names:
         raise ValueError(f"there is no column {name!r}")
@@ -185,10 +194,10 @@ def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
         column = pc.cast(column, pa.int64())
     elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ValueError(f"column {name!r} has no numbers")
-    parts = [np.from_dlpack(pc.fill_null(pc.cast(chunk, pa.float64(), safe=False), np.nan)) for chunk in column.chunks]
+    parts = [np.from_dlpack(pc.fill_null(pc.cast(chunk, pa.float64(), safe=False), _NAN)) for chunk in column.chunks]
     return np.concatenate([np.empty(0), *parts])
 
 
 def _bools(column: pa.ChunkedArray) -> NDArray[np.bool_]:
-    parts = [np.from_dlpack(pc.cast(pc.fill_null(chunk, False), pa.uint8())) for chunk in column.chunks]
-    return np.concatenate([np.empty(0, np.uint8), *parts]).astype(np.bool_)
+    parts = [np.from_dlpack(pc.fill_null(pc.cast(chunk, pa.int64()), _ZERO)) for chunk in column.chunks]
+    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.bool_)

@@ -34,6 +34,7 @@ class RunIndex:
         self._rows = GroupRows(run)
         self._tables: dict[str, list[pa.Table]] = {"groups": [], "steps": []}
         self._files: dict[str, Segments] = {}
+        self._paths: dict[str, list[Path]] = {"groups": [], "steps": []}
         self._positions: dict[Partition, int] = {}
         if directory is not None:
             self._open(directory, str(created_ns), write=write)
@@ -65,6 +66,12 @@ class RunIndex:
         rest = self._rows.rest(ended=ended or self._rows.closed)
         return pa.concat_tables([*self._tables["groups"], rest]).replace_schema_metadata(None)
 
+    def stored_groups(self, *, ended: bool = False) -> tuple[list[Path], pa.Table]:
+        """`groups` as the Arrow files that have most rows, and the other rows."""
+        paths = self._paths["groups"]
+        rest = self._rows.rest(ended=ended or self._rows.closed)
+        return paths, pa.concat_tables([*self._tables["groups"][len(paths) :], rest]).replace_schema_metadata(None)
+
     def steps(self) -> pa.Table:
         """`STEPS` and their metrics: a row per committed step."""
         tables = [*self._tables["steps"], steps_table(self._rows.steps)]
@@ -90,7 +97,7 @@ class RunIndex:
                 files = Segments(directory / name, identity)
                 if write and files.lock():
                     self._files[name] = files
-                self._tables[name], states[name] = files.tables, files.state
+                self._tables[name], self._paths[name], states[name] = files.tables, files.paths, files.state
         rows, groups, steps = self._rows, states.get("groups", {}), states.get("steps", {})
         self._positions = {(f"{self.run}.{topic}", number): offset for topic, number, offset in groups.get("positions", ())}
         rows.closed, rows.steps_from = groups.get("closed", False), steps.get("ledger", 0)
@@ -130,7 +137,7 @@ class RunIndex:
             self._files.pop(name).close()
             self._tables[name].append(table)
         else:
-            self._tables[name] = files.tables
+            self._tables[name], self._paths[name] = files.tables, files.paths
 
 
 def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock.infra.checkpoints import sync
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import complete, run_directory
 
 FOLDER = "index"
 """Of the files, in the run's folder."""
@@ -105,7 +104,7 @@ class Segments:
         part = path.with_suffix(".part")
         about = json.dumps({"format": FORMAT, "identity": self._identity, **state})
         table = table.replace_schema_metadata({_STATE: about.encode()})
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             if self._suffix == "parquet":
                 import pyarrow.parquet as pq  # which is not needed to read the index
 
@@ -113,10 +112,7 @@ class Segments:
             else:
                 with pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-        sync(self.directory)
+            complete(file, path)
         return _File(first, last, path, *_opened(path))
 
     def _read(self) -> list[_File]:

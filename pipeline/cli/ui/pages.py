@@ -16,6 +16,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.database import Limits, prepare
 from penstock.pipeline.archive.index.queries import Filters
+from penstock.pipeline.archive.index.segments import partition_of
 from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, question, views
 from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
 from penstock.pipeline.inspect.explain import as_json
@@ -23,12 +24,15 @@ from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.records.runs import list_runs, note_of, own_sizes
 from penstock.pipeline.inspect.report.provenance import README, card_directory
-from penstock.pipeline.inspect.run_status import group_statuses, has_ended, status_of
+from penstock.pipeline.inspect.run_status import has_ended, status_of
 from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.web.index import dead_letter
 from penstock.pipeline.inspect.web.run_facts import config_rows, curve, provenance
 from penstock.pipeline.launch.run_lock import log_files, timed_lines
 from penstock.pipeline.runtime.registration.run_registry import resolve
 from penstock.pipeline.runtime.roles import readers, writers
+from penstock.topics.dead_letters import read
+from penstock.topics.wire.errors import Unusable
 
 Page = tuple[str, dict[str, Any]]
 
@@ -177,14 +181,15 @@ def detail(address: Address) -> dict[str, Any]:
 
 def group(address: Address) -> Page:
     """A group: its samples, and then its trace, which takes longer to read."""
-    if address.group not in group_statuses(address.watched.update()):
-        trace(address)  # its error says why
+    if address.watched.row(address.group) is None:
+        trace(address)  # its error names the cause
     return "group.html", {**frame(address), "group": address.group}
 
 
 def trace(address: Address) -> Page:
     """The trace of a group through the topics, a part of its page."""
-    life = as_json.explain(address.runs.log, address.run, address.group, notify=lambda _: None)
+    partition = partition_of(address.run, address.group)
+    life = as_json.explain(address.runs.log, address.run, address.group, notify=lambda _: None, partition=partition)
     return "_trace.html", {"run": address.run, "group": address.group, "life": life, "text": as_page(life)}
 
 
@@ -253,17 +258,10 @@ def dead_letters(address: Address) -> Page:
     """The newest dead letters, with their reasons."""
     rows = []
     for record in browse.tail(address.runs.log, address.run, "dead-letters", count=DEAD_LETTERS, follow=False):
-        shown = browse.view(record, run=address.run)
-        payload = shown["payload"] or {}
-        rows.append(
-            {
-                "kind": payload.get("kind", "undecodable"),
-                "record": "/".join(str(payload.get(name, "")) for name in ("topic", "partition", "offset")).removeprefix(f"{address.run}."),
-                "worker": payload.get("worker", ""),
-                "time_s": shown["time_s"],
-                "reason": payload.get("reason") or shown["unusable"],
-            }
-        )
+        try:
+            rows.append(dead_letter(address.run, read(record, run=address.run)[1]))
+        except Unusable as error:
+            rows.append({"kind": "undecodable", "reason": str(error)})
     return "dead_letters.html", {**frame(address), "dead_letters": rows}
 
 
@@ -319,7 +317,7 @@ def compare(address: Address) -> Page:
         "curves": {"main": list(_compared(views_, by)), "charts": [], "more": [], "still": []},
         "different": [(key, [configs[name].get(key, {}) for name in names]) for key in different],
         "examples": _examples(views_),
-        "seeds": _seeds(names, different),
+        "seeds": {*different} <= {"run.seed", "run.name", "rollout.seed"},  # then their spread is the noise
     }
 
 
@@ -376,11 +374,6 @@ def _examples(views_: Mapping[str, RunView]) -> list[tuple[str, list[Any]]]:
         newest[name] = {str(example["prompt"]): example for example in recorded}
     first = next(iter(newest.values()))
     return [(prompt, [newest[name][prompt] for name in newest]) for prompt in first if all(prompt in own for own in newest.values())]
-
-
-def _seeds(names: list[str], different: list[str]) -> bool:
-    """True if the runs differ in nothing but their seeds and names, so that their spread is the noise."""
-    return len(names) > 1 and {*different} <= {"run.seed", "run.name", "rollout.seed"}
 
 
 PAGES: Mapping[str, Callable[..., Page]] = {

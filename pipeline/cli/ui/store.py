@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from penstock.infra.errors import LogError
-from penstock.infra.log import Log, Tail
+from penstock.infra.log import Log, Partition, Start, Tail
+from penstock.pipeline.archive.index.group_rows import STEPS
 from penstock.pipeline.archive.index.queries import Filters, GroupList
 from penstock.pipeline.archive.index.run_index import RunIndex
 from penstock.pipeline.archive.index.segments import index_folder
@@ -18,13 +21,15 @@ from penstock.pipeline.inspect.live.completions import without_template
 from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.records.browse import TopicRow
 from penstock.pipeline.inspect.report.summary import summarise
-from penstock.pipeline.inspect.run_status import config_of, group_statuses, has_ended, last_reward, status_of
+from penstock.pipeline.inspect.run_status import config_of, has_ended, last_reward, status_of
 from penstock.pipeline.inspect.run_view import RunView, read_view
+from penstock.pipeline.inspect.run_view_types import StepFacts
 from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck, bottleneck
 from penstock.pipeline.inspect.tables.advantages import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web import run_facts
 from penstock.pipeline.inspect.web.build import Limits, index_of
+from penstock.pipeline.learner.ledger_history import with_later_parts
 from penstock.pipeline.runtime.topic_reader import RunReader, read_to_current_end
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -40,10 +45,12 @@ SCANNED = 64
 PAUSE = 25
 """The page of a live run is computed again after this many times the seconds that it took, so that it costs the run little."""
 SEARCH_S = 3.0
-"""Longest time of one search in texts; its result says where to continue."""
+"""Longest time of one search in texts; its result has the group after which to continue."""
 NEWEST = 16
 OPEN_RUNS = 12
 """Most runs that are followed at a time; each takes memory for the offsets of its groups."""
+MANY = 20_000
+"""A run with so many groups is opened from the view that its tracker has saved, and the steps and offsets of its index."""
 EXCERPT = 240
 DETAILED_TOKENS = 40_000
 """Tokens of a group that are sent one by one; of a larger group the samples after that are sent when they are opened."""
@@ -78,7 +85,10 @@ class WatchedRun:
     view: RunView = field(init=False)
     _tail: Tail | None = None
     _closed: bool = False
-    _offsets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _restored: bool = False
+    """True if the view is one that the tracker has saved, and what was folded after it."""
+    _offsets: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Group -> partition and offset of its outcome's first part."""
     _newest: list[int] = field(default_factory=list)
     _index: RunIndex | None = None
     _list: tuple[int, GroupList] | None = None
@@ -97,22 +107,40 @@ class WatchedRun:
         with self.lock:
             if self._closed:  # a page that is being made shows the last state
                 return self.view
+            opened = self._tail is None
             if self._tail is None:
                 names = [RUNS_TOPIC, f"{self.run}.run", *(f"{self.run}.{topic}" for topic in WATCHED)]
-                self._tail = self.log.tail({(name, at): "earliest" for name in names for at in range(self.log.partitions(name) or 0)})
+                starts: dict[Partition, Start] = {(name, at): "earliest" for name in names for at in range(self.log.partitions(name) or 0)}
+                saved, since = newest(self.log, self.run)
+                if len(saved.admitted) >= MANY:
+                    self.view, self._restored, starts = saved, True, {**starts, **since}
+                self._tail = self.log.tail(starts)
             for record in read_to_current_end(self.log, self._tail):
                 with contextlib.suppress(Unusable):  # the role that owns reading the topic sends it to the dead letters
                     self._note(self.view.fold(record), record)
+            if opened and self._restored:
+                self._recall_steps()
             return self.view
+
+    def _recall_steps(self) -> None:
+        """Add the steps that a saved view has forgotten, with their metrics; steps but the last lose their groups if those are settled."""
+        table = self._indexed().steps()
+        for row in table.set_column(table.column_names.index("committed"), "committed", table["committed"].cast("int64")).to_pylist():
+            step, version, time_ns = row["step"], row["version"] or 0, row["committed"]
+            if step not in self.view.steps:
+                metrics = {name: value for name, value in row.items() if name not in STEPS.names and value is not None}
+                self.view.steps[step] = StepFacts(step, version, time_ns / 1e9, (), metrics)
+                self.view.past.steps -= 1
+        for step in sorted(self.view.steps)[:-1]:
+            if step < self.view.past.counted_steps:
+                self.view.steps[step] = self.view.steps[step]._replace(groups=())
 
     def _note(self, folded: object, record: Record) -> None:
         if not isinstance(folded, Headers) or folded.group is None:
             return
-        if record.topic.endswith(".groups"):
-            parts = self._offsets.setdefault(folded.group, [])
-            if folded.part == len(parts):
-                parts.append((record.partition, record.offset))
-            if folded.reward_mean is not None and folded.part == 0:
+        if record.topic.endswith(".groups") and not folded.part:
+            self._offsets.setdefault(folded.group, (record.partition, record.offset))
+            if folded.reward_mean is not None:
                 self._newest = [*self._newest[1 - NEWEST :], folded.group]
 
     def page(self) -> run_facts.Facts:
@@ -124,7 +152,7 @@ class WatchedRun:
                 slowest = self._bottleneck.update(bottleneck(view), now_s=time.time())
                 page = run_facts.run_facts(view, summarise(view), now_s=time.time(), slowest=slowest)
                 newest = view.steps[max(view.steps)].groups if view.steps else self._newest
-                shown = list(self.read([number for number in newest if number in self._offsets]).values())
+                shown = list(self.read(newest[:SCANNED]).values())
                 page |= {"cards": run_facts.cards(shown), "curves": run_facts.curves(view)}
                 took = time.monotonic() - started
                 self._page = time.monotonic() + max(1.0, PAUSE * took), page
@@ -132,34 +160,52 @@ class WatchedRun:
 
     def read(self, numbers: Sequence[int]) -> dict[int, Group]:
         """The outcomes of these groups, in that order; without those that were deleted or cannot be decoded."""
+        positions = self._positions(numbers)
         wanted: dict[int, list[int]] = {}
-        for number in numbers:
-            for partition, offset in self._offsets.get(number, ()):
-                wanted.setdefault(partition, []).append(offset)
+        for partition, offset in positions.values():
+            wanted.setdefault(partition, []).append(offset)
         records: dict[tuple[int, int], Record] = {}
         for partition, offsets in wanted.items():
             with contextlib.suppress(LogError):
                 for record in self.log.read(f"{self.run}.groups", partition, sorted(offsets)):
                     records[partition, record.offset] = record
         decoded: dict[int, Group] = {}
-        for number in numbers:
-            parts = [records[at] for at in self._offsets.get(number, ()) if at in records]
-            with contextlib.suppress(Unusable, ValueError):
-                decoded[number] = groups.read(parts, run=self.run)[1]
+        for number, position in positions.items():
+            with contextlib.suppress(Unusable, ValueError, LogError):
+                if position in records:
+                    decoded[number] = groups.read(with_later_parts(self.log, self.run, records[position]), run=self.run)[1]
         return decoded
+
+    def _positions(self, numbers: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Group -> partition and offset of its outcome, in that order; those before a saved view are in the index."""
+        positions = {number: self._offsets[number] for number in numbers if number in self._offsets}
+        if len(positions) < len(numbers) and self._restored:
+            listed = self.groups()
+            rows = np.flatnonzero(np.isin(listed.numbers("group"), numbers) & ~np.isnan(listed.numbers("offset")))
+            columns = [listed.numbers(name)[rows].astype(int).tolist() for name in ("group", "partition", "offset")]
+            positions |= {number: (partition, offset) for number, partition, offset in zip(*columns, strict=True)}
+        return {number: positions[number] for number in numbers if number in positions}
 
     def groups(self) -> GroupList:
         """All groups, from the run's index."""
         with self.lock:
             view = self.update()
-            if self._index is None:
-                created_ns = view.record.created_ns if view.record else 0
-                self._index = RunIndex(self.run, directory=index_folder(self.run), created_ns=created_ns)
             if self._list is None or self._list[0] != view.moved_ms:
-                self._index.catch_up(self.log)
-                table = self._index.groups(ended=has_ended(view))
-                self._list = view.moved_ms, GroupList(table, dead_letters=self._index.dead_letters)
+                index = self._indexed()
+                self._list = view.moved_ms, GroupList(index.groups(ended=has_ended(view)), dead_letters=index.dead_letters)
             return self._list[1]
+
+    def _indexed(self) -> RunIndex:
+        """The run's index with all records so far."""
+        if self._index is None:
+            created_ns = self.view.record.created_ns if self.view.record else 0
+            self._index = RunIndex(self.run, directory=index_folder(self.run), created_ns=created_ns)
+        self._index.catch_up(self.log)
+        return self._index
+
+    def row(self, number: int) -> dict[str, Any] | None:
+        """The row of a group in the index; None if it was never admitted."""
+        return next(iter(self.groups().page(Filters(group=(number, number)))["rows"]), None)
 
     def list_groups(self, where: Filters, payload: PayloadFilter, *, order: str = "newest", after: str | None = None) -> dict[str, Any]:
         """One page of the list, for JSON: `rows`, `matched` of `total` groups or those `searched`, and `next`, after which to continue."""
@@ -182,17 +228,15 @@ class WatchedRun:
         """One group with texts and tokens, for JSON; of one with many tokens those of `sample`, or of its first samples. {} if unknown."""
         with self.lock:
             view = self.update()
-            status = group_statuses(view).get(number)
-            if status is None:
+            row = self.row(number)
+            if row is None:
                 return {}
-            step = next((step for step in view.steps.values() if number in step.groups), None)
             if self._texts is None:
                 self._texts, self._advantages = TokenTexts.of(view), Advantages(config_of(view), trust_code=False)
             group = self.read([number]).get(number)
-            known = {"group": number, "status": status, "step": step and step.step, "run": self.run, "no_texts": self._texts.why_not}
+            known = {"group": number, "status": row["status"], "step": row["step"], "run": self.run, "no_texts": self._texts.why_not}
             if group is None:
-                rows = self.groups().page(Filters(group=(number, number)))["rows"]
-                return {**known, "prompt": rows[0]["prompt"] if rows else "", "columns": "{}", "samples": [], "reason": None}
+                return {**known, "prompt": row["prompt"], "columns": "{}", "samples": [], "reason": None}
             assert self._advantages is not None
             return {**known, **_group(group, self._texts, self._advantages, sample=sample)}
 
@@ -323,7 +367,7 @@ class Runs:
         if run in self._ended:
             return self._ended[run]
         saved, since = newest(self.log, run)
-        view = read_view(RunReader(self.log, run), topics=WATCHED, view=saved, since=since)
+        view = saved if saved.closed else read_view(RunReader(self.log, run), topics=WATCHED, view=saved, since=since)
         summary = _summary(view)
         if has_ended(view):
             self._ended[run] = summary

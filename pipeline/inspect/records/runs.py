@@ -1,9 +1,9 @@
-"""List of a broker's runs, with their disk space on this machine; reads the registry and the headers of the ledgers."""
+"""List of a broker's runs, with their disk space on this machine; reads the registry and the ends of the ledgers."""
 
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 
+LAST_ENTRIES = 32
+"""Offsets of a ledger that are read for its newest entries; the end of a transaction takes one as well."""
 NOTE = "note.json"
 NOTE_BYTES = 64 << 10
 
@@ -29,12 +31,12 @@ def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> l
     own_records = _own_records(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
     done, reasons = dict.fromkeys(names.values(), 0), dict[str, str | None]()
-    for entry in scan(log, *names):
-        run = names[entry.topic]
-        kind = _entry_kind(entry, run)
-        done[run] += kind == "step"
-        if kind == "run-closed":
-            reasons[run] = _end_reason(entry, run)
+    for newest in _newest(log, names):
+        with contextlib.suppress(Unusable, NewerSchema, ValueError, AttributeError):
+            run, entry = names[newest.topic], ledger.read(newest, run=names[newest.topic])[1]
+            done[run] = max(done[run], (entry.step or 0) + (entry.kind == "step"))
+            if entry.kind == "run-closed":
+                reasons[run] = end_reason(json.loads(entry.details or "{}").get("reason"))
     sizes, now = own_sizes(log), time.time_ns()
     rows: list[dict[str, Any]] = []
     models: dict[str | None, str | None] = {}
@@ -108,19 +110,10 @@ def _own_records(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
     return own_records
 
 
-def _entry_kind(record: Record, run: str) -> str | None:
-    """The kind of a ledger entry by its headers; None for an unusable record."""
-    try:
-        return ledger.check(record, run=run).outcome
-    except (Unusable, NewerSchema):
-        return None
-
-
-def _end_reason(record: Record, run: str) -> str | None:
-    """The reason in a ledger's last entry."""
-    with contextlib.suppress(Unusable, ValueError, AttributeError):
-        return end_reason(json.loads(ledger.read(record, run=run)[1].details or "{}").get("reason"))
-    return None
+def _newest(log: Log, topics: Collection[str]) -> Iterator[Record]:
+    """The records at the ends of these topics of one partition; none of a topic that does not exist."""
+    ends = log.end_offsets([(topic, 0) for topic in topics if log.partitions(topic)])
+    return scan(log, *topics, since={tp: end - LAST_ENTRIES for tp, end in ends.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ def build(
         code=Markup(code),
         cards=cards(groups.newest),
         curves=curves(view, components=index.component_means(groups)),
-        dead_letters=[index.dead_letter(view, dead_letter) for dead_letter in history.dead_letters],
+        dead_letters=[index.dead_letter(view.run, dead_letter) for dead_letter in history.dead_letters],
         config=config_rows(view),
         **run_facts(view, report, now_s=time.time()),
     )

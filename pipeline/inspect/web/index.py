@@ -76,10 +76,10 @@ def index(groups: GroupPages, history: RunHistory) -> tuple[dict[str, Any], dict
     return facts, columns
 
 
-def dead_letter(view: RunView, refused: DeadLetter) -> dict[str, Any]:
+def dead_letter(run: str, refused: DeadLetter) -> dict[str, Any]:
     """A line of the list of dead letters."""
-    record = f"{refused.topic.removeprefix(f'{view.run}.')}/{refused.partition}/{refused.offset}"
-    return {"kind": refused.kind, "record": record, "worker": refused.worker, "time_s": refused.time_ns / 1e9, "reason": refused.reason}
+    record = f"{refused.topic.removeprefix(f'{run}.')}/{refused.partition}/{refused.offset}"
+    return {"kind": refused.kind, "record": record, "worker": refused.worker, "reason": refused.reason}
 
 
 def contents(groups: GroupPages) -> dict[str, Any]:

@@ -27,11 +27,14 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.sql import as_file
 from penstock.pipeline.cli.ui import pages, store
 from penstock.pipeline.cli.ui.server import AsciiJson, Server, stable_token
-from penstock.pipeline.inspect.records.runs import Note, note_of
+from penstock.pipeline.inspect.live.saved_view import ViewWriter
+from penstock.pipeline.inspect.records.runs import LAST_ENTRIES, Note, list_runs, note_of
 from penstock.pipeline.inspect.report.provenance import BISECTED, publish
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import config_rows, provenance, run_facts
+from penstock.pipeline.runtime.topic_reader import between
+from penstock.topics import ledger
 from tests.support.a_run import RUN, RecordBuilder, as_records
 from tests.support.page_records import EVIL, OTHER, log_with, two_runs
 from tests.support.paths import ROOT
@@ -396,3 +399,50 @@ def test_the_token_stays_the_same_over_restarts_and_belongs_to_its_user(tmp_path
     first = stable_token(path)
     assert stable_token(path) == first and len(first) >= 22
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_with_many_groups_is_opened_from_what_its_tracker_has_saved_and_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_with(RecordBuilder(steps=100).whole())
+    read = store.WatchedRun(log, RUN)
+    saved, positions = RunView(run=RUN), dict[tuple[str, int], int]()
+    for topic, share in (("ledger", 0.8), ("metrics", 0.8), ("groups", 0.9), ("prompts", 0.9), ("dead-letters", 1.0)):
+        tp = f"{RUN}.{topic}", 0
+        positions[tp] = int(share * log.end_offsets([tp])[tp])
+        for record in between(log, tp, 0, positions[tp]):
+            saved.fold(record)
+    saved.forget()
+    assert saved.past.steps > 40
+    ViewWriter(log, log.producer(), "tracker").write(saved, positions, now=True)
+    monkeypatch.setattr(store, "MANY", 150)
+    opened = store.WatchedRun(log, RUN)
+    fresh, page = read.page(), opened.page()
+    assert opened.view.past.steps == 0 and opened.view.steps_done == 100
+    assert [chart for part in ("main", "charts", "more") for chart in page["curves"][part] if chart["title"] != "Statuses of groups"] == [
+        chart for part in ("main", "charts", "more") for chart in fresh["curves"][part] if chart["title"] != "Statuses of groups"
+    ]
+    assert {name: page[name] for name in ("status", "step", "cards", "groups", "attention")} == {
+        name: fresh[name] for name in ("status", "step", "cards", "groups", "attention")
+    }
+    for number in (0, 3, 150, 201):  # filtered, before and after the saved view, unused
+        assert json.dumps(opened.detail(number)) == json.dumps(read.detail(number)) != "{}"
+    assert opened.detail(900) == {}
+    for each in (read, opened):
+        each.close()
+
+
+def test_the_list_of_runs_reads_the_end_of_a_ledger_and_of_an_ended_run_the_saved_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_with([*RecordBuilder(steps=100).whole()])
+    tp = f"{RUN}.ledger", 0
+    view = RunView(run=RUN)
+    for record in between(log, tp, 0, log.end_offsets([tp])[tp]):
+        view.fold(record)
+    ViewWriter(log, log.producer(), "tracker").write(view, {tp: log.end_offsets([tp])[tp]}, now=True)
+    read: list[str] = []
+    decode = ledger.read
+    monkeypatch.setattr(ledger, "read", lambda record, *, run: (read.append(record.topic), decode(record, run=run))[1])
+    rows = list_runs(log)
+    assert [(row["run"], row["steps_done"], row["reason"]) for row in rows] == [(RUN, 100, "")]
+    assert 0 < len(read) <= LAST_ENTRIES
+    read.clear()
+    summary = store.Runs(log).summary(RUN)
+    assert (summary.status, read) == ("finished", [])
