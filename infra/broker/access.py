@@ -211,7 +211,7 @@ class Session:
         self._authenticate("PLAIN", f"\0{login.user}\0{login.password}".encode())
 
     def _authenticate(self, mechanism: str, message: bytes) -> bytes:
-        (error,) = struct.unpack_from(">h", self.request(_SASL_HANDSHAKE, _string(mechanism.encode())))
+        (error,) = struct.unpack_from(">h", self.request(_SASL_HANDSHAKE, struct.pack(">h", len(mechanism)) + mechanism.encode()))
         if error:
             raise Refused
         return self._continue(message)
@@ -283,7 +283,3 @@ def read_string(response: bytes, at: int) -> tuple[str | None, int]:
     if size < 0:
         return None, at + 2
     return response[at + 2 : at + 2 + size].decode(), at + 2 + size
-
-
-def _string(text: bytes) -> bytes:
-    return struct.pack(">h", len(text)) + text

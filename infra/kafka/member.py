@@ -222,7 +222,9 @@ class KafkaMember:
     # The methods below run on the polling thread.
 
     def _join(self) -> Any:
-        membership = settings.membership(self._session_s, _assignor(self._pools))
+        # Range assigns equal partition numbers of topics with equal counts to one member; sticky assignors do not.
+        assignor = RangePartitionAssignor() if self._pools is None else PoolAssignor(self._pools)
+        membership = settings.membership(self._session_s, assignor)
         consumer = reading.make_consumer(self._admin, group=self._group, **membership)
         private_api.subscribe(consumer, self._topics, _Listener(self, consumer))
         return consumer
@@ -351,12 +353,6 @@ class _Listener(ConsumerRebalanceListener):
 
     def on_partitions_lost(self, lost: Any) -> None:
         self._member.on_revoked(self._consumer)
-
-
-def _assignor(pools: Pools | None) -> Any:
-    """The assignor of a member: even ranges, or the pools of the members."""
-    # Range assigns equal partition numbers of topics with equal counts to one member; sticky assignors do not.
-    return RangePartitionAssignor() if pools is None else PoolAssignor(pools)
 
 
 class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]

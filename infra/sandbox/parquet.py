@@ -67,7 +67,8 @@ class _Decoder:
                 raise Refused(f"decoding took longer than {limit_s:.0f} s") from None
             except OSError:
                 status = self.end()
-                raise Refused(f"the process that decodes it exited with {_ended(status)}") from None
+                how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+                raise Refused(f"the process that decodes it exited with {how}") from None
             except BaseException:  # Ctrl-C: the response is still to come
                 self.end()
                 raise
@@ -202,10 +203,6 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
             raise ConnectionResetError
         data += received
     return bytes(data)
-
-
-def _ended(status: int | None) -> str:
-    return f"signal {-status}" if status is not None and status < 0 else f"status {status}"
 
 
 REQUEST_BYTES = 1 << 12

@@ -58,7 +58,7 @@ def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation,
     archive, note, run = archived.archive, complete(archived.archive), imported.run
     writer, progress, ends = BulkWriter(log.connection), Progress(notify, every_s=PROGRESS_EVERY_S), dict[Partition, int]()
     for kind in reversed(list(KINDS.values())):  # from cause to effect
-        for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():
+        for partition in [number for table, _, number in archive.tables(note) if table is kind and kind.topic != RUNS_TOPIC]:
             count = 0
             for record in _relocated(archived, kind, partition, relocation):
                 writer.append(record)
@@ -96,10 +96,6 @@ def _free(log: Log, run: str) -> str:
             f"`penstock topics delete {run} --yes` removes what an interrupted import has left, or import under another --run-id"
         )
     return run
-
-
-def _partitions(archive: Archive, note: Note, kind: Kind) -> list[int]:
-    return [partition for table, _, partition in archive.tables(note) if table is kind]
 
 
 def _check_ends(log: KafkaLog, ends: Mapping[Partition, int]) -> None:

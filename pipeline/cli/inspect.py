@@ -371,15 +371,12 @@ def _cells(values: list[Any]) -> list[str]:
     from penstock.pipeline.archive.sql import plain
     from penstock.pipeline.inspect.live.completions import without_template
 
-    texts = ["" if value is None else _shown(plain(value)).replace("\n", "⏎") for value in values]
+    # Numbers have six significant digits; --csv and --json have all.
+    plain_values = ["" if value is None else plain(value) for value in values]
+    texts = [f"{value:.6g}" if isinstance(value, float) else str(value).replace("\n", "⏎") for value in plain_values]
     long = sorted({text for text in texts if len(text) > VALUE_WIDTH})
     shorter = {text: without_template(text, long) for text in long}
     return [_cut(text, shorter.get(text, text)) for text in texts]
-
-
-def _shown(value: Any) -> str:
-    """A value of a table: numbers with six significant digits, which --csv and --json have in full."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _cut(text: str, part: str) -> str:

@@ -223,7 +223,9 @@ def as_page(report: Plain) -> str:
 
 
 def _details(report: Plain) -> list[str]:
-    changed = [f"group {row['group']}: {row['before']} -> {row['after']}{_because(row['reason'])}" for row in report["changed_outcomes"]]
+    reasons = [f" ({_short(row['reason'])})" if row["reason"] else "" for row in report["changed_outcomes"]]
+    pairs = zip(report["changed_outcomes"], reasons, strict=True)
+    changed = [f"group {row['group']}: {row['before']} -> {row['after']}{reason}" for row, reason in pairs]
     prompts = [row["prompt"] for row in report["prompts"]]
     lists = {
         "changed outcomes": changed,
@@ -300,10 +302,6 @@ def _functions(reward: Plain, edited: Collection[str]) -> str:
     """The functions with their weights; edited ones with the first digits of their digest."""
     names = [f"{name} ({reward['sources'][name][:8]})" if name in edited else name for name in reward["functions"]]
     return ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward["weights"], strict=True))
-
-
-def _because(reason: str | None) -> str:
-    return f" ({_short(reason)})" if reason else ""
 
 
 def _number(value: float | None) -> str:

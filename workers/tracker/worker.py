@@ -284,7 +284,9 @@ class Tracker:
         others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
         if now - self._closed_at < CLOSED_S and not self._configured <= {worker.worker for worker in others}:
             return False
-        return all(worker.ended or now - self._last_report.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
+        # A worker that loads may be silent for longer before no more is expected of it.
+        limits = {worker.worker: LOADING_S if activity_of(worker.labels) == Activity.START else QUIET_S for worker in others}
+        return all(worker.ended or now - self._last_report.get(worker.worker, 0.0) > limits[worker.worker] for worker in others)
 
     def _ended(self) -> bool:
         """True if the run is finished or failed; a stopped run may be resumed."""
@@ -350,8 +352,3 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
     target = target_of(session.record, session.config, tags=tags, data=session.info.get("data", ()))
     session.reporter.notify(f"sending metrics to MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
     return Uploader(target, file, notify=session.reporter.notify)
-
-
-def _patience_s(labels: Mapping[str, str]) -> float:
-    """Seconds for which a worker whose last report has these labels may be silent before it counts as exited."""
-    return LOADING_S if activity_of(labels) == Activity.START else QUIET_S

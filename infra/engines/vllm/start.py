@@ -276,7 +276,9 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
         if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) > 1:
             # The default binds each process to its own memory node and fails on a machine with fewer nodes.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=_short(tempfile.gettempdir())))
+    # vLLM's sockets in a longer directory would have longer paths than the kernel allows.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_DIRECTORY else "/tmp"
+    scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=parent))
     try:
         environment = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(scratch), OWNER: str(os.getpid()), SCRATCH: str(scratch)}
         with _process_state_restored(threads, environment=environment):
@@ -301,11 +303,6 @@ def _engine(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
 
         gc.freeze()  # vLLM collects garbage five times during its start, each time over a million imported objects
         return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=engine_process)
-
-
-def _short(directory: str) -> str:
-    """The directory, or /tmp if vLLM's sockets in it would have longer paths than the kernel allows."""
-    return directory if len(directory) <= LONGEST_DIRECTORY else "/tmp"
 
 
 @contextlib.contextmanager

@@ -52,7 +52,8 @@ def _prompt(prompt: Plain | None, group: int) -> list[str]:
     return [
         f"prompt    {json.dumps(prompt['prompt'], ensure_ascii=False)} ({prompt['tokens']} tokens)",
         f"          row {prompt['row']} of the data, epoch {prompt['epoch']}; columns {_short(prompt['columns'])}",
-        f"admitted  {_clock(prompt['admitted_s'])} at {prompt['place']}, slot {prompt['slot']}, "
+        f"admitted  {clock('%Y-%m-%d %H:%M:%S', prompt['admitted_s'])}.{int(prompt['admitted_s'] % 1 * 1000):03d} at {prompt['place']}, "
+        f"slot {prompt['slot']}, "
         f"{prompt['samples_per_prompt']} samples requested under version {prompt['min_version']} or newer",
     ]
 
@@ -213,7 +214,3 @@ def _short(text: str, shown: int = SHOWN_TEXT) -> str:
     if len(text) <= shown:
         return text
     return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"
-
-
-def _clock(moment: float) -> str:
-    return clock("%Y-%m-%d %H:%M:%S", moment) + f".{int(moment % 1 * 1000):03d}"

@@ -26,7 +26,9 @@ def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) 
     layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in arrays.items()]
     header = json.dumps({"facts": finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     head = header.encode("utf-8", "replace")
-    return deflated(b"".join([struct.pack("<I", len(head)), head, *map(_planes, arrays.values())]))
+    # First bytes of all numbers, then their second bytes, and so on: high bytes hardly differ, which compresses well.
+    planes = (array.view(np.uint8).reshape(len(array), array.dtype.itemsize).T.tobytes() for array in arrays.values())
+    return deflated(b"".join([struct.pack("<I", len(head)), head, *planes]))
 
 
 def deflated(raw: bytes) -> str:
@@ -44,11 +46,6 @@ def logprobs(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
 def smallest(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
     """Non-negative numbers as uint16 if all of them fit, otherwise as uint32."""
     return values.astype(np.uint16 if not len(values) or int(values.max()) < 1 << 16 else np.uint32)
-
-
-def _planes(array: Column) -> bytes:
-    """First bytes of all numbers, then their second bytes, and so on: high bytes hardly differ, which compresses well."""
-    return array.view(np.uint8).reshape(len(array), array.dtype.itemsize).T.tobytes()
 
 
 CHUNK_GROUPS = 64
