@@ -62,7 +62,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def upload(archive: Archive, uri: str) -> None:
-    """Copy new files of the archive to URI/RUN, its note last, and delete those that the archive no longer has. Raises `PenstockError`."""
+    """Copy new files of the archive to URI/RUN, its note last, and delete those that it no longer has. Raises `PenstockError`."""
     with _reported(uri):
         store, base = _opened(uri, archive.run)
         stored, files = _sizes(store, base), _sizes(fs.LocalFileSystem(), str(archive.path))

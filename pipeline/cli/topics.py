@@ -117,7 +117,7 @@ def export_topics(
                 upload(archive, store)
             _print_export(done, json=json)
             return
-        total = export.Exported(run=run_id, directory=str(directory / run_id))
+        total = export.Exported(run=run_id, directory=str(archive.path))
         try:
             for done in export.follow(log, run_id, directory, topics=names, backup=backup, notify=notify):
                 total.add(done)

@@ -67,7 +67,7 @@ class RunReader:
     """Reads one run up to the end offsets at the first call, so that all its results are consistent."""
 
     def __init__(self, log: Log, run: str, *, alive: Callable[[], None] = lambda: None, ends: Mapping[str, int] | None = None) -> None:
-        """`alive` is called before every batch; an exception from it ends the read.
+        """Read a run; `alive` is called before every batch, and an exception from it ends the read.
 
         `ends`, offsets by TOPIC/PARTITION, are those of an earlier read: later records and other partitions are not read.
         """
