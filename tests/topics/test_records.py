@@ -309,7 +309,7 @@ def test_a_group_whose_headers_contradict_it_is_a_mismatch():
         with pytest.raises(Unusable) as error:
             groups.read(record_of(replace(headers, **{field: lie}), value), run="r")
         assert error.value.kind == "mismatch", field
-    with pytest.raises(Unusable, match="part 1 of 1") as error:
+    with pytest.raises(Unusable, match="part number 1 of 1") as error:
         groups.check(record_of(replace(headers, part=1), value), run="r")
     assert error.value.kind == "bad-header"
 

@@ -178,7 +178,7 @@ def test_the_process_is_left_as_it_was(engine: Any) -> None:
 def test_a_request_that_cannot_fit_is_refused_with_the_key_to_change(engine: Any) -> None:
     with pytest.raises(EngineError, match=r"group 50: 200 prompt tokens and 60 new ones exceed the 256 of rollout.vllm.max_model_len"):
         engine.submit(request(50, prompt=200))
-    with pytest.raises(EngineError, match="outside the model's 90 tokens"):
+    with pytest.raises(EngineError, match="outside the model's vocabulary of 90"):
         engine.submit(GroupRequest(**{name: getattr(request(51), name) for name in ("group", "samples", "rows", "seed", "sampling")},
                                    prompt_ids=np.array([90], dtype=np.int32)))  # fmt: skip
     assert engine.idle

@@ -32,7 +32,7 @@ def test_a_row_belongs_to_the_pool_of_its_tag_or_to_the_one_without_tags() -> No
 
     assert [pool_of(row(tag=tag), config_with()) for tag in ("long", 'x"y', "other", 7, None)] == ["big", "big", "small", "small", "small"]
     assert pool_of(row(), config_with({}, tag_field=None)) is None
-    with pytest.raises(DataError, match=r"^d.jsonl:1: no field 'tag', data.tag_field requires it to select a pool"):
+    with pytest.raises(DataError, match=r"^d.jsonl:1: no field 'tag'; data.tag_field requires it to select a pool"):
         pool_of(row(), config_with())
     strict = config_with({"big": POOLS["big"], "small": {"tags": ["short"]}})
     with pytest.raises(DataError, match=r"^d.jsonl:1: no pool in rollout.pools \(big, small\) accepts tag = 'other'"):

@@ -42,7 +42,7 @@ def test_epochs_that_are_shorter_than_a_step_are_refused(epochs: float, rows: in
 
 
 def test_epochs_without_a_single_prompt_are_to_be_raised() -> None:
-    with pytest.raises(ConfigError, match=r"takes 0 prompts, .*; raise run\.epochs, or set run\.steps$"):
+    with pytest.raises(ConfigError, match=r"yield 0 prompts, .*; raise run\.epochs, or set run\.steps$"):
         said(config_of(run={"epochs": 0.3}, schedule={"prompts_per_step": 1}), rows=3)
 
 

@@ -95,7 +95,7 @@ def test_no_gpu_is_given_twice_and_too_few_are_refused(workers: int, each: int, 
     ("trainer", "rollout", "said"),
     [
         ({"gpus": 2}, {"gpus_per_worker": 1}, "trainer.gpus: 2, but each of trainer.processes = 1"),
-        ({"gpus": 1, "device": "cpu"}, {}, "trainer.gpus: 1 for trainer.device = 'cpu'"),
+        ({"gpus": 1, "device": "cpu"}, {}, "trainer.gpus: 1 GPUs, but trainer.device = 'cpu'"),
         ({"gpus": 1}, {"device": "cuda"}, "rollout.gpus_per_worker: 0 for rollout.device = 'cuda'"),
         ({}, {"gpus_per_worker": 2}, "the transformers engine computes on one GPU"),
         ({}, {"engine": "vllm", "gpus_per_worker": 2}, "set rollout.vllm.tensor_parallel_size = 2"),

@@ -97,11 +97,11 @@ def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_i
     while not said:
         prefetch.wait(0.01)
         assert time.monotonic() < deadline
-    assert said[0].startswith(f"version 1 cannot be read: weights of version 1: no chunk at {RUN}.weights/")
+    assert said[0].startswith(f"weight version 1 cannot be read: weights of version 1: no chunk at {RUN}.weights/")
     assert bytes_of(prefetch) == (0, content(0))
     published.writer.repair_newest()
     wait_for(prefetch, 1)
-    assert (bytes_of(prefetch), said[1:]) == ((1, content(1)), ["version 1 was fetched"])
+    assert (bytes_of(prefetch), said[1:]) == ((1, content(1)), ["weight version 1 was read"])
     prefetch.close()
 
 
