@@ -51,6 +51,7 @@ def share(prompts, completions, **columns):
 """A reward that takes long until a file is there: a backup is made before the run is over."""
 
 
+@pytest.mark.slow
 def test_a_run_restored_elsewhere_from_a_backup_under_load_and_an_open_transaction_ends_in_the_same_weights(
     broker: str, log: KafkaLog, own_broker: OwnBroker, run_id: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.pipeline.archive import sql
 from penstock.pipeline import cli
-from penstock.pipeline.cli import app, inspect, machine
+from penstock.pipeline.cli import app, machine
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.security import credentials, security_settings
@@ -102,7 +103,7 @@ def test_every_command_explains_itself_and_knows_json(command: str, capsys: pyte
 
 
 def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() -> None:
-    assert json.dumps([inspect.plain(Decimal(value)) for value in ("14180", "0.5")]) == "[14180, 0.5]"
+    assert json.dumps([sql.plain(Decimal(value)) for value in ("14180", "0.5")]) == "[14180, 0.5]"
 
 
 @pytest.mark.parametrize(
