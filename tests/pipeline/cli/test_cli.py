@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.archive import sql
 from penstock.pipeline import cli
+from penstock.pipeline.archive import sql
 from penstock.pipeline.cli import app, machine
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
 from penstock.pipeline.config.load import ConfigError
