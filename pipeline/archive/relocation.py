@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.pipeline.archive.layout import Kind, kind_of
+from penstock.pipeline.scheduling.resume_point import without_resume_point
 from penstock.topics import dead_letters, ledger, runs, weights
 from penstock.topics.catalogue import TOPICS
 from penstock.topics.wire.errors import Unusable
@@ -98,13 +99,13 @@ class Relocation:
         return weights.encode(replace(manifest, chunk_offsets=offsets))
 
     def _entry(self, value: bytes) -> bytes:
-        """Continue the chain of digests; a digest of no entry stays as it is."""
+        """Continue the chain of digests, without resume points; a digest of no entry stays as it is."""
         entry = ledger.decode(value)
+        details = without_resume_point(entry.details)
         plan = tuple(replace(planned, offset=self.offset("groups", planned.partition, planned.offset)) for planned in entry.plan)
         previous = self._digests.get(entry.previous, entry.previous)
-        relocated = (
-            value if (plan, previous) == (entry.plan, entry.previous) else ledger.encode(replace(entry, plan=plan, previous=previous))
-        )
+        new = replace(entry, plan=plan, previous=previous, details=details)
+        relocated = value if new == entry else ledger.encode(new)
         self._digests[ledger.digest(value)] = ledger.digest(relocated)
         return relocated
 

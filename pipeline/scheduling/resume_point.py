@@ -40,6 +40,17 @@ class ResumePoint:
         return json.dumps({"resume": asdict(self), **others}, separators=(",", ":"))
 
 
+def without_resume_point(details: str | None) -> str | None:
+    """The details of a ledger entry without its resume point, whose offsets are valid on one cluster only."""
+    try:
+        fields = json.loads(details or "")
+    except ValueError:
+        return details
+    if not isinstance(fields, dict) or "resume" not in fields:
+        return details
+    return json.dumps({name: value for name, value in fields.items() if name != "resume"}, separators=(",", ":"))
+
+
 def resume_point_of(entry: Entry) -> ResumePoint | None:
     """The resume point in a step's entry; None if there is no valid one."""
     try:

@@ -190,7 +190,7 @@ def _manifest(directory: Path) -> object:
     (replace(recorded_for(10, 20), run="r2"), "it belongs to run r1"),
     (recorded_for(10, 20, ledger_steps=15), "it is newer than the ledger, which ends at step 15"),
     (recorded_for(10), "the ledger has no entry for its step"),
-    (replace(recorded_for(10, 20), versions=range(6)), "version 10 was never published"),
+    (replace(recorded_for(10, 20), versions=range(6)), "its weight version 10 was never published"),
     (replace(recorded_for(10), digests={10: [state_of(10).digest], 20: ["f" * 64]}), "its weights digest is 0000000000000000…"),
 ])  # fmt: skip
 def test_what_does_not_belong_to_the_ledger_is_named(store: CheckpointStore, recorded: Recorded, said: str) -> None:

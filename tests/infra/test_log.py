@@ -411,7 +411,7 @@ def test_offsets_and_records_of_one_transaction_stand_together(log: Log, run_id:
     writer.commit([outgoing(b, b"out")], offsets={(a, 0): (1, "note")}, member=heard.member.membership())
     with pytest.raises(SendFailed):
         writer.commit([outgoing(b, b"x", partition=5)], offsets={(a, 0): (9, "lost")}, member=heard.member.membership())
-    with pytest.raises(ValueError, match="membership"):
+    with pytest.raises(ValueError, match="only together with the consumer group's generation"):
         writer.commit([], offsets={(a, 0): (9, "lost")})
     heard.member.close()
     again = Heard(log.member(f"{run_id}.group", [a]))

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,7 @@ def test_an_interrupted_bisect_continues_where_it_was_and_gives_the_same_result(
     assert recorded.keys() == {0, STEPS}
     sign, middle = "<" if recorded[STEPS] > recorded[0] else ">", sum(recorded.values()) / 2
     words = [poisoned, "--test", f"sampled_reward {sign} {middle}", "--replays", "3"]
+    shutil.rmtree(run_directory(poisoned) / "bisect", ignore_errors=True)  # results of other tests
     undisturbed = bisected(capsys, *words)
     work = undisturbed["work"]
     assert (work["recorded"], work["stored"], work["replays"]) == (1, 0, 3), "the other was evaluated to compare"

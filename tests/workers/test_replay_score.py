@@ -206,7 +206,7 @@ def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_
     ("words", "status", "said"),
     [
         (["--reward", "exact_mach"], 2, "did you mean 'exact_match'?"),
-        (["--reward", "nowhere.py:f"], 2, "there is no file"),
+        (["--reward", "nowhere.py:f"], 2, "nowhere.py does not exist"),
         (["--write", ""], 2, "give the id of the new run"),
         (["--weights", "1,x"], 2, "expected numbers separated by commas"),
         (["--weights", "1"], 2, "1 weights for 2 reward.functions"),

@@ -185,7 +185,7 @@ def test_a_directory_without_a_model_is_one_line_that_says_what_to_do(tmp_path: 
     assert "penstock model tiny" in str(caught.value)
 
 
-@pytest.mark.parametrize(("ids", "limit"), [([0] * 119, "128 positions"), ([3, 40], "40 tokens")])
+@pytest.mark.parametrize(("ids", "limit"), [([0] * 119, "128 positions"), ([3, 40], "outside the model's vocabulary of 40")])
 def test_a_group_without_positions_or_with_ids_outside_the_vocabulary_is_refused_when_submitted(
     directory: Path, ids: list[int], limit: str
 ) -> None:

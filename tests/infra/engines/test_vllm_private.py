@@ -19,7 +19,9 @@ def test_all_missing_parts_are_named_with_the_installed_version(monkeypatch: pyt
     parts = ("json:loads", "json:JSONDecoder.decode", "json:JSONDecoder.no_method", "no_such_module:anything", "json:no_function")
     monkeypatch.setattr(private, "IN_MODULES", parts)
     monkeypatch.setattr(private, "_version", lambda: "9.9")
-    with pytest.raises(EngineError, match=r"^vLLM 9\.9 lacks json:JSONDecoder\.no_method, no_such_module, json:no_function: "):
+    with pytest.raises(
+        EngineError, match=r"^vLLM 9\.9 lacks json:JSONDecoder\.no_method, no_such_module, json:no_function, which Penstock uses: "
+    ):
         private.check_modules()
 
 
@@ -35,5 +37,5 @@ def test_an_engine_that_lacks_a_part_is_refused(own_process: bool, missing: str)
         engine_core=core, logger_manager=None, output_processor=SimpleNamespace(log_stats=False, request_states={}),
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=None), parallel_config=SimpleNamespace(world_size=1)),
     )  # fmt: skip
-    with pytest.raises(EngineError, match=rf"lacks {missing}: "):
+    with pytest.raises(EngineError, match=rf"lacks {missing}, which Penstock uses: "):
         private.check_engine(engine, own_process=own_process)

@@ -89,7 +89,7 @@ def test_an_update_that_fails_halfway_ends_the_engine(tmp_path: Path, monkeypatc
             raise RuntimeError("the buffer\nis gone")
 
         monkeypatch.setattr(Transfer, "receive_weights", half)
-        with pytest.raises(EngineError, match=r"while loading weights version 5 .*the buffer is gone.*restarted") as caught:
+        with pytest.raises(EngineError, match=r"while loading weights version 5 .*the buffer is gone.*restart the worker") as caught:
             engine.load_weights(5, tensors_of(values(5)))
         assert "\n" not in str(caught.value)
         for use in (engine.step, lambda: engine.load_weights(6, tensors_of(values(6))), lambda: engine.abort(1)):

@@ -62,7 +62,7 @@ def test_an_unknown_host_is_named() -> None:
 
 @pytest.mark.parametrize("bootstrap", ["127.0.0.1", "", ":9092", "host:kafka", "host:0", "host:70000", "one:9092,two"])
 def test_a_malformed_address_is_refused_before_anything_is_tried(bootstrap: str) -> None:
-    with pytest.raises(ValueError, match=f"^kafka.bootstrap {bootstrap!r}, expected HOST:PORT"):
+    with pytest.raises(ValueError, match=f"^kafka.bootstrap is {bootstrap!r}, expected HOST:PORT"):
         KafkaLog(bootstrap)
 
 

@@ -103,7 +103,7 @@ def test_a_reset_waits_for_a_free_session_and_says_so_when_none_comes(address: s
         taken = [episode() for _ in range(SESSIONS)]
         for game in taken:
             await game.reset(seed=1, row={})
-        with pytest.raises(RuntimeError, match=rf"reset waited 2 s for {address}/ws: all its {SESSIONS} sessions of the server are in use"):
+        with pytest.raises(RuntimeError, match=rf"reset waited 2 s for {address}/ws: all {SESSIONS} sessions of the server are in use"):
             await impatient.reset(seed=1, row={})
         waiting = episode()
         coming = asyncio.create_task(waiting.reset(seed=1, row={}))

@@ -284,7 +284,7 @@ def test_coefficients_change_linearly_up_to_the_last_step(steps, kl_coef, entrop
     ({"correction": "tis", "correction_low": 0.5}, "'tis' only truncates from above.*correction = 'mis'"),
     ({"correction": "geometric_tis", "correction_low": 0.5}, "'geometric_tis' only truncates from above.*correction = 'geometric_mis'"),
     ({"loss": "sapo", "clip_low": 0.1}, "algorithm.clip_low: 'sapo' has no clip range"),
-    ({"advantage": "pass_at_q?k=2"}, "'pass_at_q\\?k=2' is none of .*pass_at_k"),
+    ({"advantage": "pass_at_q?k=2"}, "'pass_at_q\\?k=2' is unknown; expected one of .*did you mean 'pass_at_k'"),
     ({"value_lr": 1e-3, "backend": "deepspeed"}, "'deepspeed' does not support a value head; set trainer.backend = 'torch'"),
     ({"value_lr": 1e-3, "share": "off"}, "value_lr: a value head needs hidden states"),
     ({"value_lr": 1e-3, "loss": "own.py:loss", "aggregate": "token_mean"}, "value_lr: .*use a built-in loss"),
@@ -294,8 +294,8 @@ def test_coefficients_change_linearly_up_to_the_last_step(steps, kl_coef, entrop
     ({"correction": "mis", "correction_high": 0.5}, "algorithm.correction_high = 0.5"),
     ({"correction": "mis", "correction_high": math.inf}, "algorithm.correction_high = inf"),
     ({"clip_high": math.inf}, "algorithm.clip_high = inf"),
-    ({"correction": "vtrace"}, "algorithm.correction: 'vtrace' is none of tis"),
-    ({"loss": "gsop"}, "'gsop' is none of grpo, dr_grpo, dapo, gspo, sapo, cispo.*gspo"),
+    ({"correction": "vtrace"}, "algorithm.correction: 'vtrace' is unknown; expected one of tis"),
+    ({"loss": "gsop"}, "'gsop' is unknown; expected one of grpo, dr_grpo, dapo, gspo, sapo, cispo.*did you mean 'gspo'"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_, message):
     with pytest.raises(ConfigError, match=message) as refused:

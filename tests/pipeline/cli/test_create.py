@@ -76,7 +76,7 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
     assert create(*own, "--if-absent", "--wait-broker", "60")[0] == OK
     assert create(*own)[0] == USAGE
     status, text = create(*own, "--if-absent", "--set", "trainer.checkpoint_every=7")
-    assert (status, "keeps trainer.checkpoint_every = " in text) == (OK, True), text
+    assert (status, "keeps its trainer.checkpoint_every = " in text) == (OK, True), text
     status, text = create(*own, "--if-absent", "--set", "trainer.lr=0.5", "--set", "run.seed=9")
     assert (status, f"penstock: run '{run_id}' already exists with other values: run.seed = 0 (here 9), trainer.lr = " in text) == (
         USAGE,
@@ -84,4 +84,4 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
     ), text
     rows.write_text(rows.read_text().replace("3+1=", "4+1="))
     status, text = create(*own, "--if-absent")
-    assert (status, f"differs: data.source {rows}; choose another --run-id" in text) == (USAGE, True), text
+    assert (status, f"with other values: data.source {rows}; choose another --run-id" in text) == (USAGE, True), text

@@ -17,8 +17,8 @@ BASE = {"run": "steps = 1", "model": 'path = "m"', "data": 'source = "rows.jsonl
         ("model", 'path = "~no_such_user_at_all/m"', "model.path: Could not determine home directory"),
         ("data", 'source = "a/b\\u0000.jsonl"', "data.source: embedded null byte"),
         ("model", 'path = "' + "x" * 300 + '"', "model.path: the file name x{40}… has 300 bytes, limit 255"),
-        ("kafka", "security = 7", "kafka.security = 7: is a section"),
-        ("kafka", 'security = "x"', "kafka.security = 'x': is a section"),
+        ("kafka", "security = 7", "kafka.security = 7: kafka.security is a section; write \\[kafka.security\\] with its keys below it"),
+        ("kafka", 'security = "x"', "kafka.security = 'x': kafka.security is a section; write \\[kafka.security\\] with its keys below it"),
         ("mlflow", 'tracking_uri = "http://["', "mlflow.tracking_uri = 'http://\\[': Invalid IPv6 URL"),
     ],
 )

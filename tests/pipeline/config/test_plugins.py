@@ -67,7 +67,7 @@ def test_a_users_own_penstock_folder_does_not_shadow_ours(tmp_path: Path, monkey
     ("spec", "words"),
     [
         ("mine.py:duble", ["no function 'duble'", "did you mean 'double'?"]),
-        ("mime.py:double", ["there is no file", "did you mean 'mine.py'?"]),
+        ("mime.py:double", ["mime.py does not exist", "did you mean 'mine.py'?"]),
         ("mine.py:NUMBER", ["is a int, not a function"]),
         ("nowhere_at_all.module:f", ["there is no Python module 'nowhere_at_all'"]),
         ("json.decoderr:f", ["there is no Python module 'json.decoderr'", "did you mean 'decoder'?"]),

@@ -139,7 +139,7 @@ def test_a_run_that_was_recorded_with_a_secret_goes_on_and_takes_no_other_one() 
     table = {**CONFIG, "environment": {"source": "agent:solve --token hush"}}
     recorded = from_table(table)
     assert override(recorded, ["run.steps=9"]).environment.source == recorded.environment.source
-    with pytest.raises(ConfigError, match=r"environment.source: holds"):
+    with pytest.raises(ConfigError, match=r"environment.source: the value contains a password or token"):
         override(recorded, ['environment.source="agent:other --token hush"'])
-    with pytest.raises(ConfigError, match=r"environment.source: holds"):
+    with pytest.raises(ConfigError, match=r"environment.source: the value contains a password or token"):
         configured(table, [], None)

@@ -136,11 +136,14 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
     ("sections", "said"),
     [
         ({"data": {"prompt_field": "prompt"}}, "no field 'prompt'"),
-        ({"reward": {"functions": ["rew.py:wrong"]}}, "there is no file"),
+        ({"reward": {"functions": ["rew.py:wrong"]}}, "rew.py does not exist"),
         ({"trainer": {"device": "cuda"}}, "no GPU is visible on this machine"),
         ({"trainer": {"gpus": 1}}, "1 GPUs are required"),
         ({"sampling": {"max_new_tokens": 4000}}, "exceeds the model's context of 512 tokens"),
-        ({"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}}, "is hf:HuggingFaceTB/SmolLM2-135M-Instruct;"),
+        (
+            {"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}},
+            "for a model of the hub write hf:HuggingFaceTB/SmolLM2-135M-Instruct;",
+        ),
     ],
     ids=["column", "reward file", "device", "GPUs", "context", "hub name"],
 )
@@ -224,7 +227,7 @@ def test_the_exported_model_has_to_fit_on_the_disk_too(
     [
         (10**14, "all", None),
         (10**13, "all", 'set weights.keep = "chain" ('),
-        (10**10, "all", "are free: set kafka.keep_steps, lower run.steps"),
+        (10**10, "all", "are free; set kafka.keep_steps, lower run.steps"),
         (10**13, "chain", None),
     ],
 )
@@ -282,7 +285,7 @@ def manifest(version: int, *, nbytes: int, base: int | None) -> Manifest:
 def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     folder = project(tmp_path)
     (folder / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    assert "cut off" in (found(configured(folder))[1] or "")
+    assert "is not a safetensors file, or is truncated" in (found(configured(folder))[1] or "")
     with_weights(folder / "model", (10, 10), there=399)  # as an interrupted copy leaves it
     assert "truncated: copy it again" in (found(configured(folder))[1] or "")
     with_weights(folder / "model", (10, 10), there=400)

@@ -26,7 +26,7 @@ def said(config: Config, *, rows: int) -> list[str]:
 )
 def test_a_warm_up_that_the_run_never_ends_is_refused(run: dict[str, Any], rows: int, warmup: int) -> None:
     config = config_of(run=run, trainer={"warmup_steps": warmup}, schedule={"prompts_per_step": 8})
-    with pytest.raises(ConfigError, match=rf"^trainer\.warmup_steps = {warmup}: the run has {config.steps(rows)} steps"):
+    with pytest.raises(ConfigError, match=rf"^trainer\.warmup_steps = {warmup}: the run has only {config.steps(rows)} steps, "):
         said(config, rows=rows)
 
 
@@ -37,7 +37,9 @@ def test_a_warm_up_up_to_the_last_step_is_as_it_was_set(warmup: int) -> None:
 
 @pytest.mark.parametrize(("epochs", "rows", "prompts"), [(1.0, 3, 8), (2.0, 3, 8), (0.5, 8, 8), (1.0, 1, 2), (0.01, 100, 4)])
 def test_epochs_that_are_shorter_than_a_step_are_refused(epochs: float, rows: int, prompts: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^run\.epochs = {epochs:g}: of {rows} rows .* fewer than one step needs; "):
+    with pytest.raises(
+        ConfigError, match=rf"^run\.epochs = {epochs:g}: {rows} rows yield {int(epochs * rows)} prompts, fewer than one step needs; "
+    ):
         said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
 
 
@@ -51,7 +53,7 @@ def test_epochs_without_a_single_prompt_are_to_be_raised() -> None:
 )
 def test_prompts_of_the_epochs_that_fill_no_step_are_said(epochs: float, rows: int, prompts: int, rest: int) -> None:
     lines = said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
-    assert [f"the last {rest} are not trained on" in line for line in lines] == [True] * (rest > 0)
+    assert [f"the remaining {rest} are not trained on" in line for line in lines] == [True] * (rest > 0)
 
 
 @pytest.mark.parametrize(("run", "rows", "prompts"), [({"steps": 2}, 1, 2), ({"steps": 2}, 3, 8), ({"epochs": 10.0}, 3, 8)])

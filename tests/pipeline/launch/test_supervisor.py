@@ -310,7 +310,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path,
         run_lock.end_leftovers(tmp_path, "r", notify=said.append, limit_s=600.0)
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None
-        assert said == ["ending workers that an earlier launcher of run r left: rollout-0, rollout-2"]
+        assert said == ["ending workers that an earlier launcher of run r left running: rollout-0, rollout-2"]
     finally:
         for process in (left, foreign, deaf):
             process.kill()

@@ -106,7 +106,7 @@ def test_the_newest_checkpoint_is_loaded_and_an_older_one_where_the_ledger_knows
         state = policy.load_newest(store, recorded(*known), notify=said.append, doing=lambda _: None)
         assert state is not None
         assert (policy.steps_done, policy.weights().digest) == (steps, (after_1, after_2)[steps - 1])
-    assert said == [line for line in said if line.startswith("checkpoint of step 2 is not used")]
+    assert said == [line for line in said if line.startswith("the checkpoint of step 2 cannot be used: its weights digest is ")]
     assert len(said) == 1
 
 

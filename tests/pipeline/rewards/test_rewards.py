@@ -153,7 +153,7 @@ def test_the_table_of_rewards_goes_by_status_and_discounts_a_success_by_its_toke
 
 
 def test_a_table_of_rewards_that_cannot_be_is_refused_in_one_line() -> None:
-    for options, message in (("of=reasoning_gym", "is none of exact_match, math_verify"), ("discount=0", "must be above 0")):
+    for options, message in (("of=reasoning_gym", "is unknown; choose one of exact_match, math_verify"), ("discount=0", "must be above 0")):
         with pytest.raises(RewardError, match=message):
             resolve([f"reward_table?{options}"]).score(["a"], prompt="p", messages=None, columns={"answer": "7"}, completion_ids=[[1]])
 

@@ -55,7 +55,7 @@ def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_i
     assert len(said) == 1
     with pytest.raises(Fenced):
         zombie.commit(entry(b"zombie"))
-    with pytest.raises(Fenced, match=r"another process now writes with the transactional id places\.trainer"):
+    with pytest.raises(Fenced, match=r"another process, on .+, now writes as places\.trainer: this process must stop"):
         frozen.require_held()
     successor.require_held()
     for number in range(3):

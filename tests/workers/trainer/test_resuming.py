@@ -1,5 +1,6 @@
 """A restarted trainer reads the end of the ledger, and goes on exactly as one that has read everything."""
 
+import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.state import MemoryTail
-from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
+from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of, without_resume_point
 from penstock.pipeline.scheduling.rules import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
@@ -151,6 +152,14 @@ def test_details_that_are_no_mark_are_passed_over() -> None:
     assert resume_point_of(entry) == made
     for details in (None, "", "{}", "[]", '{"resume": {}}', '{"resume": {"below": 1}}', '{"resume": 3}'):
         assert resume_point_of(Entry(seq=1, kind="step", time_ns=1, details=details)) is None
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), st.booleans())
+def test_an_imported_entry_has_the_other_details_of_the_original_and_no_resume_point(others: dict[str, int], has_one: bool) -> None:
+    others.pop("resume", None)
+    details = json.dumps({**({"resume": {"below": 1}} if has_one else {}), **others}, separators=(",", ":"))
+    assert json.loads(without_resume_point(details) or "") == others
+    assert without_resume_point("no JSON") == "no JSON" and without_resume_point(None) is None
 
 
 def test_places_are_forgotten_below_the_oldest_checkpoint_and_anchor() -> None:

@@ -72,7 +72,7 @@ def test_the_record_of_a_run_holds_what_a_file_said_when_it_was_read(tmp_path: P
 
 @pytest.mark.parametrize(("trainer", "line"), [
     ('deepspeed_config = "none.json"\nbackend = "deepspeed"', r"cannot read .*none\.json: No such file"),
-    ('deepspeed_config = "run.toml"\nbackend = "deepspeed"', r"run\.toml: not valid JSON"),
+    ('deepspeed_config = "run.toml"\nbackend = "deepspeed"', r"run\.toml is not valid JSON"),
     ("[trainer.deepspeed_config]\nwall_clock_breakdown = true", r"trainer\.deepspeed_config: only trainer\.backend = 'deepspeed' reads it"),
     ('backend = "deepspeed"\n[trainer.deepspeed_config]\ngradient_clipping = 2.0', r"gradient_clipping .* trainer\.max_grad_norm"),
     ('offload = "optimizer"', r"trainer\.offload: 'optimizer' needs trainer\.backend = 'deepspeed'"),

@@ -111,7 +111,7 @@ def test_decode_times_follow_the_speeds_that_were_given() -> None:
     assert decode.tokens_per_s(1) == pytest.approx(50.0)
     assert decode.tokens_per_s(64) == pytest.approx(1600.0)
     assert decode.tokens_per_s(640) == pytest.approx(1600.0)
-    with pytest.raises(ValueError, match="gets faster"):
+    with pytest.raises(ValueError, match="a decode step would get faster with more concurrent samples"):
         from_speeds([(1, 50.0), (64, 6400.0)])
 
 

@@ -36,7 +36,8 @@ def test_a_run_without_control_topics_gets_them_signed_or_not_and_its_writers_ta
     write(log, RunRecord(run=RUN, status="created", config=json.dumps(CONFIG), info="{}", created_ns=1, updated_ns=1))
     log.delete_topics(control_topics_of(RUN))
     for role in ("feeder", "scorer-0", "trainer"):
-        with pytest.raises(ConfigError, match=rf"lacks {RUN}\.control-.*penstock topics adopt {RUN}.*run --resume {RUN}") as refused:
+        message = rf"lacks the topic {RUN}\.control-.*penstock topics adopt {RUN}.*run --resume {RUN}"
+        with pytest.raises(ConfigError, match=message) as refused:
             WriterLease(log=log, run=RUN, writer=role, token=new_token()).acquire()
         assert "\n" not in str(refused.value)
     topics.adopt(RUN, yes=True)

@@ -86,7 +86,7 @@ def test_the_key_in_the_state_directory_or_in_a_file_vouches_for_code(tmp_path: 
     write(log, CODE)
     assert tried(log) is None
     moved = key_path(RUN).rename(tmp_path / "elsewhere.key")
-    assert "names code" in (tried(log) or "")
+    assert "would execute code that no key on this machine has signed" in (tried(log) or "")
     assert tried(log, Trust(run_key=moved)) is None
     other = make_key("another")
     assert len(other) == 32
@@ -182,7 +182,7 @@ def test_a_configuration_is_judged_as_a_whole_unless_less_is_executed() -> None:
     write(log, CODE)
     found = registration(log, RUN)
     assert require_trusted(found, trust=NO_TRUST, notify=print, code=[]).config == OWN
-    with pytest.raises(ConfigError, match="names code"):
+    with pytest.raises(ConfigError, match="would execute code that no key on this machine has signed"):
         require_trusted(found, trust=NO_TRUST, notify=lambda _: None)
 
 

@@ -168,7 +168,7 @@ def test_a_record_that_is_no_chunk_in_the_place_of_one_is_found_out(published: P
     partition = published.manifests[DELTA].chunk_partitions[0]
     offset = published.log.producer().send(Outgoing(topic=f"{RUN}.weights", partition=partition, key=None, headers=(), value=b"x")).offset()
     moved = replace(published.manifests[DELTA], chunk_offsets=(offset, *published.manifests[DELTA].chunk_offsets[1:]))
-    with pytest.raises(LogError, match=f"chunk at partition {partition} offset {offset} is broken"):
+    with pytest.raises(LogError, match=f"chunk at partition {partition} offset {offset} is damaged"):
         bring(copy, published.log, published.manifests | {DELTA: moved}, DELTA, run=RUN)
     assert copy.version == ANCHOR
 
