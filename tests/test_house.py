@@ -33,7 +33,8 @@ PACKAGES = (
 """The packages of `pipeline/` from the foundation up: each may import itself and those before it."""
 FORMER = "envs"
 """Former import path of `pipeline/data/tokenization.py`; nothing here imports it."""
-WIDTH_LIMIT = 14
+WIDTH_LIMIT = 15
+"""Most entries of a folder; `topics/` has 14 and a former import path."""
 FILE_LINES_LIMIT = 450
 SINGLE_IMPORTER_BUDGET = 74
 """Most modules that one other module imports."""
