@@ -39,7 +39,7 @@ FILE_LINES_LIMIT = 450
 SINGLE_IMPORTER_BUDGET = 74
 """Most modules that one other module imports."""
 LINES_BUDGET = 69_300
-"""Most lines of the product: its lines rounded up to the next 500."""
+"""Most lines of the product."""
 SUSPECT = re.compile(r"raise_signal|interrupt_main|SetAsyncExc|getpid|getpgrp|get_ident")
 NEVER_CALLED = frozenset({"raise_signal", "interrupt_main", "PyThreadState_SetAsyncExc"})
 APART = "inspect.audit"
