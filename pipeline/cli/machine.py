@@ -45,15 +45,15 @@ def run(
     """
     from penstock.infra.broker import access
     from penstock.infra.paths import make_files_private, state_directory, writable
-    from penstock.pipeline.config.security import VARIABLE, credentials
+    from penstock.pipeline.config.security import take_credentials
     from penstock.pipeline.launch.broker_keeper import serve
 
     make_files_private()
-    listener, home, login = _listener(listen, advertise), state_directory() if data is None else writable(data.absolute()), credentials({})
+    listener, login = _listener(listen, advertise), take_credentials({})
+    home = state_directory() if data is None else writable(data.absolute())
     if password := login.get("sasl_plain_password"):
         (home / "broker").mkdir(exist_ok=True)
         access.write_login(home / "broker", access.Login(login.get("sasl_plain_username", access.USER), password))
-    os.environ.pop(VARIABLE, None)
 
     def ready(info: Any) -> None:
         if json:

@@ -12,18 +12,30 @@ from typing import Any
 from penstock.infra.errors import ConfigError
 
 VARIABLE = "PENSTOCK_SECURITY"
+PASSWORD = "PENSTOCK_PASSWORD"
+"""The SASL password as it is, so that no character of it needs an escape of JSON."""
 PASSWORDS = ("sasl_plain_password", "ssl_password")
 
 
 def credentials(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Kafka settings in the environment variable, updated with `overrides`. Raises `ConfigError`."""
+    """Kafka settings in the environment, updated with `overrides`. Raises `ConfigError`."""
     try:
         settings = json.loads(os.environ.get(VARIABLE) or "{}")
     except json.JSONDecodeError as error:
         raise ConfigError(f"{VARIABLE} is not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{VARIABLE}: expected a JSON object of Kafka client settings")
+    if password := os.environ.get(PASSWORD, "").rstrip("\r\n"):  # files end with a line break, and so do Secrets made of them
+        settings = {"sasl_plain_password": password, **settings}
     return {**{str(key): str(value) for key, value in settings.items()}, **overrides}
+
+
+def take_credentials(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`credentials`, which this removes from the environment."""
+    settings = credentials(overrides)
+    os.environ.pop(VARIABLE, None)
+    os.environ.pop(PASSWORD, None)
+    return settings
 
 
 def refuse_password(key: str, *, where: str) -> None:

@@ -21,7 +21,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import make_files_private
 from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.config.security import VARIABLE, credentials, security_settings
+from penstock.pipeline.config.security import security_settings, take_credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.leases import SILENT_S
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust
@@ -98,8 +98,7 @@ def parsed(arguments: Sequence[str], *, prog: str) -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> int:
     """Run the worker of a parsed command line; `embedded` starts this machine's broker."""
-    security = credentials(options.security)
-    os.environ.pop(VARIABLE, None)
+    security = take_credentials(options.security)
     bootstrap = options.bootstrap
     if bootstrap == EMBEDDED:
         from penstock.infra.broker import embedded

@@ -33,6 +33,11 @@ def pods(values: Mapping[str, Any]) -> dict[str, Any]:
     return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in templates}
 
 
+def job_of(made: Mapping[tuple[str, str], Any]) -> str:
+    (name,) = [name for kind, name in made if kind == "Job"]
+    return name
+
+
 def variables(pod: Mapping[str, Any]) -> dict[str, Any]:
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in pod["spec"]["containers"][0]["env"]}
 
@@ -59,6 +64,10 @@ def test_ten_sets_of_values_pass_helms_checks(name: str) -> None:
         ({"roles": {"trainer": {"claim": {"size": "many"}}}}, "size"),
         ({"kafka": {"bootstrap": "broker"}}, "bootstrap"),
         *(({"kafka": {"security": {name: "secret"}}}, f"kafka.security.{name}") for name in PASSWORDS),
+        ({"run": {**CONFIG["run"], "files": {"run.toml": ""}}}, "files"),
+        ({"run": {**CONFIG["run"], "files": {"code/rewards.py": ""}}}, "files"),
+        ({"run": {**CONFIG["run"], "id": "latest"}}, "latest"),
+        ({"roles": {"scorer": {"annotations": {"sidecar.istio.io/inject": False}}}}, "annotations"),
         ({"healthPort": 0}, "healthPort"),
         ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas"),
     ],
@@ -68,6 +77,44 @@ def test_a_wrong_value_is_refused_by_its_name(values: Mapping[str, Any], named: 
     done = helm("template", "math", str(CHART), values=values if not values else {**CONFIG, **values})
     assert done.returncode != 0
     assert any(part in done.stderr for part in named.split("|")), done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize("name", ["math.2", "20261127", "m" * 43])
+def test_the_name_of_a_release_is_refused_if_the_names_of_its_objects_would_be(name: str) -> None:
+    done = helm("template", name, str(CHART), values=CONFIG)
+    assert (done.returncode != 0, f'the release\'s name is "{name}" (expected at most 42' in done.stderr) == (True, True)
+    assert "StatefulSet" in rendered(CONFIG, name="m" * 42)
+
+
+@needs_helm
+def test_texts_and_names_reach_the_objects_as_they_are_whatever_yaml_makes_of_them() -> None:
+    text = 'a = "\'" # {{ .Values }}\n\tb: [%s]\\n \u2028é\n\n  \n'
+    secrets = {"caSecret": "1e3", "userSecrets": True}
+    trainer = {"claim": {"size": "1", "storageClass": "true"}, "serviceAccountName": "null", "annotations": {"note": text}}
+    values = {
+        "run": {"config": text, "files": {"1": text, "true": text, "rewards.py": text}, "keySecret": "0x1"},
+        "kafka": {"bootstrap": "[2001:db8::1]:19092", **secrets},
+        "model": {"claim": "0123"},
+        "queue": "1.5",
+        "roles": {"trainer": trainer, "scorer": {"securitySecret": "2026", "env": [{"name": "NOTE", "value": text}]}},
+    }
+    made, pod = objects(values), pods(values)["trainer"]
+    assert made["ConfigMap", "math"]["data"] == {"run.toml": text, "1": text, "true": text, "rewards.py": text}
+    claim = made["StatefulSet", "math-trainer"]["spec"]["volumeClaimTemplates"][0]["spec"]
+    assert (claim["storageClassName"], made["Job", job_of(made)]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]) == ("true", "1.5")
+    volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+    named = [volumes["kafka-ca"]["secret"]["secretName"], volumes["run-key"]["secret"]["secretName"]]
+    assert [*named, volumes["model"]["persistentVolumeClaim"]["claimName"], pod["spec"]["serviceAccountName"]] == [
+        "1e3",
+        "0x1",
+        "0123",
+        "null",
+    ]
+    assert (pod["metadata"]["annotations"]["note"], variables(pods(values)["scorer"])["NOTE"]) == (text, text)
+    assert variables(pods(values)["scorer"])["PENSTOCK_SECURITY"] == {"secretKeyRef": {"name": "2026", "key": "security"}}
+    ports = made["NetworkPolicy", "math-trainer"]["spec"]["egress"][1]["ports"]
+    assert [each["port"] for each in ports] == [19092, 9092, 9093]
 
 
 @needs_helm
@@ -99,8 +146,8 @@ def test_each_role_has_its_own_kafka_user_and_only_a_secret_holds_a_password() -
     for role, pod in made.items():
         given = variables(pod)
         settings = json.loads(given["PENSTOCK_SECURITY"])
-        assert given["KAFKA_PASSWORD"] == {"secretKeyRef": {"name": f"math-{role}", "key": "password"}}
-        assert (settings.pop("sasl_plain_username"), settings.pop("sasl_plain_password")) == (f"math-{role}", "$(KAFKA_PASSWORD)")
+        assert given["PENSTOCK_PASSWORD"] == {"secretKeyRef": {"name": f"math-{role}", "key": "password"}}
+        assert settings.pop("sasl_plain_username") == f"math-{role}"
         assert settings == STRIMZI["security"]
     assert variables(pods(VALUE_SETS["secrets"])["trainer"])["PENSTOCK_SECURITY"] == {
         "secretKeyRef": {"name": "run-trainer", "key": "security"}
@@ -109,12 +156,9 @@ def test_each_role_has_its_own_kafka_user_and_only_a_secret_holds_a_password() -
 
 @needs_helm
 def test_the_job_that_registers_the_run_is_a_new_one_if_its_pod_changes_and_the_same_otherwise() -> None:
-    def job(values: Mapping[str, Any]) -> str:
-        (name,) = [name for kind, name in objects(values) if kind == "Job"]
-        return name
-
     other = {**CONFIG, "images": {"light": "penstock:next"}}
-    assert job(CONFIG) == job({**CONFIG, "roles": {"rollout": {"replicas": 5}}}) != job(other)
+    same = {**CONFIG, "roles": {"rollout": {"replicas": 5}}}
+    assert job_of(objects(CONFIG)) == job_of(objects(same)) != job_of(objects(other))
 
 
 @needs_helm

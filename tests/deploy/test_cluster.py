@@ -129,14 +129,14 @@ class Release:
         """Kafka users, their Secrets, and the disks that a storage class would make."""
         objects = [_secret("kafka-ca", "ca.crt", self.broker.certificate.read_text())]
         for role, rules in acl_rules(self.name).items():
-            user, password = f"{self.name}-{role}", f"pw-{role}"
+            user, password = f"{self.name}-{role}", f"pw-{role} \"'\\$(HOME)"
             self.broker.add_user(user, password)
             self.broker.allow(user, rules)
-            objects.append(_secret(user, "password", password))
+            objects.append(_secret(user, "password", f"{password}\n"))
         for role in ("trainer", "tracker"):
             disk = self.cluster.folder / f"disk-{self.name}-{role}"
             disk.mkdir()
-            os.chown(disk, 10001, 10001)
+            disk.chmod(0o777)  # the kubelet changes no owner of a hostPath
             claim = {"namespace": "default", "name": f"state-{self.name}-{role}-0"}
             spec = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "storageClassName": "test", "claimRef": claim}
             volume = {"metadata": {"name": disk.name}, "spec": {**spec, "hostPath": {"path": str(disk)}}}
@@ -189,9 +189,19 @@ def _secret(name: str, key: str, text: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {key: text}}
 
 
+@pytest.fixture(scope="module")
+def restricted(cluster: Kubernetes) -> str:
+    """A namespace in which the API server warns of every pod that the strictest of Kubernetes' pod security standards forbids."""
+    labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "restricted", "labels": labels}})
+    return "restricted"
+
+
 @pytest.mark.parametrize("name", VALUE_SETS)
-def test_the_api_server_accepts_every_object_of_ten_sets_of_values_without_a_warning(cluster: Kubernetes, name: str) -> None:
-    strict = ("--server-side", "--dry-run=server", "--validate=strict", "--filename", "-")
+def test_the_api_server_accepts_every_object_of_ten_sets_of_values_without_a_warning(
+    cluster: Kubernetes, restricted: str, name: str
+) -> None:
+    strict = ("--namespace", restricted, "--server-side", "--dry-run=server", "--validate=strict", "--filename", "-")
     printed = cluster.kubectl("apply", *strict, text=rendered(VALUE_SETS[name]))
     assert len(printed.splitlines()) == len([each for each in yaml.safe_load_all(rendered(VALUE_SETS[name])) if each])
 
@@ -233,6 +243,28 @@ def test_an_upgrade_replaces_every_pod_while_the_run_goes_on(
         return {pod["spec"]["containers"][0]["image"] for pod in release.pods()}
 
     wait_for(lambda: images() == {IMAGES[1]}, "every pod has the new image")
+    assert release.finish() == undisturbed
+
+
+def test_a_run_with_the_longest_name_and_a_user_of_the_cluster_survives_an_image_that_does_not_exist(
+    cluster: Kubernetes, secured: SecuredBroker, models: Path, undisturbed: str
+) -> None:
+    # OpenShift gives a namespace its user ids; their group is 0.
+    user = {"runAsUser": 1000650000, "runAsGroup": 0, "fsGroup": 1000650000}
+    release = Release(cluster, secured, models, "m" * 42, replicas={}, podSecurityContext=user)
+    release.values["roles"]["trainer"]["graceSeconds"] = 1
+    release.upgrade()
+    wait_for(lambda: [pod["spec"]["terminationGracePeriodSeconds"] for pod in release.pods("trainer")] == [1], "a trainer with little time")
+    release.await_steps(release.steps() + 5)
+    release.upgrade(images=dict.fromkeys(("light", "tracker", "gpu"), "localhost/penstock:missing"))
+
+    def waiting() -> list[str]:
+        statuses = [status for pod in release.pods() for status in pod["status"].get("containerStatuses", [])]
+        return [status["state"].get("waiting", {}).get("reason", "") for status in statuses]
+
+    wait_for(lambda: waiting().count("ErrImageNeverPull") == len(ROLES) - 1, "every role waits for the image")
+    assert release.steps() < STEPS
+    release.upgrade(images=dict.fromkeys(("light", "tracker", "gpu"), IMAGES[0]))
     assert release.finish() == undisturbed
 
 

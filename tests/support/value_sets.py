@@ -63,7 +63,7 @@ VALUE_SETS: Mapping[str, Mapping[str, Any]] = {
         "run": {"config": "[run]\nsteps = 2\n", "files": {"rewards.py": 'def score():\n    return "{{ 1 }}"\n'}, "trustCode": True},
         "model": {"claim": "models"},
         "env": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
-        "extraVolumes": [{"name": "data", "nfs": {"server": "files", "path": "/data"}}],
+        "extraVolumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
         "extraVolumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
         "roles": {
             "environment": {"replicas": 3, "egress": [{"to": [{"ipBlock": {"cidr": "198.51.100.0/24"}}]}]},

@@ -16,7 +16,7 @@ penstock/run: {{ include "penstock.run" .root | quote }}
 {{ include "penstock.labels" . }}
 helm.sh/chart: penstock-{{ .root.Chart.Version }}
 {{- with .root.Values.queue }}
-kueue.x-k8s.io/queue-name: {{ . }}
+kueue.x-k8s.io/queue-name: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -25,17 +25,21 @@ kueue.x-k8s.io/queue-name: {{ . }}
 {{- $v := .root.Values }}{{ $role := index $v.roles .name }}{{ $run := include "penstock.run" .root }}{{ $worker := ne .name "launcher" -}}
 metadata:
   labels: {{- include "penstock.labels" . | nindent 4 }}
-  annotations: {penstock/files: {{ toJson (list $v.run.config $v.run.files) | sha256sum | quote }}}
+  annotations:
+    penstock/files: {{ toJson (list $v.run.config $v.run.files) | sha256sum | quote }}
+    {{- with $role.annotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
   restartPolicy: {{ $worker | ternary "Always" "Never" }}
-  terminationGracePeriodSeconds: {{ $role.graceSeconds }}
+  terminationGracePeriodSeconds: {{ int64 $role.graceSeconds }}
   securityContext: {{- toYaml $v.podSecurityContext | nindent 4 }}
   {{- with $v.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "serviceAccountName" }}
   {{- with index $role $key }}
   {{ $key }}: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -44,26 +48,26 @@ spec:
   - name: {{ .name }}
     image: {{ get $v.images $role.image | default $role.image | quote }}
     imagePullPolicy: {{ $v.imagePullPolicy }}
-    args: {{- toYaml (concat .args (list "--wait-broker" (toString $v.kafka.waitSeconds)) ($role.args | default list)) | nindent 4 }}
+    args: {{- toYaml (concat .args (list "--wait-broker" (toString (int64 $v.kafka.waitSeconds))) ($role.args | default list)) | nindent 4 }}
     env:
     - {name: HOME, value: /var/lib/penstock}
     - {name: PENSTOCK_HOME, value: /var/lib/penstock/state}
     - {name: PENSTOCK_BOOTSTRAP, value: {{ $v.kafka.bootstrap | quote }}}
     - {name: PENSTOCK_LOG_JSON, value: "1"}
     {{- if $worker }}
-    - {name: PENSTOCK_HEALTH, value: "0.0.0.0:{{ $v.healthPort }}"}
+    - {name: PENSTOCK_HEALTH, value: "*:{{ $v.healthPort }}"}
     {{- end }}
     {{- if eq .name "scorer" }}
     - {name: PENSTOCK_SLOT, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
     {{- end }}
     {{- if $role.securitySecret }}
-    - {name: PENSTOCK_SECURITY, valueFrom: {secretKeyRef: {name: {{ $role.securitySecret }}, key: security}}}
+    - {name: PENSTOCK_SECURITY, valueFrom: {secretKeyRef: {name: {{ $role.securitySecret | quote }}, key: security}}}
     {{- else }}
     {{- $security := $v.kafka.security }}
     {{- if $v.kafka.userSecrets }}
     {{- $user := printf "%s-%s" $run .name }}
-    - {name: KAFKA_PASSWORD, valueFrom: {secretKeyRef: {name: {{ $user }}, key: password}}}
-    {{- $security = merge (dict "sasl_plain_username" $user "sasl_plain_password" "$(KAFKA_PASSWORD)") $security }}
+    - {name: PENSTOCK_PASSWORD, valueFrom: {secretKeyRef: {name: {{ $user }}, key: password}}}
+    {{- $security = merge (dict "sasl_plain_username" $user) $security }}
     {{- end }}
     {{- with $security }}
     - {name: PENSTOCK_SECURITY, value: {{ toJson . | quote }}}
@@ -93,7 +97,7 @@ spec:
     - {name: run-key, mountPath: /etc/penstock-key, readOnly: true}
     {{- end }}
     {{- if $v.model.claim }}
-    - {name: model, mountPath: {{ $v.model.mountPath }}, readOnly: true}
+    - {name: model, mountPath: {{ $v.model.mountPath | quote }}, readOnly: true}
     {{- end }}
     {{- with $v.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
@@ -104,15 +108,15 @@ spec:
   {{- end }}
   - {name: tmp, emptyDir: {}}
   - {name: shm, emptyDir: {medium: Memory}}
-  - {name: files, configMap: {name: {{ .root.Release.Name }}}}
+  - {name: files, configMap: {name: {{ .root.Release.Name | quote }}}}
   {{- with $v.kafka.caSecret }}
-  - {name: kafka-ca, secret: {secretName: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}}
+  - {name: kafka-ca, secret: {secretName: {{ . | quote }}, items: [{key: ca.crt, path: ca.crt}]}}
   {{- end }}
   {{- with $v.run.keySecret }}
-  - {name: run-key, secret: {secretName: {{ . }}, defaultMode: 0440}}
+  - {name: run-key, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
   {{- end }}
   {{- with $v.model.claim }}
-  - {name: model, persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}}
+  - {name: model, persistentVolumeClaim: {claimName: {{ . | quote }}, readOnly: true}}
   {{- end }}
   {{- with $v.extraVolumes }}
   {{- toYaml . | nindent 2 }}

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from penstock.pipeline.runtime.reporting.prometheus import COUNTED_FROM_ZERO, fa
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 
 HEALTH = "PENSTOCK_HEALTH"
-"""The environment variable with [HOST:]PORT; the host is loopback if absent."""
+"""The environment variable with [HOST:]PORT; the host is loopback if absent, `*` is every address, of IPv6 too if there is IPv6."""
 TURN_S = 120.0
 """A main loop without an iteration for this long hangs if its process uses no CPU; loading and training keep a core busy."""
 BUSY_SHARE = 0.05
@@ -32,7 +33,9 @@ def address_of(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
         raise ConfigError(f"--health {text}: expected PORT or HOST:PORT")
-    return host or "127.0.0.1", int(port)
+    if host == "*":
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +123,7 @@ def serve(health: Health, text: str | None = None, *, notify: Callable[[str], No
     except OSError as error:
         raise ConfigError(f"--health {address}: {error.strerror or error}; choose another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
-    notify(f"health and metrics at http://{host}:{server.server_port}")
+    notify(f"health and metrics at http://{f'[{host}]' if ':' in host else host}:{server.server_port}")
 
     def close() -> None:
         server.shutdown()
@@ -145,6 +148,10 @@ def _response(problem: str | None) -> Response:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
 
 
 class _Silent(WSGIRequestHandler):

@@ -361,6 +361,10 @@ def test_security_settings_come_from_words_over_the_environment(monkeypatch: pyt
     assert credentials(given) == {"sasl_plain_username": "ann", "sasl_mechanism": "SCRAM-SHA-512"}
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         security_settings(["nonsense"])
+    monkeypatch.setenv("PENSTOCK_PASSWORD", 'a"b\\ $(c)\r\n')
+    assert credentials({})["sasl_plain_password"] == 'a"b\\ $(c)'
+    monkeypatch.setenv("PENSTOCK_SECURITY", '{"sasl_plain_password": "own"}')
+    assert credentials({}) == {"sasl_plain_password": "own"}
     monkeypatch.setenv("PENSTOCK_SECURITY", "hush")
     with pytest.raises(ConfigError, match="PENSTOCK_SECURITY is not JSON"):
         credentials({})

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -150,13 +151,21 @@ def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_
     before = threading.active_count()
     serve(health)()
     assert threading.active_count() == before
-    assert (address_of("9100"), address_of("0.0.0.0:80")) == (("127.0.0.1", 9100), ("0.0.0.0", 80))
+    assert (address_of("9100"), address_of("0.0.0.0:80"), address_of("[::1]:80")) == (("127.0.0.1", 9100), ("0.0.0.0", 80), ("::1", 80))
     for text in ("http", "host:", "70000"):
         with pytest.raises(ConfigError, match=r"--health .*: expected PORT or HOST:PORT"):
             address_of(text)
     monkeypatch.setenv(HEALTH, url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="Address already in use; choose another port"):
         serve(health)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_a_star_is_every_address_of_both_protocols(health: Health, capsys: pytest.CaptureFixture[str]) -> None:
+    close = serve(health, "*:0")
+    port = capsys.readouterr().out.strip().rpartition(":")[2]
+    assert [asked(f"http://{host}:{port}/livez")[0] for host in ("127.0.0.1", "[::1]")] == [200, 200]
+    close()
 
 
 def test_a_line_of_the_log_has_date_level_run_and_worker_as_text_and_as_json(
