@@ -12,28 +12,12 @@ from penstock.topics.wire.checked import is_name, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import column, fields_of, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 SCHEMA = "dead-letters/1"
 _HEADER = pa.struct([column("name", pa.string()), column("value", pa.binary(), nullable=True)])
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("topic", pa.string()),
-        column("partition", pa.int64()),
-        column("offset", pa.int64()),
-        column("timestamp_ms", pa.int64()),
-        column("kind", pa.string()),
-        column("reason", pa.string()),
-        column("worker", pa.string()),
-        column("key", pa.binary(), nullable=True),
-        column("headers", list_of(_HEADER)),
-        column("value", pa.binary()),
-        column("time_ns", pa.int64()),
-    ),
-)
 SKIPPED = "skipped"
 """Kind of a dead letter for an offset range that the operator chose to skip because it cannot be read at all."""
 _NEXT = "next"
@@ -64,6 +48,9 @@ class DeadLetter:
     def record_id(self) -> RecordId:
         """Identity of the unusable record in the log."""
         return RecordId(self.topic, self.partition, self.offset)
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(DeadLetter, headers=list_of(_HEADER)))
 
 
 def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns: int) -> DeadLetter:

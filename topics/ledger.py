@@ -8,13 +8,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import pyarrow as pa
-
 from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
-from penstock.topics.wire.fields import column, list_of, map_of
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords
@@ -25,28 +23,6 @@ ALL_DONE = "all steps done"
 EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "rebased", "run-closed"]
 ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 
-_PLANNED = pa.struct(
-    [column("group", pa.int64()), column("sha256", pa.string()), column("partition", pa.int64()), column("offset", pa.int64())]
-)
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("seq", pa.int64()),
-        column("kind", pa.string()),
-        column("time_ns", pa.int64()),
-        column("step", pa.int64(), nullable=True),
-        column("version", pa.int64(), nullable=True),
-        column("plan", list_of(_PLANNED)),
-        column("boundaries", list_of(pa.int64())),
-        column("groups", list_of(pa.int64())),
-        column("loss_bits", pa.int64(), nullable=True),
-        column("grad_norm_bits", pa.int64(), nullable=True),
-        column("digest", pa.string(), nullable=True),
-        column("metrics", map_of(pa.float64())),
-        column("details", pa.string(), nullable=True),
-        column("previous", pa.string(), nullable=True),
-    ),
-)
 _REQUIRED = ("outcome",)
 
 
@@ -93,6 +69,9 @@ class Entry:
     step and the end, evaluations read since the step before (SHA-256 of the payload -> version); SHA-256 of a checkpoint's manifest."""
     previous: str | None = None
     """Hex SHA-256 of the payload of the entry before; null in the first entry and in those of earlier releases."""
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Entry))
 
 
 def digest(value: Payload) -> str:

@@ -10,13 +10,11 @@ from enum import StrEnum
 from functools import cache
 from typing import Literal, get_args
 
-import pyarrow as pa
-
 from penstock.topics.wire.checked import require_names, require_whole, whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column, map_of
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 
@@ -27,21 +25,6 @@ ActivityKind = Literal["work", "wait", "load"]
 EVERY_RUN_HAS = ("feeder", "rollout", "scorer", "trainer", "tracker")
 """Roles that every run's measurements include; others may report too."""
 
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("worker", pa.string()),
-        column("role", pa.string()),
-        column("incarnation", pa.string()),
-        column("seq", pa.int64()),
-        column("kind", pa.string()),
-        column("time_ns", pa.int64()),
-        column("version", pa.int64(), nullable=True),
-        column("step", pa.int64(), nullable=True),
-        column("values", map_of(pa.float64())),
-        column("labels", map_of(pa.string())),
-    ),
-)
 _REQUIRED = ("outcome", "worker")
 # In a name, STAT is min, mean, max or p95, USE a use of time, N a number, SOURCE a data source and NAME any name.
 TRAIN: Mapping[str, str] = {
@@ -321,6 +304,9 @@ class Measurement:
     """Figures by name; most are cumulative since the process started."""
     labels: dict[str, str] = field(default_factory=dict)
     """`activity` and its text `doing`, host, pid; of an evaluation some prompts with their completions."""
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Measurement))
 
 
 def encode(measurement: Measurement) -> bytes:

@@ -5,38 +5,19 @@ The feeder tokenises the prompt; every later stage uses its token ids."""
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
 from penstock.topics.wire.checked import json_object, json_objects, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "prompts/1"
 MAX_SAMPLES = 1 << 20
 """Largest number of samples of one prompt."""
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("group", pa.int64()),
-        column("slot", pa.int64()),
-        column("min_version", pa.int64()),
-        column("samples_per_prompt", pa.int64()),
-        column("epoch", pa.int64()),
-        column("row", pa.int64()),
-        column("prompt", pa.string()),
-        column("messages", pa.string(), nullable=True),
-        column("token_ids", list_of(pa.int32())),
-        column("columns", pa.string()),
-        column("created_ns", pa.int64()),
-        column("place", pa.int64(), nullable=True),
-        column("again", pa.int64(), nullable=True),
-    ),
-)
 _REQUIRED = ("group", "policy-version-min")
 
 
@@ -66,6 +47,9 @@ class Prompt(ByValue):
     """Index in the order of prompts; `None` in records of earlier releases, whose index is the group's number."""
     again: int | None = None
     """The abandoned group that this one retries."""
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Prompt))
 
 
 def encode(prompt: Prompt) -> bytes:

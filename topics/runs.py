@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import pyarrow as pa
-
 from penstock.topics.catalogue import is_run_id
 from penstock.topics.wire.checked import MAX_COUNT, json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords
@@ -25,20 +23,6 @@ Status = Literal["created", "running", "finished", "stopped", "failed"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 """Statuses of a run to which no more records are written, unless it is resumed."""
-
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("run", pa.string()),
-        column("status", pa.string()),
-        column("config", pa.string()),
-        column("info", pa.string()),
-        column("created_ns", pa.int64()),
-        column("updated_ns", pa.int64()),
-        column("revision", pa.int64(), nullable=True),
-        column("mac", pa.string(), nullable=True),
-    ),
-)
 
 
 NOTHING = "{}"
@@ -65,6 +49,9 @@ class RunRecord:
     """Number of this record among those signed with the run's key, from 1; None without a signature."""
     mac: str | None = None
     """HMAC-SHA256 (hex) under the run's key over run, revision, created_ns, config and info; None without a key."""
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(RunRecord))
 
 
 def status_of(record: RunRecord) -> RunRecord:

@@ -11,56 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.topics.wire.checked import require_names, require_whole
-from penstock.topics.wire.columns import Bools, Float32s, Int32s
+from penstock.topics.wire.columns import Bools, Float32s, Int32s, as_row
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import column, fields_of, list_of
 
 Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 
-_TURN = pa.struct(
-    [
-        column("start", pa.int32()),
-        column("end", pa.int32()),
-        column("source", pa.string()),
-        column("finish", pa.string(), nullable=True),
-        column("reward", pa.float64(), nullable=True),
-    ]
-)
-_MEDIUM = pa.struct([column("sha256", pa.string()), column("mime", pa.string()), column("uri", pa.string())])
-_TRAJECTORY = (
-    column("segments", list_of(list_of(pa.int32())), nullable=True),
-    column("turns", list_of(_TURN), nullable=True),
-    column("messages", pa.string(), nullable=True),
-    column("environment", pa.string(), nullable=True),
-    column("environment_version", pa.string(), nullable=True),
-    column("environment_seed", pa.int64(), nullable=True),
-    column("media", list_of(_MEDIUM), nullable=True),
-)
-"""Columns of multi-turn trajectories; null for a single completion."""
-_SUPPORT = column("support", list_of(pa.int32()), nullable=True)
-
-SAMPLE_FIELDS = (
-    column("sample", pa.int64()),
-    column("token_ids", list_of(pa.int32())),
-    column("behaviour_logprobs", list_of(pa.float32(), nullable=True)),
-    column("loss_mask", list_of(pa.bool_())),
-    column("span_versions", list_of(pa.int32())),
-    column("span_starts", list_of(pa.int32())),
-    column("finish", pa.string()),
-    column("temperature", pa.float64()),
-    column("top_p", pa.float64()),
-    column("top_k", pa.int64()),
-    column("started_ns", pa.int64()),
-    column("ended_ns", pa.int64()),
-    column("worker", pa.string()),
-    *_TRAJECTORY,
-    _SUPPORT,
-)
-_NAMES = (*(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY) - 1]), _SUPPORT.name)
-_TURN_NAMES = tuple(field.name for field in _TURN)
-_EPISODE = ("messages", "environment", "environment_version", "environment_seed")
 _SAMPLE_BYTES = 256
 """Upper bound of a sample's numbers and offsets, without its tokens and texts."""
 _TOKEN_BYTES = 10
@@ -150,6 +108,15 @@ class Rollout(ByValue):
     def version_max(self) -> int:
         """The newest policy version of any token of the sample."""
         return max(map(int, self.span_versions))
+
+
+_INT32S = list_of(pa.int32())
+_TURN = pa.struct(fields_of(Turn, start=pa.int32(), end=pa.int32()))
+_MEDIUM = pa.struct([column("sha256", pa.string()), column("mime", pa.string()), column("uri", pa.string())])
+_COLUMNS = fields_of(Rollout, behaviour_logprobs=list_of(pa.float32(), nullable=True), segments=list_of(_INT32S), turns=list_of(_TURN))[1:]
+SAMPLE_FIELDS = (*_COLUMNS[:-1], column("media", list_of(_MEDIUM), nullable=True), _COLUMNS[-1])
+"""Columns of a sample in its group; `media` is for later releases."""
+_NAMES = tuple(field.name for field in _COLUMNS if field.name not in ("segments", "turns"))
 
 
 def generated(sample: Any) -> Int32s:
@@ -246,8 +213,8 @@ def sample_row(rollout: Rollout) -> dict[str, Any]:
     """The columns of a sample. Raises `ValueError` if its arrays do not match."""
     if problem := flaw(rollout):
         raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
-    row = {"group": rollout.group, **{name: getattr(rollout, name) for name in (*_NAMES, *_EPISODE, "segments")}}
-    row["turns"] = None if rollout.turns is None else [{name: getattr(turn, name) for name in _TURN_NAMES} for turn in rollout.turns]
+    row = {"group": rollout.group, **{name: getattr(rollout, name) for name in (*_NAMES, "segments")}}
+    row["turns"] = None if rollout.turns is None else [as_row(turn) for turn in rollout.turns]
     return row
 
 
@@ -260,7 +227,7 @@ def sample_of(row: Mapping[str, Any], *, group: int) -> Rollout:
         raise Unusable(f"sample {row['sample']}: a segment is not three numbers", kind="undecodable")
     rollout = Rollout(
         group=group,
-        **{name: row[name] for name in (*_NAMES, *_EPISODE)},
+        **{name: row[name] for name in _NAMES},
         segments=None if segments is None else tuple((int(start), int(end), int(prompt)) for start, end, prompt in segments),
         turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
     )

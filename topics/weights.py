@@ -9,13 +9,11 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from penstock.topics.wire.checked import require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
@@ -26,26 +24,6 @@ CHUNK_SCHEMA = "weights-chunk/1"
 MANIFESTS, ORIGIN, FIRST = 0, 1, 2
 """Partitions: that of the manifests, that of version 0, which is never deleted, and the first of all other versions' chunks."""
 
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("version", pa.int64()),
-        column("step", pa.int64()),
-        column("base_version", pa.int64(), nullable=True),
-        column("nbytes", pa.int64()),
-        column("created_ns", pa.int64()),
-        column("encoding", pa.string()),
-        column("digest", pa.string()),
-        column("names", list_of(pa.string())),
-        column("dtypes", list_of(pa.string())),
-        column("shapes", list_of(list_of(pa.int64()))),
-        column("chunk_partitions", list_of(pa.int64())),
-        column("chunk_offsets", list_of(pa.int64())),
-        column("chunk_sizes", list_of(pa.int64())),
-        column("chunk_sha256", list_of(pa.string())),
-    ),
-)
-CHUNK_CODEC = Codec(CHUNK_SCHEMA, fields=(column("version", pa.int64()), column("index", pa.int64()), column("data", pa.binary())))
 NOWHERE = -1
 """Offset of a chunk that is not in the imported archive."""
 _REQUIRED = ("policy-version-min",)
@@ -69,14 +47,15 @@ class Manifest:
     version: int
     step: int
     """Optimizer steps taken before this version."""
-    encoding: str
-    """Meaning of the chunks; "full": the tensors' bytes; "delta" or "adapter": blocks of `weight_delta` or `weight_adapter`."""
     base_version: int | None
     """The version that the chunks change; `None` for a full snapshot."""
-    digest: str
-    """Digest of names, types, shapes and bytes of all tensors, independent of the chunks."""
     nbytes: int
     """Bytes in all chunks."""
+    created_ns: int
+    encoding: str
+    """Meaning of the chunks; "full": the tensors' bytes; "delta" or "adapter": blocks of `weight_delta` or `weight_adapter`."""
+    digest: str
+    """Digest of names, types, shapes and bytes of all tensors, independent of the chunks."""
     names: tuple[str, ...]
     """Empty if the chunks change a base, which has the names."""
     dtypes: tuple[str, ...]
@@ -88,12 +67,15 @@ class Manifest:
     chunk_sizes: tuple[int, ...]
     chunk_sha256: tuple[str, ...]
     """Hex SHA-256 of each chunk's data."""
-    created_ns: int
 
     @property
     def begins_chain(self) -> bool:
         """True if the version can be loaded from its own chunks, alone or with those of version 0, which is never deleted."""
         return self.encoding != "delta"
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Manifest))
+CHUNK_CODEC = Codec(CHUNK_SCHEMA, fields=fields_of(Chunk))
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -5,13 +5,11 @@ A random token made at its start identifies a process, never a pid, a host or a 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import pyarrow as pa
-
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 
@@ -19,16 +17,6 @@ SCHEMA = "owners/1"
 OwnerKind = Literal["taken", "alive", "ended"]
 OWNER_KINDS: tuple[OwnerKind, ...] = get_args(OwnerKind)
 
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("writer", pa.string()),
-        column("token", pa.string()),
-        column("kind", pa.string()),
-        column("host", pa.string()),
-        column("time_ns", pa.int64()),
-    ),
-)
 _REQUIRED = ("outcome", "worker")
 
 
@@ -45,6 +33,9 @@ class Owner:
     host: str
     """For display only."""
     time_ns: int
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Owner))
 
 
 def key(owner: Owner) -> bytes:

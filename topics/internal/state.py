@@ -4,14 +4,12 @@ It follows from the other topics: without a usable snapshot, readers read those 
 
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.checked import MAX_COUNT, json_object, require_names
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
@@ -19,7 +17,6 @@ SCHEMA = "state/1"
 KEY = b"view"
 """The key of every record: compaction retains the newest."""
 
-CODEC = Codec(SCHEMA, fields=(column("worker", pa.string()), column("positions", pa.string()), column("view", pa.string())))
 _REQUIRED = ("worker",)
 
 
@@ -33,6 +30,9 @@ class State:
     """JSON: "TOPIC/PARTITION" -> offset of the first record that is not in `view`."""
     view: str
     """JSON: the view of a run, in the format of the release that wrote it."""
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(State))
 
 
 def encode(state: State) -> bytes:

@@ -8,37 +8,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "calls/1"
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("group", pa.int64()),
-        column("sample", pa.int64()),
-        column("turn", pa.int64()),
-        column("attempt", pa.int64()),
-        column("min_version", pa.int64()),
-        column("token_ids", list_of(pa.int32())),
-        column("stream", pa.int64()),
-        column("max_new_tokens", pa.int64()),
-        column("temperature", pa.float64()),
-        column("top_p", pa.float64()),
-        column("top_k", pa.int64()),
-        column("seeded", pa.int64()),
-        column("asked_ns", pa.int64()),
-        column("worker", pa.string()),
-    ),
-)
 REQUIRED = ("group", "sample", "turn", "attempt", "sha256")
 
 
@@ -84,6 +64,9 @@ class Call(ByValue):
     def key(self) -> TurnKey:
         """Identity of the call; computing it hashes the context."""
         return TurnKey(self.group, self.sample, self.turn, self.attempt, context_digest(self.token_ids))
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Call))
 
 
 def context_digest(token_ids: Int32s) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 
 from penstock.topics.samples import FINISHES, Finish
 from penstock.topics.turns.calls import REQUIRED, TurnKey
@@ -15,29 +14,11 @@ from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Float32s, Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "replies/1"
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("group", pa.int64()),
-        column("sample", pa.int64()),
-        column("turn", pa.int64()),
-        column("attempt", pa.int64()),
-        column("sha256", pa.string()),
-        column("token_ids", list_of(pa.int32())),
-        column("behaviour_logprobs", list_of(pa.float32())),
-        column("span_versions", list_of(pa.int32())),
-        column("span_starts", list_of(pa.int32())),
-        column("finish", pa.string()),
-        column("started_ns", pa.int64()),
-        column("ended_ns", pa.int64()),
-        column("worker", pa.string()),
-    ),
-)
 _FACTS = (*TurnKey._fields, "policy_version_min", "policy_version_max", "outcome", "worker", "tokens")
 
 
@@ -69,6 +50,9 @@ class Reply(ByValue):
     @property
     def key(self) -> TurnKey:
         return TurnKey(self.group, self.sample, self.turn, self.attempt, self.sha256)
+
+
+CODEC = Codec(SCHEMA, fields=fields_of(Reply))
 
 
 def encode(reply: Reply) -> bytes:
