@@ -104,7 +104,7 @@ gpu-carry: install
 install: $(STAMP)/installed
 
 gpu: $(STAMP)/environment
-	@$(BIN)/python -m penstock.infra.backends.nvidia requirements-gpu.lock $(DRIVER_FILE)
+	@$(BIN)/python -m penstock.infra.backends.hardware requirements-gpu.lock $(DRIVER_FILE)
 	@touch $(STAMP)/gpu
 	@$(MAKE) --no-print-directory install
 

@@ -18,7 +18,7 @@ from docs.generate import docstrings, table
 from penstock.pipeline.cli.app import app
 from penstock.pipeline.runtime.main import parsed
 from penstock.pipeline.runtime.reporting import reporter
-from penstock.pipeline.runtime.reporting.prometheus import family_of
+from penstock.pipeline.runtime.reporting.health_and_metrics import family_of
 from penstock.topics import metrics
 from penstock.topics.metrics import Activity
 

@@ -10,8 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.backends.hardware import this_cpu
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.hardware import this_cpu, visible_gpus
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, to_json, with_paths
 from penstock.pipeline.config.security import refuse_secrets

@@ -20,8 +20,7 @@ from penstock.pipeline.cli import app as cli
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.config.schema import RunSection
 from penstock.pipeline.data import open as sources
-from penstock.pipeline.data.generated import open_tiny
-from penstock.pipeline.data.open import open_dataset
+from penstock.pipeline.data.open import open_dataset, open_tiny
 from penstock.pipeline.inspect.audit import report as audit_checks
 from penstock.pipeline.inspect.audit.check import Check, Violation
 from penstock.pipeline.inspect.audit.checks import prompts as prompt_checks

@@ -14,9 +14,8 @@ from penstock.topics.samples import SAMPLE_FIELDS, Rollout, generated, max_bytes
 from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
-from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import Unusable, require
-from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.fields import ByValue, column, list_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 

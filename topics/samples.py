@@ -12,9 +12,8 @@ import pyarrow as pa
 
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.columns import Bools, Float32s, Int32s, as_row
-from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.fields import column, fields_of, list_of
+from penstock.topics.wire.fields import ByValue, column, fields_of, list_of
 
 Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)

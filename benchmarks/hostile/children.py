@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.support.attacks import FUNCTIONS, NOT_COVERED, write_module
 from benchmarks.support.command import parser_of
-from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.secrets import hide_secrets
+from penstock.infra.sandbox.spawn import ChildRules
 from penstock.infra.sandbox.timed_pool import ChildPool, Done
 
 SECRET, MARK = "HUNTER2-of-the-owner", "hostile-child-mark"

@@ -37,7 +37,7 @@ from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.session import Session, join
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
-from penstock.workers.rollout.group_worker import GroupWorker
+from penstock.workers.rollout.worker import GroupWorker
 from penstock.workers.trainer.run_writer import RunWriter
 
 RUN = "throughput"

@@ -20,7 +20,7 @@ from penstock.pipeline.archive.archived_log import to_records
 from penstock.pipeline.archive.files import FORMAT, note_of, options
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.rows import to_table
-from penstock.pipeline.runtime.registration import run_key
+from penstock.pipeline.runtime.registration import run_registry
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.internal import owners, state
 from penstock.topics.turns import calls, replies
@@ -46,7 +46,7 @@ READERS: dict[str, Callable[[Record], object]] = {
 OTHERS = ("run-key", "gateway", "archive", "note", "text")
 TARGETS = tuple(os.environ["TARGETS"].split(",")) if os.environ.get("TARGETS") else (*READERS, *OTHERS)
 KEY = bytes(range(32))
-GENUINE = run_key.signed(EXAMPLES["runs"], KEY, revision=1)
+GENUINE = run_registry.signed(EXAMPLES["runs"], KEY, revision=1)
 FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-")
 FILE = Path(FOLDER.name) / "a.parquet"
 REPORT_EVERY = 50_000
@@ -121,7 +121,7 @@ def read(target: str, choice: int, data: bytes) -> None:
         with contextlib.suppress(Unusable, NewerSchema):
             _, record = runs.read(record_of(data, sign=True), run="r")
             signs = ("run", "created_ns", "revision", "config", "info", "mac")
-            assert not run_key.fits(record, KEY) or all(getattr(record, name) == getattr(GENUINE, name) for name in signs)
+            assert not run_registry.fits(record, KEY) or all(getattr(record, name) == getattr(GENUINE, name) for name in signs)
     elif target == "text":
         shown = visible(data.decode("utf-8", "surrogateescape"))
         assert shown == visible(shown)

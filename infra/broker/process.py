@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.infra import paths
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import write_private
-from penstock.infra.sandbox.rules import child_environment
+from penstock.infra.sandbox.spawn import child_environment
 
 # Kafka 4.3 brokers need 17; 25 is the newest release they are tested with.
 OLDEST, NEWEST = 17, 25

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.sandbox.signals import restore_defaults
-from penstock.topics.wire.well_formed import well_formed_json
+from penstock.topics.wire.visible import well_formed_json
 
 LINE_BYTES = 64 << 20
 """Of the longest request to a concurrent handler, and of the longest result."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.infra.sandbox.rules import ChildRules, child_environment
-from penstock.infra.sandbox.spawn import CONTINUED_S, KILLED_S, ORDERLY_S, Lifeline, keeper_of, kill_stopped
+from penstock.infra.sandbox.spawn import CONTINUED_S, KILLED_S, ORDERLY_S, ChildRules, Lifeline, child_environment, keeper_of, kill_stopped
 
 OUTPUT_BYTES = 4096
 """Number of last bytes of a program's output that are stored."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from penstock.infra.sandbox.keeper import CAPABILITIES, PR_SET_DUMPABLE, prctl
-from penstock.infra.sandbox.rules import child_environment
+from penstock.infra.sandbox.spawn import child_environment
 
 _CAPABILITY_VERSION = 0x20080522
 ENV_START, ENV_END = 47, 48

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child
+from penstock.infra.sandbox.spawn import ENVIRONMENT, START_ATTEMPTS, STRAY, ChildError, ChildRules, end_child
 from penstock.infra.sandbox.timed_pool import PipedChild
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from penstock.infra.sandbox.rules import REWARD, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, end_child, spawn
+from penstock.infra.sandbox.spawn import REWARD, START_ATTEMPTS, STRAY, ChildError, ChildRules, end_child, spawn
 
 READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 80 << 20

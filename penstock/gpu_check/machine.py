@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from penstock.gpu_check.figures import Figure, Machine, gigabytes_per_s
-from penstock.infra.backends.hardware import peak_flops
-from penstock.infra.backends.nvidia import MIN_DRIVER, driver_version
+from penstock.infra.backends.hardware import MIN_DRIVER, driver_version, peak_flops
 
 
 def machine(here: Machine) -> Iterator[Figure]:

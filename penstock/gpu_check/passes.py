@@ -16,8 +16,7 @@ from penstock.gpu_check.figures import Figure, Machine
 from penstock.gpu_check.models import samples
 from penstock.infra.backends.base import TokenBatch
 from penstock.infra.backends.logprobs.forward import Forward, Head, choose_forward, token_logprobs
-from penstock.infra.backends.logprobs.line_attention import block_mask, line_attention
-from penstock.infra.backends.logprobs.prefix_tree import PrefixTree, prefix_tree, tree_attention
+from penstock.infra.backends.logprobs.prefix_tree import PrefixTree, block_mask, line_attention, prefix_tree, tree_attention
 from penstock.infra.backends.torch_backend import TorchBackend
 from penstock.pipeline.learner.micro_batches import pack
 

@@ -18,12 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.sandbox.sessions import CallFailed, Session, SessionLost, Sessions
-from penstock.pipeline.agents.generation import Generate, Generation
-from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
-from penstock.pipeline.data.conversation.messages import TemplateRefused, text_of
+from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Generate, Generation, Trajectory, trajectory_of
+from penstock.pipeline.data.conversation.messages import TOOLS, TemplateRefused, text_of, tools_of
 from penstock.pipeline.data.conversation.segments import Conversation
 from penstock.pipeline.data.conversation.template import ChatTemplate
-from penstock.pipeline.data.messages import TOOLS, tools_of
 
 BACKOFF_S = 0.5
 """Seconds before the first retry; doubled after each."""

@@ -18,13 +18,12 @@ import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Engine, GroupInFlight, GroupRequest
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.sandbox.sessions import Sessions
+from penstock.infra.sandbox.spawn import ENVIRONMENT, ChildRules
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.agents.driver import Episode, Limits, seed_of
 from penstock.pipeline.agents.environments.sources import AGENT, CHILD
-from penstock.pipeline.agents.generation import Generate, Generation
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.agents.record import EpisodeRequest, Generate, Generation, Trajectory
 from penstock.pipeline.data.conversation.messages import Template
 
 

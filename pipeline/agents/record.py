@@ -4,10 +4,10 @@ Generated tokens are copied, never rendered again. If the first segment starts w
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -134,3 +134,23 @@ def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:
         return (Span(version, 0),)
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
     return tuple(Span(int(versions[start]), start) for start in starts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """One generated turn: T tokens, the stop id included, with logprobs (nats) and policy versions."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    finish: Literal["stop", "length", "abort"]
+    started_ns: int = 0
+    ended_ns: int = 0
+
+
+class Generate(Protocol):
+    """Generates one turn of a trajectory."""
+
+    def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Awaitable[Generation]:
+        """Generate at most `max_new_tokens` tokens after the context `token_ids`."""
+        ...

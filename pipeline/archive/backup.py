@@ -12,7 +12,7 @@ from penstock.infra.checkpoints import sync_directory
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.paths import new_directory, run_directory
 from penstock.pipeline.archive.files import NOTE, UNFINISHED, Archive, write_atomically
-from penstock.pipeline.config.hub import is_hub_name
+from penstock.pipeline.config.fields import is_hub_name
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.registration.run_registry import Registration

@@ -34,8 +34,7 @@ from penstock.pipeline.archive.database import (
     prepare,
 )
 from penstock.pipeline.archive.index.run_index import open_index
-from penstock.pipeline.archive.index.samples import SampleCopy
-from penstock.pipeline.archive.index.segments import index_folder
+from penstock.pipeline.archive.index.segments import SampleCopy, index_folder
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.inspect.report.summary import COUNTED

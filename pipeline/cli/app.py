@@ -22,11 +22,10 @@ from penstock.pipeline.cli.machine import models as model_app
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.replay import bisect, regrade
 from penstock.pipeline.cli.runs import app as runs_app
-from penstock.pipeline.cli.runs import card
+from penstock.pipeline.cli.runs import card, verify
 from penstock.pipeline.cli.slurm import sbatch
 from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.cli.train import check, create, fork, init, plan, run, worker
-from penstock.pipeline.cli.verify import verify
 from penstock.pipeline.launch.shutdown import silence
 from penstock.pipeline.runtime.reporting.log_lines import VisibleStream, visible_errors
 

@@ -129,8 +129,7 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
-    from penstock.infra.backends.hardware import this_cpu
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary
 

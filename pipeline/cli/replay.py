@@ -288,8 +288,7 @@ def bisect(
 
 def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":
     """The configuration in a TOML file, or of another run whose code may be executed."""
-    from penstock.infra.backends.hardware import this_cpu
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.pipeline.config.load import from_json, load
     from penstock.pipeline.runtime.registration.run_registry import registration, resolve
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted

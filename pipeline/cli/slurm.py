@@ -45,8 +45,7 @@ def sbatch(
     json: Json = False,
 ) -> None:
     """Print the script of a Slurm job that runs a configuration: rollout workers on nodes of their own, all others on the first."""
-    from penstock.infra.backends.hardware import this_cpu
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.launch.create import usable
 

@@ -59,8 +59,7 @@ def init(
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Validate data, model, reward, disk and GPUs; generate and score the samples of one step."""
-    from penstock.infra.backends.hardware import this_cpu
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.pipeline.config.load import load
 
     lines = _report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
@@ -101,8 +100,7 @@ def run(
     json: Json = False,
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
-    from penstock.infra.backends.hardware import this_cpu
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.config.security import security_settings
@@ -159,8 +157,7 @@ def create(
     json: Json = False,
 ) -> None:
     """Validate a configuration, register its run and create its topics; start no worker."""
-    from penstock.infra.backends.hardware import this_cpu
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.check.changes import require_same
@@ -407,7 +404,7 @@ def _from_run(
 
 def _settings(model: Path, accelerators: int, engine_size: int, samples_per_prompt: int, longest: float) -> Any:
     """Accelerators for training -> settings, for GPUs with the memory of this machine's smallest."""
-    from penstock.infra.backends.nvidia import visible_gpus
+    from penstock.infra.backends.hardware import visible_gpus
     from penstock.pipeline.launch.check.fit import memory_or_usual, planned
 
     memory = (min(memory_or_usual(visible_gpus() or ("0",), notify)),) * accelerators

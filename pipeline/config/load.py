@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from penstock.infra.backends.hardware import Cpu
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.tensors.parameter_count import parameters
-from penstock.pipeline.config.fields import FOREIGN_KEYS, Resolve, Section
-from penstock.pipeline.config.hub import is_hub_name
+from penstock.pipeline.config.fields import FOREIGN_KEYS, Resolve, Section, is_hub_name
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.schema import EvalSection, RolloutSection, TrainerSection
 from penstock.pipeline.config.security import refuse_secrets

@@ -10,8 +10,7 @@ from pathlib import Path
 from penstock.infra.engines.base import EngineKind
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import LOSSES, Loss
-from penstock.pipeline.config.fields import Section
-from penstock.pipeline.config.hub import local_model
+from penstock.pipeline.config.fields import Section, local_model
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
     DataSection,

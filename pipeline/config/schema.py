@@ -6,7 +6,7 @@ from pydantic import Field
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
-from penstock.infra.sandbox.rules import REWARD_TOKEN, ChildRules, Isolation
+from penstock.infra.sandbox.spawn import REWARD_TOKEN, ChildRules, Isolation
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config.fields import (
     ENVIRONMENT,

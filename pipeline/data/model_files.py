@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.infra.errors import ConfigError
-from penstock.pipeline.config.hub import local_model
+from penstock.pipeline.config.fields import local_model
 
 MODES = ("auto", "on", "off")
 

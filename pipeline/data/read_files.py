@@ -25,9 +25,9 @@ import pyarrow as pa
 from penstock.infra.errors import ConfigError
 from penstock.infra.sandbox import parquet
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.data.messages import messages_of
+from penstock.pipeline.data.conversation.messages import messages_of
 from penstock.pipeline.data.references import with_facts
-from penstock.topics.wire.well_formed import well_formed_json
+from penstock.topics.wire.visible import well_formed_json
 
 ANSWER = "answer"
 """Name of the reference answer in the arguments of reward functions, and the default column."""

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.data.conversation.messages import TemplateRefused
+from penstock.pipeline.data.conversation.messages import TOOLS, TemplateRefused, tools_of
 from penstock.pipeline.data.conversation.template import ChatTemplate, template_of
-from penstock.pipeline.data.messages import TOOLS, tools_of
 from penstock.pipeline.data.model_files import chat_template_of, encode_prompt, light_tokenizer, model_folder, stop_ids_of
 from penstock.pipeline.data.read_files import DataError, Row
 

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.pipeline.algorithms.advantages import RewardScale
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import together
-from penstock.pipeline.scheduling import group_status as groups
+from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import ALL_DONE
 from penstock.topics.runs import ENDED
 
@@ -88,7 +88,7 @@ def tenth(steps: int) -> int:
 
 def group_statuses(view: RunView) -> dict[int, str]:
     """Group -> status, for every admitted or trained group that the view has not forgotten."""
-    statuses = groups.group_statuses(
+    statuses = rules.group_statuses(
         view.admitted,
         {group: outcome.outcome for group, outcome in view.groups.items()},
         trained=(group for step in view.steps.values() for group in step.groups),

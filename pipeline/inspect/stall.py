@@ -9,8 +9,7 @@ from penstock.pipeline.inspect.run_status import group_statuses, status_counts, 
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import WorkerView
 from penstock.pipeline.runtime.roles import HELPERS, generating_roles
-from penstock.pipeline.scheduling.group_status import SETTLED
-from penstock.pipeline.scheduling.rules import Schedule, version_after, versions_of
+from penstock.pipeline.scheduling.rules import SETTLED, Schedule, version_after, versions_of
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is silent."""

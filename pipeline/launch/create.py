@@ -20,7 +20,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.agents.environments.sources import check_source
-from penstock.pipeline.config.hub import pinned
+from penstock.pipeline.config.fields import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json, with_values
 from penstock.pipeline.config.plugins import PluginError, one_line
 from penstock.pipeline.data.read_files import Row
@@ -30,8 +30,7 @@ from penstock.pipeline.launch.check.changes import code_digests
 from penstock.pipeline.launch.check.rows import RowReader, endless_warning
 from penstock.pipeline.learner.micro_batches import TokenSequence, advantage_function, pack
 from penstock.pipeline.rewards import functions as rewards
-from penstock.pipeline.runtime.registration.run_key import make_key
-from penstock.pipeline.runtime.registration.run_registry import find, write
+from penstock.pipeline.runtime.registration.run_registry import find, make_key, write
 from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, check_run_id, topics_of
 from penstock.topics.runs import RunRecord

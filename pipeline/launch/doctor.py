@@ -23,7 +23,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from penstock.infra.backends.nvidia import DRIVER_FILE, driver_problem, driver_version, library_cuda, visible_gpus
+from penstock.infra.backends.hardware import DRIVER_FILE, driver_problem, driver_version, library_cuda, visible_gpus
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.broker import embedded
 from penstock.infra.broker.jars import maven_cache, read_pins

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.hardware import visible_gpus
 from penstock.infra.errors import LogError, PenstockError, RunNotFound
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
@@ -33,8 +33,7 @@ from penstock.pipeline.launch.shutdown import lasting_output, stop_requested
 from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease
-from penstock.pipeline.runtime.registration.run_key import make_key
-from penstock.pipeline.runtime.registration.run_registry import find, registration, set_status, write
+from penstock.pipeline.runtime.registration.run_registry import find, make_key, registration, set_status, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 from penstock.pipeline.runtime.reporting.log_lines import exact_output, print_json
 from penstock.topics.catalogue import control_topics_of

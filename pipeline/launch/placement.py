@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.infra.backends.nvidia import VISIBLE, visible_gpus
+from penstock.infra.backends.hardware import VISIBLE, visible_gpus
 from penstock.infra.backends.registry import BACKENDS
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.runtime.roles import ROLES

@@ -28,8 +28,7 @@ from penstock.pipeline.replay.rescore import RescoreRequest, as_page, score_run
 from penstock.pipeline.replay.rescored_groups import ScoredGroup, SkippedGroup
 from penstock.pipeline.replay.restore_policy import open_policy, weights_of
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.group_status import group_status
-from penstock.pipeline.scheduling.rules import DROPPED, Schedule
+from penstock.pipeline.scheduling.rules import DROPPED, Schedule, group_status
 from penstock.topics import groups
 from penstock.topics.groups import Group
 

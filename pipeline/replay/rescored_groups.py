@@ -25,8 +25,7 @@ from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import RewardPool, group_of, group_outcome, payload_of, reward_pool
-from penstock.pipeline.runtime.registration.run_key import make_key
-from penstock.pipeline.runtime.registration.run_registry import find, write
+from penstock.pipeline.runtime.registration.run_registry import find, make_key, write
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.pipeline.runtime.weights.read import fetch

@@ -14,8 +14,7 @@ from penstock.infra.errors import BackendError, CheckpointError, PenstockError, 
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
-from penstock.pipeline.learner.repeat_step import arithmetic_of, changed_arithmetic, repeat
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer, arithmetic_of, changed_arithmetic, repeat
 from penstock.pipeline.replay.recording import Recording, require_retained, with_model
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.weights.read import fetch

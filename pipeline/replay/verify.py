@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from penstock.infra.errors import LogError
 from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
-from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
-from penstock.pipeline.learner.repeat_step import Repetition, other_weights, repeat
+from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer, Repetition, other_weights, repeat
 from penstock.pipeline.replay.recording import PlanMember, Recording, ranges, require_retained
 from penstock.pipeline.replay.restore_policy import advance_to, apply_rebase, arithmetic, open_policy, weights_of
 from penstock.pipeline.replay.steps import ReplayRequest, Result, await_weights, check_steps, replay_steps

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.infra.sandbox.rules import REWARD_TOKEN
+from penstock.infra.sandbox.spawn import REWARD_TOKEN
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.rewards.values import NAMES, RewardError
 

@@ -5,7 +5,7 @@ All differences between modes are fields of `Schedule`, and `MODES` has the name
 """
 
 import time
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -363,3 +363,31 @@ class IdSet:
         while self._pages.get(self._full) == _FULL:
             del self._pages[self._full]
             self._full += 1
+
+
+STATUSES = ("trained", "filtered", "stale", "failed", "abandoned", "unused")
+"""Final statuses of a group."""
+OPEN = "open"
+"""Status of an unfinished group."""
+SETTLED = frozenset(STATUSES) - {"unused"}
+"""Statuses that the end of the run does not change."""
+
+
+def group_status(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> str:
+    """Status of a group, final or `OPEN`; `outcome` is None before the group is scored, `ended` is true after the end of the run."""
+    if trained:
+        return "trained"
+    if stale:
+        return "stale"
+    if outcome in DROPPED:
+        return outcome
+    return "unused" if ended else OPEN
+
+
+def group_statuses(
+    admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool, since: int = 0
+) -> dict[int, str]:
+    """Final or open status of each admitted or trained group from number `since` on."""
+    members = set(trained)
+    groups = [*(numbers := admitted_groups(admitted, since=since)), *sorted(members.difference(numbers))]
+    return {group: group_status(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.runtime.reporting.health_and_metrics import Health
-from penstock.pipeline.runtime.reporting.prometheus import GAUGES, family_of
+from penstock.pipeline.runtime.reporting.health_and_metrics import GAUGES, Health, family_of
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.topics.metrics import TABLES, WORKER
 from tests.support.paths import ROOT

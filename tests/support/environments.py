@@ -13,8 +13,7 @@ from penstock.infra.engines.base import Sampling
 from penstock.infra.sandbox.sessions import Sessions
 from penstock.pipeline.agents.driver import Episode, Limits
 from penstock.pipeline.agents.environments.sources import CHILD
-from penstock.pipeline.agents.generation import Generation
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.agents.record import EpisodeRequest, Generation, Trajectory
 from penstock.pipeline.data.conversation.template import PlainTemplate
 
 COUNTING = '''

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.pipeline.agents.generation import Generation
+from penstock.pipeline.agents.record import Generation
 from tests.support.chat_families import answer, tokenizer
 
 FAMILY = "qwen2_5"

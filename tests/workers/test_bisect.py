@@ -16,7 +16,7 @@ from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.learner.ledger_history import read_ledger_history
-from penstock.pipeline.replay.bisect.cause import unusual_steps
+from penstock.pipeline.replay.bisect.find import unusual_steps
 from penstock.pipeline.replay.bisect.measure import Measurer
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.runtime.registration.run_registry import find

@@ -19,7 +19,7 @@ from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
-from penstock.pipeline.launch.worker_process import Worker
+from penstock.pipeline.launch.supervisor import Worker
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics.metrics import meaning_of

@@ -195,7 +195,7 @@ def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedR
     from types import SimpleNamespace
 
     from penstock.pipeline.config.load import override
-    from penstock.pipeline.learner.repeat_step import arithmetic_of
+    from penstock.pipeline.learner.policy_trainer import arithmetic_of
 
     backend: Any = SimpleNamespace(fingerprint=lambda: {"torch": "2"})
     loss = tmp_path / "own.py"

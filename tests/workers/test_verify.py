@@ -18,8 +18,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
 from penstock.pipeline.cli import main
+from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests
 from penstock.pipeline.inspect.audit.report import audit
-from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
 from penstock.pipeline.inspect.report.card import card
 from penstock.pipeline.inspect.report.provenance import publish, read_statement
 from penstock.topics.wire.record import Record

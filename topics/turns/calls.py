@@ -12,9 +12,8 @@ import numpy as np
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
-from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import require
-from penstock.topics.wire.fields import fields_of
+from penstock.topics.wire.fields import ByValue, fields_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 

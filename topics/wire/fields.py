@@ -1,9 +1,10 @@
-"""Columns of a schema, from the fields of a record's dataclass or by name; columns are not nullable by default."""
+"""Record dataclasses: their columns, not nullable by default, and equality by value if they hold numpy arrays."""
 
 import types
 from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pyarrow as pa
 
 from penstock.topics.wire.columns import Bools, Float32s, Int32s
@@ -59,3 +60,22 @@ def _arrow(hint: Any) -> pa.DataType:
     if origin is dict:
         return map_of(_arrow(inner[1]))
     return pa.struct(fields_of(hint)) if is_dataclass(hint) else _ARROW[hint]
+
+
+class ByValue:
+    """Base of dataclasses with numpy arrays: equal if class, fields, element types and values are equal; NaN equals NaN."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        fields: tuple[str, ...] = tuple(self.__dataclass_fields__)  # type: ignore[attr-defined]
+        return all(_same(getattr(self, field), getattr(other, field)) for field in fields)
+
+
+def _same(left: object, right: object) -> bool:
+    if not isinstance(left, np.ndarray) or not isinstance(right, np.ndarray):
+        return left == right
+    return left.dtype == right.dtype and np.array_equal(left, right, equal_nan=left.dtype.kind == "f")

@@ -28,7 +28,7 @@ from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.rollout.group_tasks import GroupTasks, PublishedSamples
-from penstock.workers.rollout.group_worker import GroupWorker
+from penstock.workers.rollout.worker import GroupWorker
 
 OVERHEADS = 4096
 """Turns over which percentiles are taken."""

@@ -15,8 +15,16 @@ from penstock.infra import faults
 from penstock.infra.errors import RecordMissing, Unrecoverable
 from penstock.infra.log import Log
 from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history, read_planned
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.repeat_step import Difference, Repetition, arithmetic_of, changed_arithmetic, other_weights, rebases, repeat
+from penstock.pipeline.learner.policy_trainer import (
+    Difference,
+    PolicyTrainer,
+    Repetition,
+    arithmetic_of,
+    changed_arithmetic,
+    other_weights,
+    rebases,
+    repeat,
+)
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session

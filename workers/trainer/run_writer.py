@@ -18,8 +18,7 @@ from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
 from penstock.infra.tensors.stream import expected_nbytes
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
-from penstock.pipeline.learner.repeat_step import Difference, arithmetic_of
+from penstock.pipeline.learner.policy_trainer import Difference, PolicyTrainer, Weights, arithmetic_of
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session

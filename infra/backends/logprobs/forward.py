@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.infra.backends.base import TokenBatch
-from penstock.infra.backends.logprobs.line_attention import compiled
-from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree, tree_expected, tree_inputs
+from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, compiled, prefix_tree, tree_expected, tree_inputs
 from penstock.infra.backends.settings import PIECE_ELEMENTS, PIECE_ELEMENTS_OF_GPU
 from penstock.infra.backends.value_head import ValueHead
 from penstock.infra.errors import BackendError

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.hardware import visible_gpus
 from penstock.infra.engines.base import EngineSettings
 from penstock.infra.engines.packages import left_out
 from penstock.infra.engines.vllm import private

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.agents.generation import Generation
+from penstock.pipeline.agents.record import Generation
 from penstock.pipeline.data.conversation.messages import Message, Tools
 from penstock.pipeline.data.conversation.segments import AssistantTurn, Context
 

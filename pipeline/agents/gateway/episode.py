@@ -22,17 +22,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.infra.sandbox.program import Loopback, Program, how_it_ended
-from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
+from penstock.infra.sandbox.spawn import ENVIRONMENT, ChildRules
 from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
 from penstock.pipeline.agents.environments.sources import AGENT, PYTHON
 from penstock.pipeline.agents.gateway.chat import BadRequest, events
 from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds, TrajectoryEnded
-from penstock.pipeline.agents.generation import Generate
-from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Trajectory, trajectory_of
+from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Generate, Trajectory, trajectory_of
 from penstock.pipeline.data.conversation.messages import Template, text_of
 from penstock.pipeline.data.conversation.segments import Conversation
 from penstock.pipeline.data.references import with_facts
-from penstock.topics.wire.well_formed import well_formed_json
+from penstock.topics.wire.visible import well_formed_json
 
 MAX_BYTES = 64 << 20
 MODEL = "policy"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.pipeline.agents.gateway.chat import BadRequest, ChatRequest, chat_request, completion
-from penstock.pipeline.agents.generation import Generate, Generation
+from penstock.pipeline.agents.record import Generate, Generation
 from penstock.pipeline.data.conversation.messages import Message, TemplateRefused
 from penstock.pipeline.data.conversation.segments import Context, Conversation
 

@@ -15,8 +15,7 @@ from penstock.infra.log import Partition
 from penstock.pipeline.data.references import SOURCE_COLUMN
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.topic_reader import POISON
-from penstock.pipeline.scheduling.group_status import SETTLED, group_status
-from penstock.pipeline.scheduling.rules import IdSet
+from penstock.pipeline.scheduling.rules import SETTLED, IdSet, group_status
 from penstock.topics import dead_letters, groups, ledger, prompts
 from penstock.topics.groups import GroupAssembler
 from penstock.topics.ledger import Entry

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from penstock.topics.wire.well_formed import well_formed
+from penstock.topics.wire.visible import well_formed
 
 _EXPECTED = '{"name": <function-name>, "arguments": {...}}'
 _MAX_CALLS = 64

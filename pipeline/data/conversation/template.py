@@ -34,7 +34,7 @@ from penstock.pipeline.data.model_files import (
     special_tokens,
     variables,
 )
-from penstock.topics.wire.well_formed import well_formed
+from penstock.topics.wire.visible import well_formed
 
 _COMPLETION = "QZJX0QZJX"
 """Placeholder for a completion, to find the text after it; no template contains it."""

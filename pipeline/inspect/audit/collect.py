@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.pipeline.inspect.audit.chunk_digests import verify_versions
+from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests, verify_versions
 from penstock.pipeline.inspect.audit.facts import (
     INCOMPLETE,
     DeadLetterFact,
@@ -21,7 +21,6 @@ from penstock.pipeline.inspect.audit.facts import (
 )
 from penstock.pipeline.inspect.audit.rules import as_object, oldest_trained, terms_of, trajectory_flaw
 from penstock.pipeline.inspect.audit.source import Source, Unreadable, plain
-from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.samples import Rollout

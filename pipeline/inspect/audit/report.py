@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.inspect.audit.check import Check, Violation
-from penstock.pipeline.inspect.audit.checks import dead_letters, groups, prompts, steps, trajectories, versions
+from penstock.pipeline.inspect.audit.checks import dead_letters, groups, prompts, steps, versions
 from penstock.pipeline.inspect.audit.checks.dead_letters import accounted, unaccounted
 from penstock.pipeline.inspect.audit.checks.groups import group_statuses
 from penstock.pipeline.inspect.audit.checks.prompts import one_clock
+from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests
 from penstock.pipeline.inspect.audit.collect import collect
 from penstock.pipeline.inspect.audit.facts import Anchor, Facts
 from penstock.pipeline.inspect.audit.rules import as_object
 from penstock.pipeline.inspect.audit.source import Source, Unreadable
-from penstock.pipeline.inspect.audit.topic_digests import TopicDigests
 from penstock.topics.metrics import EVERY_RUN_HAS
 
 
@@ -159,7 +159,7 @@ _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
 )
 
 
-MODULES = (prompts, trajectories, groups, steps, versions, dead_letters)
+MODULES = (prompts, groups, steps, versions, dead_letters)
 """Modules in the order of a sample's lifecycle; each has a table `CHECKS`."""
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from penstock.pipeline.inspect.recorded_run import RecordedRun, StoredDeadLetter, no_prompt
 from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.group_status import group_status
-from penstock.pipeline.scheduling.rules import Schedule
+from penstock.pipeline.scheduling.rules import Schedule, group_status
 from penstock.topics.dead_letters import DeadLetter, claimed_group
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.infra.errors import ConfigError, LogError, RunNotFound
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, write_complete, write_private
-from penstock.pipeline.config.hub import SCHEME, is_hub_name
+from penstock.pipeline.config.fields import SCHEME, is_hub_name
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.inspect.metrics import settled
 from penstock.pipeline.inspect.report.inclusion import Chain, leaves, root

@@ -36,8 +36,7 @@ from penstock.pipeline.inspect.status import bottleneck, busy
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
-from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
-from penstock.pipeline.scheduling.rules import MODES
+from penstock.pipeline.scheduling.rules import MODES, OPEN, STATUSES
 from penstock.topics.runs import ENDED
 
 COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")

@@ -15,7 +15,7 @@ from penstock.pipeline.inspect.tables.advantages import Advantages
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader
-from penstock.pipeline.scheduling.group_status import OPEN
+from penstock.pipeline.scheduling.rules import OPEN
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt

@@ -24,7 +24,7 @@ from penstock.pipeline.inspect.web.timeline import (
     timeline,
 )
 from penstock.pipeline.runtime.roles import order
-from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
+from penstock.pipeline.scheduling.rules import OPEN, STATUSES
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.samples import FINISHES
 

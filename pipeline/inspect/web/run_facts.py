@@ -31,7 +31,7 @@ from penstock.pipeline.inspect.run_view_types import WorkerView
 from penstock.pipeline.inspect.status import Bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.inspect.web.render import number, share
 from penstock.pipeline.runtime.reporting.reporter import kind_of
-from penstock.pipeline.scheduling.group_status import OPEN, STATUSES
+from penstock.pipeline.scheduling.rules import OPEN, STATUSES
 from penstock.topics import runs
 from penstock.topics.groups import Group
 

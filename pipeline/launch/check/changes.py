@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.infra.errors import ConfigError, PenstockError
-from penstock.pipeline.config.hub import pinned
+from penstock.pipeline.config.fields import pinned
 from penstock.pipeline.config.load import Config, from_json, to_json, with_values
 from penstock.pipeline.config.plugins import source_digest, split_options
 from penstock.pipeline.config.resume import CHANGEABLE

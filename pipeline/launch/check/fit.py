@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from penstock.infra.backends.nvidia import GIB, MEMORY, gpu_memory, visible_gpus
+from penstock.infra.backends.hardware import GIB, MEMORY, gpu_memory, visible_gpus
 from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults, with_values
 from penstock.pipeline.inspect.records.runs import size
 from penstock.pipeline.launch.check.memory import (

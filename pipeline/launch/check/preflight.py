@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from penstock.infra.backends.nvidia import driver_problem, driver_version, library_cuda, torch_cuda, visible_gpus
+from penstock.infra.backends.hardware import driver_problem, driver_version, library_cuda, torch_cuda, visible_gpus
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.rules import ChildRules
-from penstock.infra.sandbox.spawn import ChildError
+from penstock.infra.sandbox.spawn import ChildError, ChildRules
 from penstock.infra.sandbox.timed_pool import ChildPool, Failed
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.algorithms.advantages import LOW, RewardScale, zero_variance

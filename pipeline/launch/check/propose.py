@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.backends.hardware import this_cpu
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.hardware import this_cpu, visible_gpus
 from penstock.infra.errors import WrongBuild
 from penstock.infra.tensors.parameter_count import parameters
-from penstock.pipeline.config.fields import absolute_source
-from penstock.pipeline.config.hub import is_hub_name, local_model
+from penstock.pipeline.config.fields import absolute_source, is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.data.model_files import chat_template_of, model_folder

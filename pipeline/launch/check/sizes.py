@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.infra.backends.nvidia import visible_gpus
+from penstock.infra.backends.hardware import visible_gpus
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import state_path
 from penstock.infra.tensors.parameter_count import parameters

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from penstock.infra.errors import BackendError, PenstockError
 from penstock.pipeline.config.load import Config, with_values
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.policy_trainer import Notify
-from penstock.pipeline.learner.repeat_step import Repetition, repeat
+from penstock.pipeline.learner.policy_trainer import Notify, Repetition, repeat
 from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.replay.restore_policy import arithmetic, open_policy, weights_of
 from penstock.pipeline.replay.verify import report_arithmetic

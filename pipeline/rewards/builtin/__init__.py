@@ -221,7 +221,7 @@ def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
 
 @lru_cache(maxsize=64)
 def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
-    from penstock.pipeline.data.generated import make_task
+    from penstock.pipeline.data.open import make_task
 
     task = make_task(recipe)
     return task, task[index]

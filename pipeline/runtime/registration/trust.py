@@ -17,8 +17,7 @@ from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.plugins import split_options
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.runtime.registration.run_key import KEY_FILE, make_key
-from penstock.pipeline.runtime.registration.run_registry import Registration, registration, write
+from penstock.pipeline.runtime.registration.run_registry import KEY_FILE, Registration, make_key, registration, write
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics.catalogue import RUNS_TOPIC, control_topics_of, topic_name, topics_of
 from penstock.topics.runs import RunRecord

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.backends.nvidia import driver_problem, driver_version, library_cuda, torch_cuda
+from penstock.infra.backends.hardware import driver_problem, driver_version, library_cuda, torch_cuda
 from tests.support.paths import ROOT
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 03:50:37 UTC 2025\nGCC version:  gcc version 12.3.0\n"
@@ -42,7 +42,7 @@ def test_a_driver_that_is_new_enough_or_has_a_forward_compatible_library_is_take
 def test_a_lock_is_checked_against_the_driver_by_a_python_without_packages(tmp_path: Path) -> None:
     (tmp_path / "version").write_text(CLOSED)
     (tmp_path / "lock").write_text("nvidia-cuda-runtime==12.8.90\n")
-    command = [sys.executable, "-S", "-m", "penstock.infra.backends.nvidia"]
+    command = [sys.executable, "-S", "-m", "penstock.infra.backends.hardware"]
     for lock, status in ((tmp_path / "lock", 0), (ROOT / "requirements-gpu.lock", 1)):
         done = subprocess.run([*command, str(lock), str(tmp_path / "version")], cwd=ROOT, capture_output=True, text=True, check=False)
         assert (done.returncode, len(done.stderr.splitlines())) == (status, status), done.stderr

@@ -16,7 +16,7 @@ from penstock.infra.errors import ConfigError
 from penstock.infra.sandbox import spawn
 from penstock.infra.sandbox import timed_pool as pooled
 from penstock.infra.sandbox.keeper import limit, scope_signals
-from penstock.infra.sandbox.rules import ChildRules, Isolation
+from penstock.infra.sandbox.spawn import ChildRules, Isolation
 from penstock.infra.sandbox.timed_pool import ChildPool, Done
 from penstock.pipeline.config.load import from_table
 from tests.support.children import child, end_in_time, runs, time_that_passes_after

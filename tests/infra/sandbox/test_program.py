@@ -12,8 +12,7 @@ import pytest
 from penstock.infra.sandbox import program as program_module
 from penstock.infra.sandbox import spawn
 from penstock.infra.sandbox.program import Program, how_it_ended
-from penstock.infra.sandbox.rules import ChildRules
-from penstock.infra.sandbox.spawn import bwrap_fault
+from penstock.infra.sandbox.spawn import ChildRules, bwrap_fault
 from tests.support.children import end_in_time, runs
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.sandbox.rules import child_environment
+from penstock.infra.sandbox.spawn import child_environment
 from penstock.pipeline.config.load import ConfigError, from_table
 from tests.support.children import child
 

@@ -34,7 +34,7 @@ def test_a_program_started_by_a_process_that_ignores_signals_gets_their_defaults
 
 HANDLED_IN_CHILD = """
 import json, os
-from penstock.infra.sandbox.rules import REWARD
+from penstock.infra.sandbox.spawn import REWARD
 from penstock.infra.sandbox.spawn import end_child, spawn
 process, ours = spawn("tests.infra.sandbox.test_signals:handled", REWARD)
 process.stdin.write(b'{}\\n[0, {}]\\n')
@@ -50,7 +50,7 @@ def handled(_init: object) -> Callable[[object], list[bool]]:
 
 def test_reward_children_and_programs_handle_signals_whoever_starts_them():
     in_program = (
-        "import asyncio\nfrom penstock.infra.sandbox.program import Program\nfrom penstock.infra.sandbox.rules import REWARD\n"
+        "import asyncio\nfrom penstock.infra.sandbox.program import Program\nfrom penstock.infra.sandbox.spawn import REWARD\n"
         "async def run():\n"
         f"    program = await Program.start([sys.executable, '-c', {HANDLERS!r}], stdin=b'', environment={{}}, rules=REWARD)\n"
         "    await program.wait()\n    print(program.output, end='')\n"

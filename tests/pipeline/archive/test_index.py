@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive.index import run_index, samples, segments
+from penstock.pipeline.archive.index import run_index, segments
 from penstock.pipeline.archive.index.queries import ORDERS, Filters, GroupList
 from penstock.pipeline.archive.index.run_index import RunIndex
-from penstock.pipeline.archive.index.samples import SampleCopy
+from penstock.pipeline.archive.index.segments import SampleCopy
 from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
@@ -30,7 +30,7 @@ TOPICS = ("ledger", "groups", "prompts", "dead-letters")
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of two rows, of which three become one."""
-    for module, name, value in ((run_index, "ROWS", 2), (segments, "ROWS", 2), (segments, "MERGED", 3), (samples, "GROUPS", 2)):
+    for module, name, value in ((run_index, "ROWS", 2), (segments, "ROWS", 2), (segments, "MERGED", 3), (segments, "GROUPS", 2)):
         monkeypatch.setattr(module, name, value)
 
 

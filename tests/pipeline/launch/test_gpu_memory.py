@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.backends.nvidia import GIB, MEMORY, gpu_memory
+from penstock.infra.backends.hardware import GIB, MEMORY, gpu_memory
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import OK, USAGE
 from penstock.pipeline.config.load import Config, ConfigError, load, with_values

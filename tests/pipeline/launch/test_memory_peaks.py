@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.backends.nvidia import GIB
+from penstock.infra.backends.hardware import GIB
 from penstock.pipeline.config.load import from_table, with_values
 from penstock.pipeline.launch.check import propose
 from penstock.pipeline.launch.check.memory import (

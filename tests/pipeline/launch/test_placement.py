@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.infra.backends.nvidia import VISIBLE, visible_gpus
+from penstock.infra.backends.hardware import VISIBLE, visible_gpus
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load
 from penstock.pipeline.launch.placement import cores_of, on_cores, place
 from penstock.pipeline.runtime.roles import ROLES

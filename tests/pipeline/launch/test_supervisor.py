@@ -22,8 +22,7 @@ from penstock.pipeline.config.schema import EvalSection
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts, WorkerView
 from penstock.pipeline.launch import restart_policy, run_lock
-from penstock.pipeline.launch.supervisor import LONGEST_STOP, Failure, Supervisor
-from penstock.pipeline.launch.worker_process import Worker
+from penstock.pipeline.launch.supervisor import LONGEST_STOP, Failure, Supervisor, Worker
 from penstock.topics.ledger import Entry
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 

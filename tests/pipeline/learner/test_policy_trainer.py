@@ -7,8 +7,7 @@ import pytest
 from penstock.infra.checkpoints import CheckpointStore, Recorded, State
 from penstock.infra.errors import BackendError
 from penstock.pipeline.learner import policy_trainer
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.repeat_step import repeat
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, repeat
 from penstock.pipeline.runtime.factories import open_store
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry

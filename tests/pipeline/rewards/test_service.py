@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from penstock.infra.sandbox.program import Loopback
-from penstock.infra.sandbox.rules import REWARD_TOKEN as TOKEN
+from penstock.infra.sandbox.spawn import REWARD_TOKEN as TOKEN
 from penstock.infra.sandbox.timed_pool import ChildPool, Done
 from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.rewards.functions import digests, resolve

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.pipeline.scheduling.group_status import OPEN, SETTLED, STATUSES, group_status, group_statuses
+from penstock.pipeline.scheduling.rules import OPEN, SETTLED, STATUSES, group_status, group_statuses
 
 
 @pytest.mark.parametrize(

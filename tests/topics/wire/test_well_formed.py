@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.topics.wire.well_formed import well_formed, well_formed_json
+from penstock.topics.wire.visible import well_formed, well_formed_json
 from tests.support.any_text import ANY_TEXT
 
 VALUES = st.recursive(

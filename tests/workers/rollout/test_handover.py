@@ -21,7 +21,7 @@ from penstock.topics import prompts, rollouts
 from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.rollout.group_worker import GroupWorker
+from penstock.workers.rollout.worker import GroupWorker
 from tests.support.examples import prompt_of
 from tests.support.published_weights import NoNews
 
@@ -163,7 +163,7 @@ def test_a_worker_killed_with_them_is_followed_by_one_that_generates_them_again(
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.rollout.group_worker.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("penstock.workers.rollout.worker.IDLE_WAIT_S", 0.0)
 
 
 def test_groups_in_hand_whose_partition_went_to_a_joiner_are_dropped_and_drawn_once() -> None:

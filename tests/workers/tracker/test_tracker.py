@@ -24,7 +24,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.tracker import metrics_file, results, worker
+from penstock.workers.tracker import metrics_file, worker
 from tests.support.a_run import RUN, RecordBuilder
 
 STEPS = 5
@@ -153,13 +153,13 @@ def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
     log: MemoryLog, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(log, built(**WITHOUT_MLFLOW)[1])
-    monkeypatch.setattr(results, "PAGE_S", 0.0)
+    monkeypatch.setattr(worker, "PAGE_S", 0.0)
     follow(log)
     assert [line for line in said if "page" in line] == [
         "the report page was not written: it was not ready within 0 s; "
         f"write it with `penstock report {RUN} --html {run_directory(tmp_path) / 'report.html'}`"
     ]
-    monkeypatch.setattr(results, "PAGE_S", 200.0)
+    monkeypatch.setattr(worker, "PAGE_S", 200.0)
     (run_directory(tmp_path) / "report.html").mkdir()
     said.clear()
     follow(log)

@@ -8,10 +8,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.infra.backends.logprobs import forward as forward_module
-from penstock.infra.backends.logprobs import line_attention
+from penstock.infra.backends.logprobs import prefix_tree as tree_module
 from penstock.infra.backends.logprobs.forward import Forward, _gap
-from penstock.infra.backends.logprobs.line_attention import BLOCK
-from penstock.infra.backends.logprobs.prefix_tree import TREE_ATTENTION, prefix_tree
+from penstock.infra.backends.logprobs.prefix_tree import BLOCK, TREE_ATTENTION, prefix_tree
 from penstock.pipeline.learner.micro_batches import TokenSequence, pack
 
 pytestmark = pytest.mark.costly
@@ -46,7 +45,7 @@ def dense(query, key, value, *, block_mask, scale, enable_gqa):
 
 @pytest.fixture(autouse=True)
 def dense_kernel(monkeypatch):
-    monkeypatch.setattr(line_attention, "compiled", lambda _: dense)
+    monkeypatch.setattr(tree_module, "compiled", lambda _: dense)
     monkeypatch.setattr(forward_module, "compiled", lambda function: function)
 
 
@@ -84,7 +83,7 @@ def model_of(kind, **more):
 def test_each_token_of_the_line_attends_to_its_row_up_to_itself(seed):
     batch = batch_of_groups(seed=seed)
     tree = prefix_tree(batch, line=True)
-    mask = line_attention.block_mask(tree.ends, tree.positions, line_attention.causal_mask_function)
+    mask = prefix_tree.block_mask(tree.ends, tree.positions, prefix_tree.causal_mask_function)
     assert len(tree.ids) % BLOCK == 0
     prefixes = {(): 0}
     seen = pairs(mask)
@@ -138,5 +137,5 @@ def test_the_comparison_at_the_start_accepts_the_line_and_refuses_a_kernel_with_
         (scaled_gradient, "gradient differs"),
         (lambda *_, **__: 1 / 0, "ZeroDivisionError"),
     ):
-        monkeypatch.setattr(line_attention, "compiled", lambda _, kernel=kernel: kernel)
+        monkeypatch.setattr(tree_module, "compiled", lambda _, kernel=kernel: kernel)
         assert reason in (_gap(model, batch, LINE, PLAIN, device=CPU) or "")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.agents.gateway.chat import BadRequest
 from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
-from penstock.pipeline.agents.generation import Generation
-from penstock.pipeline.agents.record import EpisodeState, trajectory_of
+from penstock.pipeline.agents.record import EpisodeState, Generation, trajectory_of
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.data.conversation.segments import Conversation
 from penstock.pipeline.inspect.audit.rules import trajectory_flaw

@@ -14,8 +14,7 @@ from penstock.infra.engines.base import Sampling
 from penstock.pipeline.agents.driver import Limits
 from penstock.pipeline.agents.gateway import episode
 from penstock.pipeline.agents.gateway.episode import AgentClock, AgentEpisode, Gateway, command_of, version_of
-from penstock.pipeline.agents.generation import Generation
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.agents.record import EpisodeRequest, Generation, Trajectory
 from tests.support.chat_families import stop_ids, template
 from tests.support.children import end_in_time, runs, time_that_passes_after
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy

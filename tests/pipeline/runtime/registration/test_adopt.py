@@ -11,8 +11,7 @@ from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
 from penstock.pipeline.cli import options, topics
 from penstock.pipeline.runtime.leases import WriterLease, new_token
-from penstock.pipeline.runtime.registration.run_key import make_key
-from penstock.pipeline.runtime.registration.run_registry import registration, write
+from penstock.pipeline.runtime.registration.run_registry import make_key, registration, write
 from penstock.topics.catalogue import control_topics_of
 from penstock.topics.runs import RunRecord
 from tests.support.a_run import CONFIG, RUN

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.runtime.registration.run_key import fits, key_of, key_path, make_key, newest, read_key, signed
-from penstock.pipeline.runtime.registration.run_registry import registration, write, write_status
+from penstock.pipeline.runtime.registration.run_registry import (
+    fits,
+    key_of,
+    key_path,
+    make_key,
+    newest,
+    read_key,
+    registration,
+    signed,
+    write,
+    write_status,
+)
 from penstock.pipeline.runtime.registration.trust import NO_TRUST, require_trusted
 from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topic_name, topics_of

@@ -14,8 +14,16 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch.run_lock import folder_of
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
-from penstock.pipeline.runtime.registration.run_key import key_path, make_key, signed
-from penstock.pipeline.runtime.registration.run_registry import own_runs, registration, resolve, write, write_status
+from penstock.pipeline.runtime.registration.run_registry import (
+    key_path,
+    make_key,
+    own_runs,
+    registration,
+    resolve,
+    signed,
+    write,
+    write_status,
+)
 from penstock.pipeline.runtime.registration.trust import (
     MLFLOW_SECRETS,
     NO_TRUST,
