@@ -1,4 +1,4 @@
-"""`penstock runs`: lists, describes and removes runs. `penstock card` publishes a model, `penstock verify` checks it against its statement."""
+"""`penstock runs` lists, describes and removes runs; `penstock card` publishes a model; `penstock verify` checks it by its statement."""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -59,7 +59,7 @@ def _arrow(hint: Any) -> pa.DataType:
         return list_of(_arrow(inner[0]))
     if origin is dict:
         return map_of(_arrow(inner[1]))
-    return pa.struct(fields_of(hint)) if is_dataclass(hint) else _ARROW[hint]
+    return pa.struct(fields_of(hint)) if isinstance(hint, type) and is_dataclass(hint) else _ARROW[hint]
 
 
 class ByValue:
