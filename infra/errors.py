@@ -1,7 +1,4 @@
-"""The tree of error types; each message is one line with the fix.
-
-Errors of libraries are translated into this tree once, where they are raised. `ConfigError`, a mistake of the user, is not part of it.
-"""
+"""The tree of error types; each message is one line with the fix."""
 
 
 class PenstockError(Exception):

@@ -1,7 +1,4 @@
-"""Fault points: named points at which a process kills itself, so that a test can end it between any two lines.
-
-Without the environment variable they do nothing, at almost no cost.
-"""
+"""Fault points: named points at which a process kills itself, so that a test can end it between any two lines."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""The table of topics: those of a run, their partitions, and the settings they are created with.
-
-Every topic of a run starts with `<run id>.`, so that one prefixed access rule covers it."""
+"""The table of topics: those of a run, their partitions, and the settings they are created with."""
 
 import re
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""`metrics`: one worker's measurements. Every worker -> tracker, live view, report.
-
-A measurement carries its time, so that reading it twice gives the same point twice."""
+"""`metrics`: one worker's measurements. Every worker -> tracker, live view, report."""
 
 import math
 import re

@@ -1,6 +1,4 @@
-"""`prompts`: one prompt group to be sampled `samples_per_prompt` times. Feeder -> rollout workers, scorers.
-
-The feeder tokenises the prompt; every later stage uses its token ids."""
+"""`prompts`: one prompt group to be sampled `samples_per_prompt` times. Feeder -> rollout workers, scorers."""
 
 from dataclasses import dataclass
 

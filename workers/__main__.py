@@ -1,7 +1,4 @@
-"""`python -m penstock.workers ROLE --run RUN --bootstrap HOST:PORT`: one worker process.
-
-Arguments are parsed before the heavy modules of a role are imported.
-"""
+"""`python -m penstock.workers ROLE --run RUN --bootstrap HOST:PORT`: one worker process."""
 
 import gc
 import sys

@@ -1,7 +1,4 @@
-"""The protocol of a trainer backend, its input, and the declaration of a backend.
-
-`backward` adds un-normalised gradients, and `step` divides their sum once.
-"""
+"""The protocol of a trainer backend, its input, and the declaration of a backend."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""The models of a backend: opened, frozen, with low-rank adapters, and written in Hugging Face format bit for bit.
-
-Dropout is off, so that a forward pass depends only on weights and tokens. Nothing is downloaded.
-"""
+"""The models of a backend: opened, frozen, with low-rank adapters, and written in Hugging Face format bit for bit."""
 
 import contextlib
 import dataclasses

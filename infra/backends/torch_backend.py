@@ -1,8 +1,4 @@
-"""Trainer backend on plain torch, and the base of all backends: forward passes, frozen policies, fingerprint, export.
-
-One process on the CPU or a GPU, or several with a full copy of the model each. Gradients are summed in float32 for every dtype of the
-weights, and divided once, in `step`.
-"""
+"""Trainer backend on plain torch, and the base of all backends: forward passes, frozen policies, fingerprint, export."""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""An engine without a model: pseudo-random completions at a configured speed, for tests and benchmarks of the rest.
-
-It follows the protocol of real engines; a completion depends only on the request and on the digest of the weights at its start.
-"""
+"""An engine without a model: pseudo-random completions at a configured speed, for tests and benchmarks of the rest."""
 
 import hashlib
 import heapq

@@ -1,7 +1,4 @@
-"""Creates, checks, lists and deletes topics of a Kafka cluster, looks up offsets, and ends transactions that the cluster has lost.
-
-An existing topic is never changed; an error of one line names the difference to the specification.
-"""
+"""Creates, checks, lists and deletes topics of a Kafka cluster, looks up offsets, and ends transactions that the cluster has lost."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""Reads whole partitions and writes records in bulk through librdkafka, for exports and imports.
-
-Memory is bounded by librdkafka's queues and one block of records.
-"""
+"""Reads whole partitions and writes records in bulk through librdkafka, for exports and imports."""
 
 import time
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Checks that the client lacks while it reads: for damaged offset ranges that the operator had readers skip, and for deleted topics.
-
-The ranges are dead letters of the run (`penstock topics skip`); no reader skips anything by itself.
-"""
+"""Checks that the client lacks while it reads: for damaged offset ranges that the operator had readers skip, and for deleted topics."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence

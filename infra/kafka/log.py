@@ -1,7 +1,4 @@
-"""`KafkaLog`: the log on Apache Kafka.
-
-A log is cheap and shared; each tail, member, producer and transactional writer has a client of its own.
-"""
+"""`KafkaLog`: the log on Apache Kafka."""
 
 import logging
 import threading

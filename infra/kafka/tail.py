@@ -1,7 +1,4 @@
-"""Reads named partitions, and single records by their offsets; creates, polls and closes consumers, also for group members.
-
-Polling waits out an outage quietly and without spinning; only a refusal of the broker is an error.
-"""
+"""Reads named partitions, and single records by their offsets; creates, polls and closes consumers, also for group members."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""Delivers points to MLflow from a thread of its own, through any outage of the server.
-
-No caller waits for MLflow, and no undelivered point is lost or stored in memory: the journal is read again.
-"""
+"""Delivers points to MLflow from a thread of its own, through any outage of the server."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""Runs a user's program as a child process, and serves an ASGI application to it on the loopback.
-
-The end of its output is stored, and no process of it outlives its end or its parent.
-"""
+"""Runs a user's program as a child process, and serves an ASGI application to it on the loopback."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""Weights as a frozen base and a copy of low-rank adapters.
-
-Only `topics.versions` merges them, so that the trainer and the readers of its adapters have the same bits.
-"""
+"""Weights as a frozen base and a copy of low-rank adapters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Host memory for whole versions: other processes of the machine can map it, and CUDA can copy from and to it at the full rate.
-
-Memory that is shared is a `memfd` without a name in a file system, freed when its last process exits.
-"""
+"""Host memory for whole versions: other processes of the machine can map it, and CUDA can copy from and to it at the full rate."""
 
 import contextlib
 import fcntl

@@ -1,7 +1,4 @@
-"""Converts a conversation to the columns of a sample: tokens of all segments, loss mask, versions, turns.
-
-Generated tokens are copied, never rendered again. If the first segment starts with the group's prompt, the prompt is omitted.
-"""
+"""Converts a conversation to the columns of a sample: tokens of all segments, loss mask, versions, turns."""
 
 import json
 from collections.abc import Awaitable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Advantage functions, from the K rewards of one group to K advantages; and the range of a run's rewards.
-
-They compute in float64 and return float32. A user's advantage has the same form: rewards [K] -> advantages [K].
-"""
+"""Advantage functions, from the K rewards of one group to K advantages; and the range of a run's rewards."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The configuration keys that a resumed run may change.
-
-Keys that determine prompts, samples, rewards or steps are not among them, because the existing log depends on them.
-"""
+"""The configuration keys that a resumed run may change."""
 
 import shlex
 from collections.abc import Sequence

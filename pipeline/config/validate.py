@@ -1,7 +1,4 @@
-"""Checks across the sections of a configuration.
-
-Each check is a function that returns None, or one line with the problem and the fix; the first line is the error.
-"""
+"""Checks across the sections of a configuration."""
 
 from collections.abc import Callable
 from urllib.parse import urlsplit

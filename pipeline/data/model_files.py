@@ -1,7 +1,4 @@
-"""Reads tokenizer, stop ids and chat template in a model's directory, as transformers does, without importing it.
-
-Templates run in Jinja's sandbox with the filters, globals and tags of transformers, and the model's special tokens as variables.
-"""
+"""Reads tokenizer, stop ids and chat template in a model's directory, as transformers does, without importing it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

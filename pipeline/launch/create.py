@@ -1,7 +1,4 @@
-"""Creates a run: checks everything a user can get wrong, then registers the run and makes its topics.
-
-A user's loss and advantage are run on a synthetic batch.
-"""
+"""Creates a run: checks everything a user can get wrong, then registers the run and makes its topics."""
 
 import json
 import os

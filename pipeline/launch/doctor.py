@@ -1,7 +1,4 @@
-"""Examines this machine: one finding per dependency or resource, each with its fix.
-
-It changes and downloads nothing. `fail` marks what every role needs, `warn` what only some role needs.
-"""
+"""Examines this machine: one finding per dependency or resource, each with its fix."""
 
 import importlib.util
 import io

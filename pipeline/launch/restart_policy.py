@@ -1,7 +1,4 @@
-"""Decides when a crashed process is restarted, how long the restart waits, and when the restart limit is reached.
-
-A decision is a pure function of the earlier exits and the time.
-"""
+"""Decides when a crashed process is restarted, how long the restart waits, and when the restart limit is reached."""
 
 import signal
 from collections.abc import Sequence

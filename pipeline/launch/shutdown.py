@@ -1,7 +1,4 @@
-"""Handles the signals that stop a launcher, and lets it outlive its terminal.
-
-The first SIGINT, SIGTERM or SIGHUP requests an orderly stop, a second one ends at once; a failed write ends nothing.
-"""
+"""Handles the signals that stop a launcher, and lets it outlive its terminal."""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""Starts, restarts and stops the worker processes of a run on this machine.
-
-A started process is listed in `workers.json` before anything else happens.
-"""
+"""Starts, restarts and stops the worker processes of a run on this machine."""
 
 import contextlib
 import json

@@ -1,7 +1,4 @@
-"""Evaluates weights on the held-out prompts: generated greedily and sampled, and scored.
-
-Accuracy, its interval and pass@k are pure functions of rewards.
-"""
+"""Evaluates weights on the held-out prompts: generated greedily and sampled, and scored."""
 
 import json
 import math

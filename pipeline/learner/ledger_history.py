@@ -1,7 +1,4 @@
-"""Ledger of a run as a starting trainer reads it, and the groups of a recorded plan.
-
-Every counter of the schedule follows from the ledger and the groups, none from a checkpoint.
-"""
+"""Ledger of a run as a starting trainer reads it, and the groups of a recorded plan."""
 
 import json
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The policy being trained, as a live trainer, its recovery and a replay use it.
-
-It needs no worker and writes nothing: the result of a step is a function of the model before it and the groups of its plan.
-"""
+"""The policy being trained, as a live trainer, its recovery and a replay use it."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,8 +1,4 @@
-"""Assigns the micro-batches of one optimizer step to the ranks of a trainer.
-
-Rank 0 divides the step and sends each rank the offsets and digests of its groups; a rank reads and verifies only those. All ranks run
-equally many micro-batches, and statistics are added up in plan order.
-"""
+"""Assigns the micro-batches of one optimizer step to the ranks of a trainer."""
 
 from collections import Counter
 from collections.abc import Sequence

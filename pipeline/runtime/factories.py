@@ -1,7 +1,4 @@
-"""Opens the engine, the backend and the checkpoints of a configuration.
-
-A process loads one model at a time, because transformers changes global state while it loads.
-"""
+"""Opens the engine, the backend and the checkpoints of a configuration."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ from penstock.pipeline.data.conversation.template import template_of
 from penstock.pipeline.data.tokenization import digests
 
 _LOADING = threading.Lock()
+"""A process loads one model at a time, because transformers changes global state while it loads."""
 
 
 @contextmanager

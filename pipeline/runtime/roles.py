@@ -1,7 +1,4 @@
-"""The roles of a run in one table: order, colour, number of workers, topics read and written; also as a graph, and as Kafka permissions.
-
-No other module has a list of roles. A role's module is imported by name, in the process that runs it.
-"""
+"""The roles of a run in one table: order, colour, number of workers, topics read and written; also as a graph, and as Kafka permissions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""The user's DeepSpeed options (`trainer.deepspeed_config`): validated, and merged over Penstock's.
-
-An option that Penstock sets is rejected with the key to use instead. The value "auto" leaves the decision to Penstock.
-"""
+"""The user's DeepSpeed options (`trainer.deepspeed_config`): validated, and merged over Penstock's."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,4 @@
-"""Computes the logprobs of a micro-batch, on rows with shared prefixes and no padding, or on padded rows.
-
-`choose_forward` selects the way when a model is opened, by comparison with the plain forward pass. Logits become float32 before any sum
-over the vocabulary, and at most 64 MiB of them exist at a time, on a GPU 1 GiB: more are computed again for the gradient.
-"""
+"""Computes the logprobs of a micro-batch, on rows with shared prefixes and no padding, or on padded rows."""
 
 import contextlib
 import itertools

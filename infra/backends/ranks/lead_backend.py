@@ -1,7 +1,4 @@
-"""Rank 0's backend: each call that all ranks have to make is sent to the others before it runs here.
-
-All ranks make the same calls in the same order, so that no rank waits in a collective that another one never enters.
-"""
+"""Rank 0's backend: each call that all ranks have to make is sent to the others before it runs here."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

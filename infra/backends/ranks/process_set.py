@@ -1,7 +1,4 @@
-"""The processes of one trainer: DeepSpeed's import and process group, messages through the group's store, and tensors through gloo.
-
-Each rank receives rank 0's messages in the order in which they were sent. Nothing is pickled.
-"""
+"""The processes of one trainer: DeepSpeed's import and process group, messages through the group's store, and tensors through gloo."""
 
 import atexit
 import importlib

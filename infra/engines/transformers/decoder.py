@@ -1,8 +1,4 @@
-"""Prefill, decode steps and sampling of tokens for one group.
-
-Shapes depend only on the request, so that a row's bits do too; a row's token depends only on its own logits and its own uniform number.
-`PlainDecoder` works for any causal LM with a cache; `open_decoder` uses `TracedDecoder` if its logits equal the model's.
-"""
+"""Prefill, decode steps and sampling of tokens for one group."""
 
 import inspect
 import warnings

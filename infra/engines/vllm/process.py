@@ -1,7 +1,4 @@
-"""Ends an engine's processes when their worker exits, and notifies the worker when they exit.
-
-The processes and their temporary files are removed within seconds, also after a SIGKILL of the worker.
-"""
+"""Ends an engine's processes when their worker exits, and notifies the worker when they exit."""
 
 import contextlib
 import os

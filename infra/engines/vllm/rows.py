@@ -1,7 +1,4 @@
-"""Groups and samples in vLLM, the arguments of their requests, and counters.
-
-All sampling parameters are set, so that neither the model's generation config nor other samples have an influence.
-"""
+"""Groups and samples in vLLM, the arguments of their requests, and counters."""
 
 import hashlib
 from dataclasses import dataclass, field

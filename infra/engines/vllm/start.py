@@ -1,8 +1,4 @@
-"""Arguments of vLLM's engine, and its start in this process or its own.
-
-Invalid arguments are rejected before vLLM is imported, with the nearest valid name or the key to set instead. After the start this process
-has the configured thread count, and its random generators, memory policy and environment are unchanged.
-"""
+"""Arguments of vLLM's engine, and its start in this process or its own."""
 
 import ast
 import contextlib

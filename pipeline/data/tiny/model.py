@@ -1,7 +1,4 @@
-"""Makes tiny models: Qwen3 with 0.1 M parameters over single characters, pretrained on imperfect demonstrations of a tiny task.
-
-The directory is an ordinary Hugging Face one, written atomically; equal seeds and steps give equal weights.
-"""
+"""Makes tiny models: Qwen3 with 0.1 M parameters over single characters, pretrained on imperfect demonstrations of a tiny task."""
 
 import json
 import random

@@ -1,7 +1,4 @@
-"""Compares a run with the memory of its GPUs: what exceeds it, the smallest change that fits, and the fastest setting that fits.
-
-`init`, `check` and `plan` use the same bound.
-"""
+"""Compares a run with the memory of its GPUs: what exceeds it, the smallest change that fits, and the fastest setting that fits."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""Peak memory of a run's workers, on their GPUs and on the host, from the model's shape and the configuration. No weight is read.
-
-The figures are those of torch's allocator in the live code paths: `tests/pipeline/launch/test_gpu_memory.py` compares them.
-"""
+"""Peak memory of a run's workers, on their GPUs and on the host, from the model's shape and the configuration. No weight is read."""
 
 import json
 import math

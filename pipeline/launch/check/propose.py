@@ -1,8 +1,4 @@
-"""Proposes a first configuration for a model, data, a reward and this machine: `penstock init`.
-
-Each value is read from the model, the data or the machine, or its comment tells when to change it. The file passes all checks of a
-configuration.
-"""
+"""Proposes a first configuration for a model, data, a reward and this machine: `penstock init`."""
 
 import json
 import math

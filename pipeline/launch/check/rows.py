@@ -1,7 +1,4 @@
-"""Reads every row of a run's data before the run exists: prompts, pools, and the columns that each reward function needs.
-
-The rows of different kinds (other columns, or values of other types) are collected, so that the reward functions can be tried on each kind.
-"""
+"""Reads every row of a run's data before the run exists: prompts, pools, and the columns that each reward function needs."""
 
 import re
 import time

@@ -1,7 +1,4 @@
-"""Bytes that a run moves through its brokers, by topic, for a number of rollout workers: network, disk, partitions, checkpoints.
-
-Records are encoded by the topics' own codecs. docs/how-to/planning.md has the formula.
-"""
+"""Bytes that a run moves through its brokers, by topic, for a number of rollout workers: network, disk, partitions, checkpoints."""
 
 import json
 from dataclasses import asdict, dataclass, replace

@@ -1,8 +1,4 @@
-"""A simulated rollout worker: a continuously batching engine, and the loop that starts groups and loads weights.
-
-`penstock.pipeline.scheduling.rules` decides when groups start and weights change, as in the live worker. `Outcome` has the figures of a
-simulated run, by the definitions of the papers and of `penstock report`.
-"""
+"""A simulated rollout worker: a continuously batching engine, and the loop that starts groups and loads weights."""
 
 import heapq
 import statistics

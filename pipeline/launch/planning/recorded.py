@@ -1,7 +1,4 @@
-"""Measures a recorded run's phase times and completion lengths from its log, as a workload for the simulator.
-
-Phases that the log does not distinguish are counted once.
-"""
+"""Measures a recorded run's phase times and completion lengths from its log, as a workload for the simulator."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

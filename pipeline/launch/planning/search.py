@@ -1,7 +1,4 @@
-"""Searches the best split of accelerators between rollout and training, and its schedule, by simulation.
-
-Rollout accelerators are equal; training time is inversely proportional to the number of its accelerators.
-"""
+"""Searches the best split of accelerators between rollout and training, and its schedule, by simulation."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Discrete-event simulation of a run: feeder, rollout workers and trainer.
-
-The live workers' rules decide admission, start, staleness, order and publication; only durations are inputs. Deterministic.
-"""
+"""Discrete-event simulation of a run: feeder, rollout workers and trainer."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""Input of the simulator: schedule, speeds of the machines, and completion lengths. Times are in seconds, speeds in tokens per second.
-
-The lengths of a group depend on (seed, group) only, so that all compared schedules generate the same samples.
-"""
+"""Input of the simulator: schedule, speeds of the machines, and completion lengths. Times are in seconds, speeds in tokens per second."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,4 @@
-"""Built-in rewards: exact match, mathematical equality, a table by status, reasoning-gym's scores, the environment's reward, and DAPO's
-length penalty.
-
-A reward depends on the completion and the row alone, never on time.
-"""
+"""Built-in rewards: functions of the completion and the row alone, never of time."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""Sends a worker's status once a second and its results to `metrics`, prints its log lines, and counts the uses of its time.
-
-Sending does not wait for the broker; a lost measurement raises at the next status. Every second has one use.
-"""
+"""Sends a worker's status once a second and its results to `metrics`, prints its log lines, and counts the uses of its time."""
 
 import gc
 import re

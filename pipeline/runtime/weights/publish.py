@@ -1,7 +1,4 @@
-"""Writes a version's chunks, describes them in a manifest, which the caller commits, and finds the chunks that can be deleted.
-
-Chunks first, manifest last. Memory: this version, the one before it, and a few chunks.
-"""
+"""Writes a version's chunks, describes them in a manifest, which the caller commits, and finds the chunks that can be deleted."""
 
 import hashlib
 import os

@@ -1,7 +1,4 @@
-"""Reads a policy version from the log: an anchor plus deltas, or only the deltas after the local version.
-
-A reader gets a version when it is complete and its digest matches, or not at all. Silence is limited, not the duration of a read.
-"""
+"""Reads a policy version from the log: an anchor plus deltas, or only the deltas after the local version."""
 
 import contextlib
 import hashlib
