@@ -1,6 +1,6 @@
 """Checks across the sections of a configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from penstock.infra.backends.registry import BACKENDS
@@ -15,262 +15,198 @@ MAX_SAMPLES = MAX_TURNS = 1 << 12
 NETWORKED = ("http:", "https:", "openenv:", "agent:")
 """Prefixes of sources whose child processes need the network; an agent connects to an endpoint of this machine."""
 
-Check = Callable[[Config], str | None]
+Check = Callable[[Config], Iterator[str]]
 
 
 def first_mistake(config: Config) -> str | None:
-    return next((line for check in CHECKS if (line := check(config)) is not None), None)
+    return next((line for check in CHECKS for line in check(config)), None)
 
 
-def _length(config: Config) -> str | None:
+def _length(config: Config) -> Iterator[str]:
+    """Number of steps, and the data."""
     if (config.run.steps is None) == (config.run.epochs is None):
-        return "run.steps: set exactly one of run.steps and run.epochs"
-    return None
+        yield "run.steps: set exactly one of run.steps and run.epochs"
+    if not config.data_sources or not all(config.data_sources):
+        yield "data.source: empty value; name a file or another source of prompts"
 
 
-def _no_source(config: Config) -> str | None:
-    return (
-        None if config.data_sources and all(config.data_sources) else "data.source: empty value; name a file or another source of prompts"
-    )
-
-
-def _max_lag(config: Config) -> str | None:
+def _schedule(config: Config) -> Iterator[str]:
+    """Schedules that contradict themselves, or that the engine does not support."""
     schedule = config.schedule
     if schedule.max_lag and MODES[schedule.mode].max_lag == 0:
         others = ", ".join(name for name, mode in MODES.items() if mode.max_lag > 0)
-        return f"schedule.max_lag: {schedule.max_lag} is impossible in mode {schedule.mode!r}, whose lag is 0; use one of {others}"
-    return None
-
-
-def _swaps(config: Config) -> str | None:
+        yield f"schedule.max_lag: {schedule.max_lag} is impossible in mode {schedule.mode!r}, whose lag is 0; use one of {others}"
     if config.rules.loads_at == "step" and not config.engine.swaps_in_flight:
         able = " or ".join(repr(name) for name, kind in ENGINES.items() if kind.swaps_in_flight)
-        return f"schedule.mode: {config.schedule.mode!r} changes weights between decode steps; set rollout.engine = {able}"
-    return None
-
-
-def _stale_in_hand(config: Config) -> str | None:
+        yield f"schedule.mode: {config.schedule.mode!r} changes weights between decode steps; set rollout.engine = {able}"
     if config.rules.stale_in_hand != "finish" and config.rules.loads_at != "step":
         action = config.rules.stale_in_hand
-        return f"schedule.stale_in_hand: {action!r} needs a mode that changes weights between decode steps; set schedule.mode = 'bounded'"
-    return None
-
-
-def _oversample_groups(config: Config) -> str | None:
+        yield f"schedule.stale_in_hand: {action!r} needs a mode that changes weights between decode steps; set schedule.mode = 'bounded'"
     rules = config.rules
     if rules.oversample_groups and (rules.order != "arrival" or rules.loads_at != "step"):
         why = "order 'submission' waits for each group" if rules.order != "arrival" else "a straggler would hold up the next version"
-        return (
+        yield (
             f"schedule.oversample_groups: {rules.oversample_groups} is useless, as {why}; use mode 'bounded' or 'in_flight' with 'arrival'"
         )
-    return None
 
 
-def _temperature(config: Config) -> str | None:
+def _sampling(config: Config) -> Iterator[str]:
+    """Sampling limits that the engine or the loss does not support."""
     least, engine = config.engine.min_temperature, config.rollout.engine
     own = [(f"data.sampling.{source}", sampling.temperature) for source, sampling in config.data.sampling.items()]
     for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature), *own):
         if value is not None and value < least:
-            return f"{section}.temperature: {engine} would raise {value} to {least}; set {least}, or use another rollout.engine"
-    return None
-
-
-def _support(config: Config) -> str | None:
-    """Sampling limits that the engine or the loss does not support."""
+            yield f"{section}.temperature: {engine} would raise {value} to {least}; set {least}, or use another rollout.engine"
     sampling = config.sampling
     if sampling.top_p < 1.0 and not sampling.top_k:
-        return (
+        yield (
             f"sampling.top_p: {sampling.top_p} truncates the distribution, and the remaining token ids must be recorded for the "
             "learner's ratio; set sampling.top_k too, for example to 50, to limit their number"
         )
     if sampling.top_k == 1:
-        return "sampling.top_k: 1 generates the same completion K times; use at least 2"
+        yield "sampling.top_k: 1 generates the same completion K times; use at least 2"
     key = "top_k" if sampling.top_k else "stop" if sampling.stop else None
     if key and config.environment.source is not None:
-        return f"sampling.{key}: only single completions support it, not the trajectories of environment.source; remove it"
+        yield f"sampling.{key}: only single completions support it, not the trajectories of environment.source; remove it"
     if key and config.rollout.engine == "toy":
-        return f"sampling.{key}: the toy engine has neither distribution nor text; remove it, or use another rollout.engine"
-    return None
+        yield f"sampling.{key}: the toy engine has neither distribution nor text; remove it, or use another rollout.engine"
 
 
-def _adapters(config: Config) -> str | None:
+def _policies(config: Config) -> Iterator[str]:
+    """Policies that a step compares, and their weights."""
     if config.weights.encoding == "adapter" and not config.trainer.lora_rank:
-        return "weights.encoding: 'adapter' needs a run with trainer.lora_rank above 0; set weights.encoding = 'auto'"
-    return None
-
-
-def _proximal(config: Config) -> str | None:
+        yield "weights.encoding: 'adapter' needs a run with trainer.lora_rank above 0; set weights.encoding = 'auto'"
     proximal, per_version = config.algorithm.proximal, config.schedule.steps_per_version
     if proximal == "current" and per_version != 1:
-        return f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {per_version}; use 'snapshot'"
+        yield f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {per_version}; use 'snapshot'"
     if proximal == "snapshot" and per_version == 1:
-        return "algorithm.proximal: with schedule.steps_per_version = 1 the 'snapshot' is the current policy; use 'current'"
-    return None
-
-
-def _corrected_once(config: Config) -> str | None:
+        yield "algorithm.proximal: with schedule.steps_per_version = 1 the 'snapshot' is the current policy; use 'current'"
     if config.algorithm.proximal == "behaviour" and config.correction != "none":
         instead = "current" if config.schedule.steps_per_version == 1 else "snapshot"
-        return (
+        yield (
             f"algorithm.correction: {config.correction!r} has no effect, because the ratio is already that to the behaviour policy and all "
             f"importance weights would be 1; set algorithm.proximal = {instead!r}"
         )
-    return None
 
 
-def _correction_bounds(config: Config) -> str | None:
+def _correction_bounds(config: Config) -> Iterator[str]:
     """Bounds of importance weights that have no effect."""
     algorithm, correction = config.algorithm, config.correction
     for key in ("correction_low", "correction_high"):
         value = getattr(algorithm, key)
         if value is not None and correction == "none":
-            return f"algorithm.{key}: {value} bounds nothing without a correction; set algorithm.correction, for example 'tis'"
+            yield f"algorithm.{key}: {value} bounds nothing without a correction; set algorithm.correction, for example 'tis'"
     if algorithm.correction_low is not None and not CORRECTIONS[correction].masks:
-        return (
+        yield (
             f"algorithm.correction_low: {algorithm.correction_low} has no effect, as {correction!r} only truncates from above; remove it, "
             f"or set algorithm.correction = {correction.replace('tis', 'mis')!r}"
         )
-    return None
 
 
-def _clip_dual(config: Config) -> str | None:
-    """Clip ranges that have no effect, or that contradict each other."""
-    dual, high = config.algorithm.clip_dual, 1.0 + config.clip_high
-    if config.algorithm.loss == "sapo":
-        keys = [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(config.algorithm, key)]
-        return f"algorithm.{keys[0]}: 'sapo' has no clip range; remove the key" if keys else None
-    if dual and config.algorithm.loss == "cispo":
-        return f"algorithm.clip_dual: {dual} has no effect with 'cispo', which truncates every ratio at {high:g}; remove it"
+def _loss(config: Config) -> Iterator[str]:
+    """Clip ranges that have no effect or contradict each other, and a custom loss without its divisor."""
+    algorithm, high = config.algorithm, 1.0 + config.clip_high
+    dual, keys = algorithm.clip_dual, [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(algorithm, key)]
+    if algorithm.loss == "sapo" and keys:
+        yield f"algorithm.{keys[0]}: 'sapo' has no clip range; remove the key"
+    if dual and algorithm.loss == "cispo":
+        yield f"algorithm.clip_dual: {dual} has no effect with 'cispo', which truncates every ratio at {high:g}; remove it"
     if dual and dual <= high:
-        return f"algorithm.clip_dual: {dual} is within the clip range, which ends at {high:g}; set a larger value, usually 3, or 0 for none"
-    return None
-
-
-def _own_loss(config: Config) -> str | None:
-    algorithm = config.algorithm
+        yield f"algorithm.clip_dual: {dual} is within the clip range, which ends at {high:g}; set a larger value, usually 3, or 0 for none"
     if ":" in algorithm.loss and algorithm.aggregate is None and algorithm.defaults > 1:
-        return (
+        yield (
             "algorithm.aggregate: a custom loss needs it, because the learner divides the returned sum: with 'token_mean' by the step's "
             "trained tokens, with 'sequence_mean' or 'constant' by its samples"
         )
-    return None
 
 
-def _value_head(config: Config) -> str | None:
+def _value_head(config: Config) -> Iterator[str]:
     """A value head that backend, loss or forward pass does not support."""
     algorithm, backend = config.algorithm, config.trainer.backend
     if algorithm.value_lr is None:
-        return None
+        return
     if not BACKENDS[backend].value_head:
         able = " or ".join(repr(name) for name, kind in BACKENDS.items() if kind.value_head)
-        return f"algorithm.value_lr: the backend {backend!r} does not support a value head; set trainer.backend = {able}"
+        yield f"algorithm.value_lr: the backend {backend!r} does not support a value head; set trainer.backend = {able}"
     if config.trainer.share_prompts == "off":
-        return "algorithm.value_lr: a value head needs hidden states, which trainer.share_prompts = 'off' does not compute; use 'auto'"
+        yield "algorithm.value_lr: a value head needs hidden states, which trainer.share_prompts = 'off' does not compute; use 'auto'"
     if ":" in algorithm.loss:
-        return "algorithm.value_lr: a custom loss does not support the advantage per token of a value head; use a built-in loss"
-    return None
+        yield "algorithm.value_lr: a custom loss does not support the advantage per token of a value head; use a built-in loss"
 
 
-def _combine(config: Config) -> str | None:
+def _combine(config: Config) -> Iterator[str]:
     """Changes of the summed reward although advantages are combined by function."""
     algorithm = config.algorithm
     if algorithm.combine == "advantages" and algorithm.truncated == "penalise":
-        return (
+        yield (
             "algorithm.truncated: 'penalise' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; add "
             "'soft_overlong' to reward.functions"
         )
     if algorithm.combine == "advantages" and algorithm.kl_in == "reward":
-        return "algorithm.kl_in: 'reward' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; use 'loss'"
-    return None
+        yield "algorithm.kl_in: 'reward' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; use 'loss'"
 
 
-def _terms(config: Config) -> str | None:
+def _terms(config: Config) -> Iterator[str]:
     """KL and entropy keys that have no effect, or need another key."""
     algorithm = config.algorithm
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
-        return "algorithm.kl_in: 'reward' needs algorithm.kl_coef, which is 0"
+        yield "algorithm.kl_in: 'reward' needs algorithm.kl_coef, which is 0"
     if algorithm.kl_in == "reward" and algorithm.kl_weighted:
-        return "algorithm.kl_weighted: only the KL in the loss uses it; remove it, or set algorithm.kl_in = 'loss'"
+        yield "algorithm.kl_weighted: only the KL in the loss uses it; remove it, or set algorithm.kl_in = 'loss'"
     if algorithm.kl_in == "reward" and config.trainer.processes > 1:
-        return "algorithm.kl_in: 'reward' needs all samples of a group in one process; use 'loss', or set trainer.processes = 1"
+        yield "algorithm.kl_in: 'reward' needs all samples of a group in one process; use 'loss', or set trainer.processes = 1"
     for coef in ("kl_coef", "entropy_coef"):
         if getattr(algorithm, f"final_{coef}") is not None and not getattr(algorithm, coef):
-            return f"algorithm.final_{coef}: needs algorithm.{coef} above 0, from which it decays"
+            yield f"algorithm.final_{coef}: needs algorithm.{coef} above 0, from which it decays"
     if algorithm.entropy_floor is not None and not algorithm.entropy_coef:
-        return f"algorithm.entropy_floor: {algorithm.entropy_floor} has no effect without an entropy bonus; set algorithm.entropy_coef"
+        yield f"algorithm.entropy_floor: {algorithm.entropy_floor} has no effect without an entropy bonus; set algorithm.entropy_coef"
     if algorithm.ess_floor is not None and config.rules.max_lag == 0:
-        return "algorithm.ess_floor: with max_lag 0 no prompt is admitted ahead of its round; remove it, or set schedule.max_lag"
-    return None
+        yield "algorithm.ess_floor: with max_lag 0 no prompt is admitted ahead of its round; remove it, or set schedule.max_lag"
 
 
-def _samples(config: Config) -> str | None:
-    advantage = config.algorithm.advantage or ""
-    if config.schedule.samples_per_prompt == 1 and ":" not in advantage and advantage != "reward":
-        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or a custom algorithm.advantage"
-    return None
-
-
-def _sources(config: Config) -> str | None:
+def _sources(config: Config) -> Iterator[str]:
     """Keys about single data sources that do not match the sources."""
     data, names = config.data, [source_name(source) for source in config.data_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        return f"data.source: two sources have the same name {repeated!r}; rename one"
+        yield f"data.source: two sources have the same name {repeated!r}; rename one"
     if data.weights is not None and len(data.weights) != len(names):
-        return f"data.weights: {len(data.weights)} weights for {len(names)} sources; set one weight per source"
+        yield f"data.weights: {len(data.weights)} weights for {len(names)} sources; set one weight per source"
     for key, table in (("rewards", data.rewards), ("sampling", data.sampling)):
         if unknown := next((name for name in table if name not in names or len(names) == 1), None):
-            return f"data.{key}.{unknown}: data.source has no such source; expected one of {', '.join(names)}"
+            yield f"data.{key}.{unknown}: data.source has no such source; expected one of {', '.join(names)}"
     rewards = {text for function in config.reward.functions for text in (function, short_name(function))}
     for source, functions in data.rewards.items():
         if unknown := next((name for name in functions if name not in rewards), None):
-            return f"data.rewards.{source}: {unknown!r} is not in reward.functions; add it there{nearest(unknown, rewards)}"
+            yield f"data.rewards.{source}: {unknown!r} is not in reward.functions; add it there{nearest(unknown, rewards)}"
         if not functions:
-            return f"data.rewards.{source}: the list is empty, so completions of this source would have no reward; name a function"
+            yield f"data.rewards.{source}: the list is empty, so completions of this source would have no reward; name a function"
     longest = config.sampling.max_new_tokens
     for source, sampling in data.sampling.items():
         if (sampling.max_new_tokens or 0) > longest:
-            return f"data.sampling.{source}.max_new_tokens: {sampling.max_new_tokens} is above sampling.max_new_tokens = {longest}"
-    return None
+            yield f"data.sampling.{source}.max_new_tokens: {sampling.max_new_tokens} is above sampling.max_new_tokens = {longest}"
 
 
-def _seeded(config: Config) -> str | None:
-    if not config.sampling.seeded and config.rollout.engine != "vllm":
-        return f"sampling.seeded: only rollout.engine = 'vllm' supports false; {config.rollout.engine!r} always seeds each sample"
-    return None
-
-
-def _skips(config: Config) -> str | None:
+def _rewards(config: Config) -> Iterator[str]:
+    """Rows, samples and rewards."""
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
-        return f"data.skip_solved: {solved} must be above data.skip_unsolved = {unsolved}, otherwise every row would be skipped"
-    return None
-
-
-def _reward_weights(config: Config) -> str | None:
+        yield f"data.skip_solved: {solved} must be above data.skip_unsolved = {unsolved}, otherwise every row would be skipped"
+    if not config.sampling.seeded and config.rollout.engine != "vllm":
+        yield f"sampling.seeded: only rollout.engine = 'vllm' supports false; {config.rollout.engine!r} always seeds each sample"
+    advantage = config.algorithm.advantage or ""
+    if config.schedule.samples_per_prompt == 1 and ":" not in advantage and advantage != "reward":
+        yield "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or a custom algorithm.advantage"
     weights, functions = config.reward.weights, config.reward.functions
     if weights is not None and len(weights) != len(functions):
-        return f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions; set one weight per function"
-    return None
-
-
-def _reward_addresses(config: Config) -> str | None:
+        yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions; set one weight per function"
     keyed = (*(("reward", name) for name in config.reward.functions), *(("eval", name) for name in config.eval.functions or ()))
     for section, name in keyed:
         if is_address(name) and "@" in urlsplit(name).netloc:
             host = urlsplit(name).hostname
-            return f"{section}.functions: the address of {host} contains a password, and would be logged; set PENSTOCK_REWARD_TOKEN instead"
-    return None
+            yield f"{section}.functions: the address of {host} contains a password, and would be logged; set PENSTOCK_REWARD_TOKEN instead"
 
 
-def _tracking_uri(config: Config) -> str | None:
-    try:
-        urlsplit(config.mlflow.tracking_uri or "")
-    except ValueError as error:
-        return f"mlflow.tracking_uri = {config.mlflow.tracking_uri!r}: {error}"
-    return None
-
-
-def _isolated_network(config: Config) -> str | None:
+def _isolated_network(config: Config) -> Iterator[str]:
     """Isolation from the network although functions need it."""
     addresses = filter(is_address, (*config.reward.functions, *config.eval_reward.functions))
     remote = {"reward": next(addresses, None), "environment": config.environment.source}
@@ -278,166 +214,134 @@ def _isolated_network(config: Config) -> str | None:
         if not children.isolate_network:
             continue
         if children.isolate not in ("bwrap", "auto"):
-            return f'{section}.isolate_network: needs {section}.isolate = "bwrap" or "auto"'
+            yield f'{section}.isolate_network: needs {section}.isolate = "bwrap" or "auto"'
         if (name := remote[section]) and name.startswith(NETWORKED):
-            return f"{section}.isolate_network: {name.partition(':')[0]} needs the network; set {section}.isolate_network = false"
-    return None
+            yield f"{section}.isolate_network: {name.partition(':')[0]} needs the network; set {section}.isolate_network = false"
 
 
-def _eval_weights(config: Config) -> str | None:
+def _tracking_uri(config: Config) -> Iterator[str]:
+    try:
+        urlsplit(config.mlflow.tracking_uri or "")
+    except ValueError as error:
+        yield f"mlflow.tracking_uri = {config.mlflow.tracking_uri!r}: {error}"
+
+
+def _eval(config: Config) -> Iterator[str]:
+    """Evaluation, and the state that a forked run starts from."""
     weights, functions = config.eval.weights, config.eval.functions
     if weights is not None and len(weights) != len(functions or ()):
-        return f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions; set one weight per function"
-    return None
-
-
-def _eval_sources(config: Config) -> str | None:
+        yield f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions; set one weight per function"
     names = [source_name(source) for source in config.eval_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        return f"eval.source: two sources have the same name {repeated!r} in the measurements; rename one"
-    return None
-
-
-def _initial_state(config: Config) -> str | None:
+        yield f"eval.source: two sources have the same name {repeated!r} in the measurements; rename one"
     if (config.trainer.initial_state is None) != (config.trainer.initial_steps == 0):
-        return "trainer.initial_state: needs trainer.initial_steps, the number of optimizer steps before it; `penstock fork` sets both"
-    return None
+        yield "trainer.initial_state: needs trainer.initial_steps, the number of optimizer steps before it; `penstock fork` sets both"
 
 
-def _partitions(config: Config) -> str | None:
+def _workers(config: Config) -> Iterator[str]:
+    """Workers without a partition, and pools of them that contradict each other or their number."""
     needed = max(config.rollout.workers, config.scorer.workers, config.environment_workers)
     if config.partitions < needed:
-        return f"kafka.partitions: {config.partitions} are fewer than the {needed} workers of one role, and each worker needs one; raise it"
-    return None
-
-
-def _pools(config: Config) -> str | None:
-    """Pools of rollout workers that contradict each other or the number of workers."""
+        yield f"kafka.partitions: {config.partitions} are fewer than the {needed} workers of one role, and each worker needs one; raise it"
     pools, tags = config.rollout.pools, [tag for pool in config.rollout.pools.values() for tag in pool.tags]
     if not pools:
         if config.data.tag_field is not None:
-            return "data.tag_field: the key selects a pool for each prompt, but rollout.pools is empty; add pools"
-        return None
+            yield "data.tag_field: the key selects a pool for each prompt, but rollout.pools is empty; add pools"
+        return
     if config.data.tag_field is None:
-        return "rollout.pools: set data.tag_field, the column of the data that selects a pool for each prompt"
+        yield "rollout.pools: set data.tag_field, the column of the data that selects a pool for each prompt"
     if len(config.pools) != config.rollout.workers:
-        return (
+        yield (
             f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} workers in all; make the numbers equal"
         )
     if twice := next((tag for tag in tags if tags.count(tag) > 1), None):
-        return f"rollout.pools: two pools have the tag {twice!r}; each tag must belong to one pool"
+        yield f"rollout.pools: two pools have the tag {twice!r}; each tag must belong to one pool"
     if sum(not pool.tags for pool in pools.values()) > 1:
-        return "rollout.pools: two pools have no tags, so both would sample all other prompts; set tags for one of them"
+        yield "rollout.pools: two pools have no tags, so both would sample all other prompts; set tags for one of them"
     for name, pool in pools.items():
         if unknown := next((other for other in pool.fallback if other not in pools or other == name), None):
-            return f"rollout.pools.{name}.fallback: {unknown!r} is not another pool; the pools are {', '.join(pools)}"
-    return None
+            yield f"rollout.pools.{name}.fallback: {unknown!r} is not another pool; the pools are {', '.join(pools)}"
 
 
-def _backend(config: Config) -> str | None:
-    return BACKENDS[config.trainer.backend].check(config.trainer.model_dump())
-
-
-def _colocated(config: Config) -> str | None:
-    """A colocated run with more processes than can share one device, or that cannot free it."""
+def _devices(config: Config) -> Iterator[str]:
+    """The backend's keys, and a colocated run with more processes than can share one device, or that cannot free it."""
+    if problem := BACKENDS[config.trainer.backend].check(config.trainer.model_dump()):
+        yield problem
     if not config.colocated:
-        return None
+        return
     key = "launch.placement: 'colocated'"
     for name, chosen, kinds in (("trainer.backend", config.trainer.backend, BACKENDS), ("rollout.engine", config.rollout.engine, ENGINES)):
         if not kinds[chosen].sleeps:
             able = " or ".join(repr(other) for other, kind in kinds.items() if kind.sleeps)
-            return f"{key} needs processes that free the device while they wait, which {chosen!r} does not; set {name} = {able}"
+            yield f"{key} needs processes that free the device while they wait, which {chosen!r} does not; set {name} = {able}"
     for name, count in (("trainer.processes", config.trainer.processes), ("rollout.workers", config.rollout.workers)):
         if count > 1:
-            return f"{key} shares one device between one trainer process and one rollout worker; set {name} = 1, not {count}"
+            yield f"{key} shares one device between one trainer process and one rollout worker; set {name} = 1, not {count}"
     if config.eval_sources and not config.evaluates_on_rollout_engine:
-        return f"{key} leaves no device memory for the evaluator's engine; set eval.engine = 'rollout'"
-    return None
+        yield f"{key} leaves no device memory for the evaluator's engine; set eval.engine = 'rollout'"
 
 
-def _early_stopping(config: Config) -> str | None:
+def _early_stopping(config: Config) -> Iterator[str]:
     if (config.eval.target is not None or config.eval.patience is not None) and not config.eval_sources:
-        return "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
-    return None
+        yield "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
 
 
-def _environment(config: Config) -> str | None:
+def _environment(config: Config) -> Iterator[str]:
     """Keys that need an environment, or that trajectories do not support."""
     source = config.environment.source
     if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
-        return "reward.functions: 'environment' takes its rewards from an environment; set environment.source"
+        yield "reward.functions: 'environment' takes its rewards from an environment; set environment.source"
     if source is None and config.environment.carrier == "log":
-        return "environment.carrier: 'log' has no effect without an environment; set environment.source"
+        yield "environment.carrier: 'log' has no effect without an environment; set environment.source"
     if source is not None and config.rules.stale_in_hand == "continue":
-        return "schedule.stale_in_hand: 'continue' masks stale tokens, which trajectories do not support; use 'finish' or 'abort'"
+        yield "schedule.stale_in_hand: 'continue' masks stale tokens, which trajectories do not support; use 'finish' or 'abort'"
     if source is not None and config.schedule.samples_per_prompt + config.schedule.oversample > MAX_SAMPLES:
-        return f"schedule.samples_per_prompt: with oversample it exceeds the limit of {MAX_SAMPLES} trajectories per group; lower it"
+        yield f"schedule.samples_per_prompt: with oversample it exceeds the limit of {MAX_SAMPLES} trajectories per group; lower it"
     if source is not None and config.environment.max_turns > MAX_TURNS:
-        return f"environment.max_turns: {config.environment.max_turns} exceeds the limit of {MAX_TURNS} turns per trajectory; lower it"
-    return None
+        yield f"environment.max_turns: {config.environment.max_turns} exceeds the limit of {MAX_TURNS} turns per trajectory; lower it"
+    if source is not None and config.environment.history != "exact" and config.aggregate != "token_mean":
+        yield (
+            f"environment.history: 'template' splits a trajectory into several sequences, which {config.aggregate!r} would count as "
+            "samples; set algorithm.aggregate = 'token_mean', or history = 'exact'"
+        )
 
 
-def _environment_segments(config: Config) -> str | None:
-    if config.environment.source is None or config.environment.history == "exact" or config.aggregate == "token_mean":
-        return None
-    return (
-        f"environment.history: 'template' splits a trajectory into several sequences, which {config.aggregate!r} would count as samples; "
-        "set algorithm.aggregate = 'token_mean', or history = 'exact'"
-    )
-
-
-def _keep_steps(config: Config) -> str | None:
+def _keep_steps(config: Config) -> Iterator[str]:
     """Retention of fewer steps than the run still needs."""
     steps, rules = config.kafka.keep_steps, config.rules
     if steps is None:
-        return None if config.kafka.archive is None else "kafka.archive: only kafka.keep_steps deletes records; set that too"
+        if config.kafka.archive is not None:
+            yield "kafka.archive: only kafka.keep_steps deletes records; set that too"
+        return
     least = rules.steps_per_version * (rules.max_lag + 2)
     if steps < least:
-        return (
+        yield (
             f"kafka.keep_steps: {steps} would delete samples that are still needed; set at least {least}: steps_per_version x (max_lag + 2)"
         )
     if not config.trainer.checkpoint_every:
-        return f"kafka.keep_steps: {steps} has no effect, because only steps before a checkpoint are deleted; set trainer.checkpoint_every"
+        yield f"kafka.keep_steps: {steps} has no effect, because only steps before a checkpoint are deleted; set trainer.checkpoint_every"
     if config.data.skip_solved is not None or config.data.skip_unsolved is not None:
-        return "kafka.keep_steps: data.skip_solved and skip_unsolved need the outcomes of a full epoch; remove one of the keys"
-    return None
+        yield "kafka.keep_steps: data.skip_solved and skip_unsolved need the outcomes of a full epoch; remove one of the keys"
 
 
 CHECKS: tuple[Check, ...] = (
     _length,
-    _no_source,
-    _max_lag,
-    _swaps,
-    _stale_in_hand,
-    _oversample_groups,
-    _temperature,
-    _support,
-    _adapters,
-    _proximal,
-    _corrected_once,
+    _schedule,
+    _sampling,
+    _policies,
     _correction_bounds,
-    _clip_dual,
-    _own_loss,
+    _loss,
     _value_head,
     _combine,
     _terms,
     _sources,
-    _skips,
-    _seeded,
-    _samples,
-    _reward_weights,
-    _reward_addresses,
+    _rewards,
     _isolated_network,
     _tracking_uri,
-    _eval_weights,
-    _eval_sources,
-    _initial_state,
-    _partitions,
-    _pools,
-    _backend,
-    _colocated,
+    _eval,
+    _workers,
+    _devices,
     _early_stopping,
     _environment,
-    _environment_segments,
     _keep_steps,
 )
