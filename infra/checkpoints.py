@@ -305,7 +305,6 @@ class CheckpointStore:
             unfinished.replace(self.directory / BEST)
 
     def _read_best(self) -> Best | None:
-        """The best checkpoint as recorded by an earlier process."""
         try:
             return Best(**json.loads((self.directory / BEST).read_bytes()))
         except (OSError, ValueError, TypeError):

@@ -46,7 +46,6 @@ class LocalModel:
     """False if the output layer's weight is available only while it runs, so that logits cannot be computed in pieces."""
 
     def __init__(self, **settings: Any) -> None:
-        """Open the model named by `BackendSettings`' fields."""
         self.settings = BackendSettings(**settings)
         fix_arithmetic(self.settings)
         self.device = choose_device(self.settings.device)
@@ -274,7 +273,6 @@ class TorchBackend(LocalModel):
     sharded = False
 
     def __init__(self, **settings: Any) -> None:
-        """Open the model; `settings` are the fields of `BackendSettings`."""
         super().__init__(**settings)
         groups = self.parameter_groups()
         self.parameters = [parameter for group in groups for parameter in group["params"]]

@@ -19,7 +19,6 @@ class ValueHead:
     """A linear layer from hidden states to values, zero at first, with its AdamW."""
 
     def __init__(self, size: int, *, lr: float, betas: tuple[float, float], device: torch.device) -> None:
-        """Create the head for hidden states of `size` elements."""
         self.weight = torch.zeros(size, device=device, requires_grad=True)
         self.bias = torch.zeros(1, device=device, requires_grad=True)
         self.parameters = [self.weight, self.bias]

@@ -61,8 +61,6 @@ class BrokerInfo:
 
 
 class _Files:
-    """Paths of the embedded broker's files."""
-
     def __init__(self, home: Path) -> None:
         self.home, self.directory = home, home / "broker"
         self.log, self.console = self.directory / "logs" / "broker.log", self.directory / "logs" / "console.log"

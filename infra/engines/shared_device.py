@@ -35,7 +35,6 @@ class SharedDevice:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Create the two files if they are missing."""
         directory.mkdir(parents=True, exist_ok=True)
         self._queue, self._device = ((directory / name).open("wb") for name in ("device.queue", "device.lock"))
         self._queued = False

@@ -143,8 +143,6 @@ class State:
 
 
 class _Reader:
-    """Positions in partitions, and the records after them."""
-
     def __init__(self, state: State, *, jumps: bool = False) -> None:
         self._state, self._jumps = state, jumps
         self.positions: dict[Partition, int] = {}

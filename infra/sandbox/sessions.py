@@ -123,8 +123,6 @@ class Session:
 
 
 class _Child(PipedChild):
-    """One child process and its unfinished calls."""
-
     def __init__(self, target: str, rules: ChildRules, init: object) -> None:
         super().__init__(target, rules)
         self.sessions = 0

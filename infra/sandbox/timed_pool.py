@@ -120,8 +120,6 @@ class Failed(Generic[Key]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call(Generic[Key]):
-    """One call of a pool's user."""
-
     key: Key
     payload: str
     attempts_left: int
@@ -136,8 +134,6 @@ class _Call(Generic[Key]):
 
 
 class _Child(PipedChild, Generic[Key]):
-    """One child of a pool with its current calls."""
-
     def __init__(self, target: str, rules: ChildRules, *, deadline: float) -> None:
         super().__init__(target, rules)
         self.deadline = deadline

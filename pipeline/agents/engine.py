@@ -125,8 +125,6 @@ class _TurnRequest:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A trajectory in flight."""
-
     episode: EpisodeEngine
     task: "Future[Trajectory]"
     oldest: int | None = None

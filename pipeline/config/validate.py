@@ -187,7 +187,6 @@ def _sources(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    """Rows, samples and rewards."""
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
         yield f"data.skip_solved: {solved} must be above data.skip_unsolved = {unsolved}, otherwise every row would be skipped"

@@ -237,7 +237,6 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _named(folder: Path) -> Iterator[str]:
-    """Special tokens that the tokenizer's settings list."""
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in json_file(folder / name).items():
             if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):

@@ -184,7 +184,6 @@ def distinct_tokens(batch: Sequence[TokenSequence], size: int, sequence: TokenSe
 
 
 def _common(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> int:
-    """Length of the common prefix of two token sequences."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -88,8 +88,6 @@ def fault_of(reason: str) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """A group that is being scored."""
-
     payload: Payload
     count: int
     reason: str = ""

@@ -322,7 +322,6 @@ class AclRule:
 
 
 def _acl_rules_of(role: Role, run: str) -> list[AclRule]:
-    """The rules of one role of a run."""
     grants = [AclRule("topic", _kafka_name(run, topic), "literal", "READ") for topic in role.reads]
     grants.append(AclRule("topic", f"{run}.", "prefixed", "DESCRIBE"))  # where topics end, so as to read all of them up to one moment
     grants += [AclRule("topic", _kafka_name(run, topic), "literal", "WRITE") for topic in role.writes]

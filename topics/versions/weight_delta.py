@@ -108,8 +108,6 @@ def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray
 
 
 class _Positions:
-    """Decodes the positions of a block when they are needed."""
-
     def __init__(self, coded: memoryview, block: Block) -> None:
         self._coded, self._block = coded, block
 

@@ -144,11 +144,9 @@ class Lists(Column):
         return pa.types.is_list(kind)
 
     def _joined(self, values: Sequence[Any]) -> pa.Array:
-        """The concatenated elements of all lists."""
         return self.item.to_arrow(list(chain.from_iterable(values)))
 
     def _elements(self, array: pa.Array, path: str) -> Any:
-        """The elements of all lists in one sequence."""
         return tuple(self.item.from_arrow(array, path=path))
 
 
@@ -259,7 +257,6 @@ def as_row(record: Any) -> Row:
 
 
 def _bounds(array: pa.Array) -> Iterable[tuple[int, int]]:
-    """Start and end of each row's elements in a list or map column."""
     return pairwise(array.offsets.to_pylist()) if len(array) else ()
 
 

@@ -15,7 +15,6 @@ class RecordId(NamedTuple):
     offset: int
 
     def __str__(self) -> str:
-        """Format it as topic/partition/offset."""
         return f"{self.topic}/{self.partition}/{self.offset}"
 
 

@@ -345,7 +345,6 @@ def _owners(state: Admission, session: Session, pool: str | None) -> list[str | 
 def _prompt(
     session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int, min_version: int
 ) -> Prompt:
-    """Render a row of the data as the prompt of group `number`."""
     source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
     # Every turn of an episode renders the conversation: its driver needs the messages.

@@ -403,7 +403,6 @@ class Tracker:
         return True
 
     def _save(self, *, now: bool = False) -> None:
-        """Write the state of this tracker, for readers of the run."""
         positions = {partition: self._tail.position(partition) for partition in self._partitions}
         if saved := self._views.write(self.view, positions, now=now):
             self._retention.delete(self.view, positions, saved)
@@ -415,7 +414,6 @@ class Tracker:
         self.session.reporter.status()
 
     def _out_of_time(self) -> bool:
-        """True if `STOPPED_S` have passed since the stop request."""
         now = time.monotonic()
         if self.session.stop.is_set():
             self._stopped_at = self._stopped_at or now

@@ -55,7 +55,6 @@ class Checkpointer:
     """How long this checkpoint has delayed training."""
 
     def __post_init__(self) -> None:
-        """Open the checkpoint directory. Raises `CheckpointError`."""
         self.store = open_store(self.session.config, self.session.run)
 
     def start(self, policy: PolicyTrainer, *, published: Manifest, is_current: bool, parameters: int, seq: int) -> None:
@@ -148,7 +147,6 @@ class RunWriter:
     _gaps: ChunkGaps = field(init=False)
 
     def __post_init__(self) -> None:
-        """Open the checkpoint directory and the publisher of weights. Raises `CheckpointError`."""
         session = self.session
         self.checkpoints = Checkpointer(session, self.write)
         count = session.log.partitions(session.topic("weights")) or 2

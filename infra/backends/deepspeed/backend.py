@@ -208,7 +208,6 @@ class DeepSpeedBackend(LocalModel):
     def __init__(
         self, *, zero_stage: int = 2, offload: str = "none", deepspeed_config: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
-        """Open the model; `settings` are the fields of `BackendSettings`."""
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
         self.zero_stage, self.offload = zero_stage, offload

@@ -26,7 +26,6 @@ class LeadBackend:
     divides_late = True
 
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
-        """Wrap `own`, the backend of rank 0."""
         self.own, self.processes = own, processes
         self.sharded, self.shares_prompts, self.saves_in_background = own.sharded, own.shares_prompts, own.saves_in_background
         # Of rank 0 alone: its own samples, weights that every rank holds in full (not sharded ones), and files.

@@ -135,7 +135,6 @@ class _Step:
 
 
 def _traced(step: torch.nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The step as a trace over these tensors."""
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         # The tracer warns of every Python number it records; these are shapes, which are fixed.
         warnings.simplefilter("ignore")

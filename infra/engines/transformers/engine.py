@@ -38,7 +38,6 @@ class TransformersEngine:
     def __init__(
         self, directory: str | Path, *, dtype: DType = "auto", float32_head: bool = False, device: str = "cpu", threads: int = 1
     ) -> None:
-        """Load the model. Raises `EngineError` if the directory has none."""
         torch.set_num_threads(threads)
         self._model = load_model(directory, dtype=dtype, device=device)
         if float32_head:

@@ -47,7 +47,6 @@ class VllmEngine:
     """Runs up to `concurrency` samples of any number of groups; a process has at most one such engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Start vLLM and load the model. Raises `EngineError`."""
         on_cpu, concurrency, engine_process = check_installed(settings.device), settings.concurrency, settings.engine_process
         arguments = engine_arguments(settings, on_cpu=on_cpu)
         self._llm, self._scratch = start_vllm(arguments, threads=settings.threads, engine_process=engine_process, on_cpu=on_cpu)

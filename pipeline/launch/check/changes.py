@@ -88,7 +88,6 @@ def _may_change(key: str) -> bool:
 
 
 def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset]]:
-    """Open the data sets of training and evaluation."""
     try:
         return open_data(config).sources, open_eval_data(config)
     except ConfigError:
@@ -98,7 +97,6 @@ def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset
 
 
 def _made_of(config: Config, data: Mapping[str, Dataset], held_out: Mapping[str, Dataset]) -> dict[str, Any]:
-    """Digests of a run's data and code, as in its info."""
     return {
         "data": [
             *described(config.data_sources, data, context="training"),
@@ -120,7 +118,6 @@ def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[s
 
 
 def _named(info: Mapping[str, Any]) -> dict[str, str]:
-    """Digest of each data set and user function of a run, by name."""
     rows: Sequence[Mapping[str, Any]] = info.get("data", ())
     return {
         **{f"{'data' if row['context'] == 'training' else 'eval'}.source {row['source']}": row["digest"] for row in rows},

@@ -190,7 +190,6 @@ def written(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, 
 
 
 def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
-    """Load the proposed text as a configuration on this machine."""
     table = tomllib.loads(text)
     if not is_hub_name(table["model"]["path"]):
         table["model"]["path"] = str((base / table["model"]["path"]).expanduser())

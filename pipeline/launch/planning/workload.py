@@ -129,7 +129,6 @@ class DecodeTimes:
     seconds: tuple[float, ...]
 
     def __call__(self, samples: int) -> float:
-        """Seconds of a decode step with this number of samples."""
         if samples > self.samples[-1]:
             return self.seconds[-1] * samples / self.samples[-1]
         return float(np.interp(samples, self.samples, self.seconds))

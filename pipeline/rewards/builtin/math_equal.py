@@ -178,7 +178,6 @@ def _bracketed(text: str, depth: int) -> Reading | None:
 
 
 def _closes_at_end(text: str) -> bool:
-    """True if the last bracket closes the first one."""
     depth = 0
     for match in re.finditer(r"[()\[\]{}]", text):
         depth += 1 if match[0] in "([{" else -1

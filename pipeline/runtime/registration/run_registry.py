@@ -243,7 +243,6 @@ def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registr
 
 
 def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
-    """Offsets and usable records in the run's own topic."""
     made = []
     for record in scan(log, topic_name(run, "run")):
         with contextlib.suppress(Unusable):

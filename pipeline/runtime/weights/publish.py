@@ -135,7 +135,6 @@ class ChunkWriter:
                 self._send()
 
     def _size(self) -> int:
-        """Size of the chunk that is being filled."""
         return min(self.max_bytes, EARLY_CHUNK_BYTES) if len(self.sizes) < EARLY_CHUNKS else self.max_bytes
 
     def finish(self) -> None:

@@ -270,7 +270,6 @@ class WeightPrefetch:
         return True
 
     def _attach(self, memory: MachineMemory) -> None:
-        """Map the memory of the reading process. Raises `OSError`."""
         if (file := memory.request_file()) is not None:
             layout = self.state.manifests[0]
             self._copy.lay_out(names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes)
