@@ -37,7 +37,7 @@ ENGINE ?= $(firstword $(foreach name,podman buildah docker,$(shell command -v $(
 BASE ?= python:3.11-slim-bookworm
 IMAGE ?= localhost/penstock
 IMAGES ?= light tracker kafka
-KAFKA = $(shell sed -n 's/^KAFKA = .*:\([0-9.]*\)"/\1/p' infra/broker/jars.py)
+KAFKA = $(shell sed -n 's/^KAFKA = .*:\([0-9.]*\)"/\1/p' infra/broker/process.py)
 LOCKS := deploy/image/locks
 
 # DeepSpeed looks for ninja on PATH; one thread per process keeps workers from slowing each other down on few cores.

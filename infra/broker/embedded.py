@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.broker import access, jars, process, settings
+from penstock.infra.broker import access, process, settings
 from penstock.infra.broker.access import Login
 from penstock.infra.broker.process import environment, find_java
 from penstock.infra.broker.settings import Listener
@@ -177,7 +177,7 @@ def _end(files: _Files, *, timeout_s: float) -> None:
 
 def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, progress: Callable[[str], None]) -> str | None:
     """Start the broker; returns a warning about records that may be blocked, or None. Raises `BrokerError`."""
-    java, class_path = find_java(), jars.class_path(progress=progress)
+    java, class_path = find_java(), process.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
     (files.directory / "tmp").mkdir()
     (files.directory / "log4j2.properties").write_text(settings.LOG4J)

@@ -23,8 +23,7 @@ from packaging.specifiers import SpecifierSet
 from penstock.infra.backends.hardware import DRIVER_FILE, driver_problem, driver_version, library_cuda, visible_gpus
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.broker import embedded
-from penstock.infra.broker.jars import maven_cache, read_pins
-from penstock.infra.broker.process import find_java
+from penstock.infra.broker.process import find_java, maven_cache, read_pins
 from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.engines.vllm.start import check_installed

@@ -15,7 +15,7 @@ from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import source_digest, split_options
-from penstock.pipeline.learner.ranks import Ranks
+from penstock.pipeline.learner.micro_batches import Ranks
 from penstock.pipeline.learner.train_step import Objective, Step, StepOutcome, double_bits
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.pipeline.scheduling import rules

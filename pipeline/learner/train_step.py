@@ -24,6 +24,7 @@ from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import micro_batches
 from penstock.pipeline.learner.micro_batches import (
     MicroBatcher,
+    Ranks,
     TokenSequence,
     boundaries,
     distinct_tokens,
@@ -32,7 +33,6 @@ from penstock.pipeline.learner.micro_batches import (
     padded_tokens,
 )
 from penstock.pipeline.learner.micro_batches import denominator as denominator_of
-from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 from penstock.topics.ledger import Planned

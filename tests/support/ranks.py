@@ -46,7 +46,7 @@ def trained(backend: Backend, objective: Objective, *, groups: int, steps: int, 
 def measured(settings: dict[str, Any], name: str, config: Config, *, groups: int, processes: Any = None) -> dict[str, Any]:
     """What a backend comes to: losses and norms, the weights after the last step, and ten thousand times the first gradient."""
     from penstock.infra.backends.ranks.lead_backend import LeadBackend
-    from penstock.pipeline.learner.ranks import Ranks
+    from penstock.pipeline.learner.micro_batches import Ranks
 
     found: dict[str, Any] = {}
     objective = Objective.of(config)

@@ -15,7 +15,7 @@ from typing import Any
 from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 
-from penstock.infra.broker import access, jars, process, settings
+from penstock.infra.broker import access, process, settings
 from penstock.infra.broker.process import find_java
 
 LIMIT_S = 150.0
@@ -52,7 +52,7 @@ class ThreeBrokers:
         java = find_java()
         memory = [option for option in settings.JVM if not option.startswith(("-Xmx", "-Xms"))]
         self._java = [str(java.program), *memory, "-Xmx256m", "-Xms96m", *(settings.JVM_FROM_22 if java.major >= 22 else ())]
-        self._java += ["-cp", jars.class_path(progress=lambda _: None)]
+        self._java += ["-cp", process.class_path(progress=lambda _: None)]
         self._make_storage()
 
     @property

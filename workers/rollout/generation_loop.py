@@ -20,7 +20,7 @@ from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.pipeline.scheduling import rules
 from penstock.topics.metrics import Activity
 from penstock.topics.wire.record import Record
-from penstock.workers.evaluator.evaluator import SharedEngine
+from penstock.workers.evaluator.worker import SharedEngine
 
 COMMIT_EVERY_S = 0.5
 

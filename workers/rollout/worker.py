@@ -21,7 +21,7 @@ from penstock.topics.metrics import Activity
 from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.evaluator.evaluator import SharedEngine
+from penstock.workers.evaluator.worker import SharedEngine
 from penstock.workers.rollout.call_worker import CallWorker
 from penstock.workers.rollout.generation_loop import GenerationLoop
 from penstock.workers.rollout.group_tasks import GroupTask, GroupTasks, PublishedSamples

@@ -27,8 +27,7 @@ from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch.restart_policy import how
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.micro_batches import pack
-from penstock.pipeline.learner.ranks import train_empty_batch
+from penstock.pipeline.learner.micro_batches import pack, train_empty_batch
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.runtime.exit_status import FAILED
 from penstock.pipeline.runtime.factories import make_backend

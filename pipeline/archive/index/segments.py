@@ -20,8 +20,7 @@ import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
 from penstock.infra.paths import complete, run_directory
-from penstock.pipeline.inspect.tables.advantages import Advantages
-from penstock.pipeline.inspect.tables.run_tables import SAMPLES, sample_rows, unscored_rows
+from penstock.pipeline.inspect.tables.run_tables import SAMPLES, Advantages, sample_rows, unscored_rows
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.pipeline.scheduling.rules import IdSet

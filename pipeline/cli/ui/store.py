@@ -25,7 +25,7 @@ from penstock.pipeline.inspect.run_status import config_of, has_ended, last_rewa
 from penstock.pipeline.inspect.run_view import RunView, read_view
 from penstock.pipeline.inspect.run_view_types import StepFacts
 from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck, bottleneck
-from penstock.pipeline.inspect.tables.advantages import Advantages
+from penstock.pipeline.inspect.tables.run_tables import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web import run_facts
 from penstock.pipeline.inspect.web.build import Limits, index_of

@@ -15,7 +15,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.inspect.report.summary import gone_from, summarise
 from penstock.pipeline.inspect.run_status import config_of
 from penstock.pipeline.inspect.run_view import read_view
-from penstock.pipeline.inspect.tables.advantages import Advantages
+from penstock.pipeline.inspect.tables.run_tables import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web import index
 from penstock.pipeline.inspect.web.chunks import deflated, pack

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.pipeline.inspect.live.completions import shared
 from penstock.pipeline.inspect.run_status import group_statuses
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.tables.advantages import Advantages
+from penstock.pipeline.inspect.tables.run_tables import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web.chunks import Chunks, ChunkSlot
 from penstock.pipeline.runtime.topic_reader import RunReader

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import access, embedded, jars, process
+from penstock.infra.broker import access, embedded, process
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory
 
@@ -34,8 +34,8 @@ def lay_out(directory: Path, contents: dict[str, bytes]) -> Path:
 @pytest.fixture
 def pins(tmp_path: Path) -> Path:
     lines = [f"{hashlib.sha256(content).hexdigest()}  {path}\n" for path, content in _JARS.items()]
-    (tmp_path / "jars.sha256").write_text("".join(lines))
-    return tmp_path / "jars.sha256"
+    (tmp_path / "process.sha256").write_text("".join(lines))
+    return tmp_path / "process.sha256"
 
 
 @pytest.fixture
@@ -58,44 +58,44 @@ def one_line(caught: pytest.ExceptionInfo[BrokerError], *words: str) -> bool:
 
 
 def test_the_pinned_jars_are_one_version_of_kafka_4() -> None:
-    versions = {path.split("/")[-2] for path in jars.read_pins() if path.startswith("org/apache/kafka/")}
-    assert versions == {jars.KAFKA.rpartition(":")[2]}
+    versions = {path.split("/")[-2] for path in process.read_pins() if path.startswith("org/apache/kafka/")}
+    assert versions == {process.KAFKA.rpartition(":")[2]}
     assert versions.pop().startswith("4.")
 
 
 def test_the_class_path_has_every_pinned_jar_in_the_order_of_the_list(pins: Path, tmp_path: Path) -> None:
     cache = lay_out(tmp_path / "cache", _JARS)
-    assert jars.class_path(progress=print, pins=pins, cache=cache) == ":".join(str(cache / path) for path in _JARS)
+    assert process.class_path(progress=print, pins=pins, cache=cache) == ":".join(str(cache / path) for path in _JARS)
 
 
 def test_a_jar_that_differs_from_its_pin_is_refused_by_name(pins: Path, tmp_path: Path) -> None:
     cache = lay_out(tmp_path / "cache", {**_JARS, "org/example/deep/two/2.0/two-2.0.jar": b"another"})
     with pytest.raises(BrokerError) as caught:
-        jars.class_path(progress=print, pins=pins, cache=cache)
+        process.class_path(progress=print, pins=pins, cache=cache)
     assert one_line(caught, "two-2.0.jar", "delete that file")
 
 
 def test_a_folder_of_other_jars_is_named_and_verified_by_its_own_list(pins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = lay_out(tmp_path / "other", _JARS)
-    monkeypatch.setenv(jars.OTHER_JARS, str(other))
+    monkeypatch.setenv(process.OTHER_JARS, str(other))
     with pytest.raises(BrokerError, match="cannot read the list"):
-        jars.class_path(progress=print)
+        process.class_path(progress=print)
     pins.replace(other / pins.name)
     said: list[str] = []
-    assert jars.class_path(progress=said.append) == ":".join(str(other / path) for path in _JARS)
+    assert process.class_path(progress=said.append) == ":".join(str(other / path) for path in _JARS)
     assert said == [f"Kafka's jars are those of PENSTOCK_JARS={other}, not the pinned ones"]
     lay_out(other, {next(iter(_JARS)): b"another"})
     with pytest.raises(BrokerError, match="does not have the SHA-256 pinned"):
-        jars.class_path(progress=print)
+        process.class_path(progress=print)
     (other / next(iter(_JARS))).unlink()
     with pytest.raises(BrokerError, match="lacks"):
-        jars.class_path(progress=print)
+        process.class_path(progress=print)
 
 
 def test_a_jar_the_cache_lacks_is_fetched(pins: Path, tmp_path: Path, repository: Path) -> None:
     lay_out(repository, _JARS)
     said: list[str] = []
-    jars.class_path(progress=said.append, pins=pins, cache=tmp_path / "cache")
+    process.class_path(progress=said.append, pins=pins, cache=tmp_path / "cache")
     assert {path: (tmp_path / "cache" / path).read_bytes() for path in _JARS} == _JARS
     assert said == ["downloading Apache Kafka (2 of 2 jars)"]
 
@@ -103,14 +103,14 @@ def test_a_jar_the_cache_lacks_is_fetched(pins: Path, tmp_path: Path, repository
 def test_a_fetched_jar_that_differs_from_its_pin_never_enters_the_cache(pins: Path, tmp_path: Path, repository: Path) -> None:
     lay_out(repository, dict.fromkeys(_JARS, b"not it"))
     with pytest.raises(BrokerError) as caught:
-        jars.class_path(progress=print, pins=pins, cache=tmp_path / "cache")
-    assert one_line(caught, ".jar", "jars.sha256")
+        process.class_path(progress=print, pins=pins, cache=tmp_path / "cache")
+    assert one_line(caught, ".jar", "process.sha256")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize(("breaks", "fetched"), [(2, True), (3, False)])
 def test_a_download_that_breaks_off_is_tried_twice_more(breaks: int, fetched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jars, "RETRIES_S", (0.0, 0.0))
+    monkeypatch.setattr(process, "RETRIES_S", (0.0, 0.0))
     answers = iter([ConnectionError("no name")] * breaks)
 
     def resolve() -> Path:
@@ -119,7 +119,7 @@ def test_a_download_that_breaks_off_is_tried_twice_more(breaks: int, fetched: bo
         return Path("one.jar")
 
     with nullcontext() if fetched else pytest.raises(ConnectionError, match="no name"):
-        assert jars._resolved(resolve) == Path("one.jar")
+        assert process._resolved(resolve) == Path("one.jar")
 
 
 @pytest.mark.parametrize("choice", ["system", "bundled", ""])

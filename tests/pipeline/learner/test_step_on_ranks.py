@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.learner.ranks import Ranks
+from penstock.pipeline.learner.micro_batches import Ranks
 from penstock.pipeline.learner.train_step import Objective, Step, StepOutcome
 from penstock.topics.ledger import Planned
 from tests.support.number_run import NumberBackend, config_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.learner.evaluation import pass_at, summary
 from penstock.pipeline.rewards.functions import Score
-from penstock.workers.evaluator.evaluator import EarlyStopping
+from penstock.workers.evaluator.worker import EarlyStopping
 
 
 def score(*rewards: float) -> Score:
