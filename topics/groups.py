@@ -15,7 +15,7 @@ from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
-from penstock.topics.wire.fields import ByValue, column, list_of
+from penstock.topics.wire.fields import ByValue, column, fields_of, list_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 
@@ -26,66 +26,9 @@ MAX_PART_BYTES = 8 << 20
 Outcome = Literal["scored", "filtered", "failed", "abandoned"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
-_SCORED = (
-    *SAMPLE_FIELDS,
-    column("completion", pa.string()),
-    column("reward", pa.float64(), nullable=True),
-    column("components", list_of(pa.float64(), nullable=True)),
-    column("reward_error", pa.string(), nullable=True),
-    column("logged", pa.string(), nullable=True),
-)
 _NOTED = ("reward_error", "logged", "metrics")
-_SAMPLE = pa.struct(_SCORED)
-CODEC = Codec(
-    SCHEMA,
-    fields=(
-        column("group", pa.int64()),
-        column("slot", pa.int64()),
-        column("min_version", pa.int64()),
-        column("samples_per_prompt", pa.int64()),
-        column("epoch", pa.int64()),
-        column("row", pa.int64()),
-        column("created_ns", pa.int64()),
-        column("scored_ns", pa.int64()),
-        column("reward_ns", pa.int64(), nullable=True),
-        column("part", pa.int64()),
-        column("parts", pa.int64()),
-        column("outcome", pa.string()),
-        column("reason", pa.string(), nullable=True),
-        column("prompt", pa.string()),
-        column("prompt_ids", list_of(pa.int32())),
-        column("columns", pa.string()),
-        column("reward_names", list_of(pa.string())),
-        column("reward_weights", list_of(pa.float64())),
-        column("samples", list_of(_SAMPLE)),
-        column("metrics", pa.string(), nullable=True),
-    ),
-)
-
-
-def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
-    """The codec of a group record without the nullable columns that no sample uses: reward times, sampling support, reward notes."""
-    omitted = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
-    sample = pa.struct([
-        column("reward", pa.float64()) if field.name == "reward" and not noted else field
-        for field in _SCORED
-        if not omitted.get(field.name)
-    ])  # fmt: skip
-    fields = [field for field in CODEC.schema if not omitted.get(field.name)]
-    return Codec(SCHEMA, fields=[column("samples", list_of(sample)) if field.name == "samples" else field for field in fields])
-
-
-_CODECS = {
-    (timed, limited, noted): _codec(timed=timed, limited=limited, noted=noted)
-    for timed in (False, True)
-    for limited in (False, True)
-    for noted in (False, True)
-}
-"""Key: the group has reward times, a support, and samples without rewards or with logged values. So a record of an earlier release is
-encoded to the same bytes."""
 _FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "no_reward", "tokens", "reward_mean", "sha256")
 _REQUIRED = ("group", "outcome", "part", "parts", "sha256")
-_FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +53,20 @@ class Group(ByValue):
     """One group, self-contained: the trainer needs no other record to train on it."""
 
     group: int
-    outcome: Outcome
-    """`scored`, `filtered`, `failed` or `abandoned`."""
-    reason: str | None
-    """Reason for not scoring the group; `None` if it was scored."""
     slot: int
     min_version: int
     samples_per_prompt: int
     epoch: int
     row: int
+    created_ns: int
+    """Time of the prompt's admission."""
+    scored_ns: int
+    reward_ns: int | None = None
+    """Duration of its reward functions; `None` if none was called, or in records of earlier releases."""
+    outcome: Outcome
+    """`scored`, `filtered`, `failed` or `abandoned`."""
+    reason: str | None
+    """Reason for not scoring the group; `None` if it was scored."""
     prompt: str
     prompt_ids: Int32s
     """[L] the prompt's tokens."""
@@ -129,11 +77,6 @@ class Group(ByValue):
     """One weight per reward function."""
     samples: tuple[ScoredSample, ...]
     """The samples of this part, by number; empty without rewards."""
-    created_ns: int
-    """Time of the prompt's admission."""
-    scored_ns: int
-    reward_ns: int | None = None
-    """Duration of its reward functions; `None` if none was called, or in records of earlier releases."""
     metrics: str | None = None
     """JSON object: the metrics that reward functions logged for the group; `None` without any."""
 
@@ -141,6 +84,35 @@ class Group(ByValue):
     def rewards(self) -> tuple[float, ...]:
         """The rewards of the samples that have one."""
         return tuple(sample.reward for sample in self.samples if sample.reward is not None)
+
+
+_SCORED = (*SAMPLE_FIELDS, *fields_of(ScoredSample, rollout=pa.struct(SAMPLE_FIELDS))[1:])
+_FIELDS = fields_of(Group, samples=list_of(pa.struct(_SCORED)))
+_SPLIT = Group.__slots__.index("outcome")
+CODEC = Codec(SCHEMA, fields=(*_FIELDS[:_SPLIT], column("part", pa.int64()), column("parts", pa.int64()), *_FIELDS[_SPLIT:]))
+_FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
+
+
+def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
+    """The codec of a group record without the nullable columns that no sample uses: reward times, sampling support, reward notes."""
+    omitted = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
+    sample = pa.struct([
+        column("reward", pa.float64()) if field.name == "reward" and not noted else field
+        for field in _SCORED
+        if not omitted.get(field.name)
+    ])  # fmt: skip
+    fields = [field for field in CODEC.schema if not omitted.get(field.name)]
+    return Codec(SCHEMA, fields=[column("samples", list_of(sample)) if field.name == "samples" else field for field in fields])
+
+
+_CODECS = {
+    (timed, limited, noted): _codec(timed=timed, limited=limited, noted=noted)
+    for timed in (False, True)
+    for limited in (False, True)
+    for noted in (False, True)
+}
+"""Key: the group has reward times, a support, and samples without rewards or with logged values. So a record of an earlier release is
+encoded to the same bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def _arrow(hint: Any) -> pa.DataType:
     if origin is Literal:
         return pa.string()
     if origin is tuple and inner[1:] == (...,):
-        return list_of(_arrow(inner[0]))
+        return list_of(_arrow(inner[0]), nullable=type(None) in get_args(inner[0]))
     if origin is dict:
         return map_of(_arrow(inner[1]))
     return pa.struct(fields_of(hint)) if isinstance(hint, type) and is_dataclass(hint) else _ARROW[hint]
