@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, emit, notify
+from penstock.pipeline.cli.options import Bootstrap, Json, emit, loaded, notify
 
 app = typer.Typer(help="Start, stop and check this machine's Apache Kafka broker, or run one in the foreground.")
 
@@ -129,12 +129,10 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
-    from penstock.infra.backends.hardware import this_cpu, visible_gpus
-    from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary
 
-    loaded, findings = None if config is None else load(config, gpus=len(visible_gpus()), cpu=this_cpu()), []
-    for finding in examine(bootstrap=bootstrap, config=loaded, imports=imports):
+    findings = []
+    for finding in examine(bootstrap=bootstrap, config=None if config is None else loaded(config), imports=imports):
         findings.append(finding)
         if not json:
             print(as_line(finding), flush=True)

@@ -15,6 +15,7 @@ from penstock.pipeline.runtime.reporting.log_lines import print_json
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.log import Log
+    from penstock.pipeline.config.load import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
@@ -45,6 +46,14 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file;
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable.")]
 OUTAGE_TIMEOUT_S = 60.0
 """How long a command waits for an unreachable broker; workers wait `kafka.give_up_s`."""
+
+
+def loaded(config: Path | str, overrides: list[str] | None = None) -> "Config":
+    """The configuration in a file, with this machine's defaults."""
+    from penstock.infra.backends.hardware import this_cpu, visible_gpus
+    from penstock.pipeline.config.load import load
+
+    return load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
 
 
 def notify(text: str) -> None:

@@ -18,6 +18,7 @@ from penstock.pipeline.cli.options import (
     at,
     emit,
     group_numbers,
+    loaded,
     notify,
     reading,
     refuse_folder,
@@ -288,13 +289,12 @@ def bisect(
 
 def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":
     """The configuration in a TOML file, or of another run whose code may be executed."""
-    from penstock.infra.backends.hardware import this_cpu, visible_gpus
-    from penstock.pipeline.config.load import from_json, load
+    from penstock.pipeline.config.load import from_json
     from penstock.pipeline.runtime.registration.run_registry import registration, resolve
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
     if Path(name).is_file() or name.endswith(".toml"):
-        return load(name, gpus=len(visible_gpus()), cpu=this_cpu())
+        return loaded(name)
     registered = registration(log, resolve(log, name, executes=True))
     return from_json(require_trusted(registered, trust=Trust(code=trust_code), notify=notify).config)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import ConfigFile, Json, Overrides, emit
+from penstock.pipeline.cli.options import ConfigFile, Json, Overrides, emit, loaded
 
 if TYPE_CHECKING:
     from penstock.pipeline.config.load import Config
@@ -45,35 +45,34 @@ def sbatch(
     json: Json = False,
 ) -> None:
     """Print the script of a Slurm job that runs a configuration: rollout workers on nodes of their own, all others on the first."""
-    from penstock.infra.backends.hardware import this_cpu, visible_gpus
-    from penstock.pipeline.config.load import ConfigError, load
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.create import usable
 
-    loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
-    if loaded.trainer.processes % trainer_nodes:
-        raise ConfigError(f"--trainer-nodes {trainer_nodes}: trainer.processes = {loaded.trainer.processes} cannot be divided among them")
-    name = re.sub(r"[^a-z0-9-]+", "-", loaded.run.name.lower()).strip("-") or "run"
+    settings = loaded(config, overrides)
+    if settings.trainer.processes % trainer_nodes:
+        raise ConfigError(f"--trainer-nodes {trainer_nodes}: trainer.processes = {settings.trainer.processes} cannot be divided among them")
+    name = re.sub(r"[^a-z0-9-]+", "-", settings.run.name.lower()).strip("-") or "run"
     options = {"--run-id": run_id and usable(run_id), "--bootstrap": bootstrap, "--grace": grace if grace != 120 else None}
     options |= {"--rollout-per-node": rollout_per_node if rollout_per_node > 1 else None}
     options |= {"--trainer-nodes": trainer_nodes if trainer_nodes > 1 else None}
-    settings = "".join(f" --set {shlex.quote(text)}" for text in overrides or ())
+    changes = "".join(f" --set {shlex.quote(text)}" for text in overrides or ())
     used = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value)
     gpus = Counter[int]()
-    lines = list(_workers(loaded, rollout_per_node, trainer_nodes, gpus))
+    lines = list(_workers(settings, rollout_per_node, trainer_nodes, gpus))
     most = max(gpus.values(), default=0)
     values = {
         "NAME": name,
-        "NODES": trainer_nodes + -(-loaded.rollout.workers // rollout_per_node),
+        "NODES": trainer_nodes + -(-settings.rollout.workers // rollout_per_node),
         "GPUS": f"#SBATCH --gpus-per-node={most}\n" if most else "",
         "GRACE": grace,
-        "COMMAND": f"penstock sbatch {shlex.quote(str(config))}{settings}{used}",
+        "COMMAND": f"penstock sbatch {shlex.quote(str(config))}{changes}{used}",
         "CONFIG": shlex.quote(str(config)),
         "RUN": run_id or f"{name}-$SLURM_JOB_ID",
         "BOOTSTRAP": bootstrap or OWN_BROKER,
         "BROKER": "" if bootstrap else _BROKER,
         "END": "" if bootstrap else _END,
         "RANKS": _RANKS if trainer_nodes > 1 else "",
-        "SET": settings,
+        "SET": changes,
         "WORKERS": "\n".join(f"  {line}" for line in lines),
     }
     text = re.sub(r"@([A-Z]+)@", lambda match: str(values[match[1]]), TEMPLATE.read_text(encoding="utf-8"))

@@ -20,11 +20,13 @@ from penstock.pipeline.cli.options import (
     connected,
     emit,
     group_numbers,
+    loaded,
     notify,
     reading,
 )
 
 if TYPE_CHECKING:
+    from penstock.pipeline.config.load import Config
     from penstock.pipeline.launch.planning.search import Cluster
 
 
@@ -59,20 +61,15 @@ def init(
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Validate data, model, reward, disk and GPUs; generate and score the samples of one step."""
-    from penstock.infra.backends.hardware import this_cpu, visible_gpus
-    from penstock.pipeline.config.load import load
-
-    lines = _report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
+    lines = _report(loaded(config, overrides), samples=True, json=json)
     if not json:
         notify(f"{'mind the warning above' if 'warning' in lines else 'all is well'}; start it: penstock run {config}")
 
 
-def _report(config: object, *, samples: bool, json: bool) -> dict[str, str]:
+def _report(config: "Config", *, samples: bool, json: bool) -> dict[str, str]:
     """Print the results of `preflight.check` one by one; with `json`, together at the end. Returns them by name."""
-    from penstock.pipeline.config.load import Config
     from penstock.pipeline.launch.check import preflight
 
-    assert isinstance(config, Config)
     results = preflight.check(
         config, tell=lambda name, text: None if json else print(f"{name:<10}  {text}", flush=True), samples=samples, notify=notify
     )
@@ -100,9 +97,8 @@ def run(
     json: Json = False,
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
-    from penstock.infra.backends.hardware import this_cpu, visible_gpus
+    from penstock.infra.errors import ConfigError
     from penstock.infra.paths import make_files_private
-    from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.config.security import security_settings
     from penstock.pipeline.launch.create import usable
 
@@ -122,22 +118,19 @@ def run(
     if config is None:
         raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")
     if bootstrap != "embedded" or security:
-        settings = [
-            f'kafka.bootstrap="{bootstrap}"',
-            *(f'kafka.security.{key}="{value}"' for key, value in security_settings(security).items()),
-        ]
-        overrides = [*settings, *(overrides or [])]
-    loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
+        secured = [f'kafka.security.{key}="{value}"' for key, value in security_settings(security).items()]
+        overrides = [f'kafka.bootstrap="{bootstrap}"', *secured, *(overrides or [])]
+    settings = loaded(config, overrides)
     if run_id is not None:
         usable(run_id)
     if dry_run:
         # A dry run downloads nothing: a missing data set is reported.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-        _report(loaded, samples=False, json=json)
+        _report(settings, samples=False, json=json)
         return 0
     from penstock.pipeline.launch.launcher import launch
 
-    return launch(loaded, notify=notify, live=not plain and not json, json_out=json, run_id=run_id)
+    return launch(settings, notify=notify, live=not plain and not json, json_out=json, run_id=run_id)
 
 
 def create(
@@ -157,8 +150,7 @@ def create(
     json: Json = False,
 ) -> None:
     """Validate a configuration, register its run and create its topics; start no worker."""
-    from penstock.infra.backends.hardware import this_cpu, visible_gpus
-    from penstock.pipeline.config.load import ConfigError, load
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.check.changes import require_same
     from penstock.pipeline.launch.create import create as register
@@ -167,15 +159,15 @@ def create(
 
     if (if_absent or topics == "existing") and not run_id:
         raise ConfigError(f"--{'if-absent' if if_absent else 'topics existing'} needs --run-id RUN: an id that is made up is always new")
-    loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
-    with connected(loaded.kafka.bootstrap, loaded.kafka.security, wait_s=wait_broker) as log:
+    settings = loaded(config, overrides)
+    with connected(settings.kafka.bootstrap, settings.kafka.security, wait_s=wait_broker) as log:
         if (record := find(log, usable(run_id)) if if_absent and run_id else None) is not None:
-            require_same(record, loaded, notify=notify)
+            require_same(record, settings, notify=notify)
         else:
             if topics == "existing" and run_id:
-                require_topics(loaded, usable(run_id), log, notify=notify)
-            checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, notify=notify)
-            record = register(loaded, log=log, run_id=run_id, checked=checked.info, notify=notify)
+                require_topics(settings, usable(run_id), log, notify=notify)
+            checked = preflight.check(settings, tell=lambda _name, _text: None, samples=False, notify=notify)
+            record = register(settings, log=log, run_id=run_id, checked=checked.info, notify=notify)
     if json:
         emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})
     else:
